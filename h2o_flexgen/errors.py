@@ -1,0 +1,17 @@
+"""Errors that a user can cause, and what a running job raises when it is asked to stop."""
+
+
+class UserError(ValueError):
+    """Something the user can put right; the message says what and how (one line)."""
+
+
+class PlanError(UserError):
+    """The policy needs more of a tier than there is."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived while a job ran; `signum` says which."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"interrupted by signal {signum}")
+        self.signum = signum

@@ -1,0 +1,1 @@
+"""The maths of each architecture as pure functions of (weights, tensors)."""

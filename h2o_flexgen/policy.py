@@ -1,0 +1,225 @@
+"""Policy, KVBudget and Plan: what the user decides, and the bytes it costs. Plain data, no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from h2o_flexgen.errors import PlanError, UserError
+
+TIERS = ("gpu", "cpu", "disk")
+GIB = 1 << 30
+
+
+def gib(nbytes: float) -> str:
+    """Bytes as text for people, for example `1.25 GiB`."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= 0.01 * GIB else f"{nbytes / (1 << 20):.2f} MiB"
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    """The fixed number of KV slots per sequence, layer and head (H2O, arXiv 2306.14048, section 4).
+
+    Either ratios of the longest prompt of the job, or sizes in slots. A size wins over a ratio, and
+    the recent window follows the heavy hitters where only they are given.
+
+    Raises:
+        UserError: a ratio outside [0, 1], a negative size, or nothing given at all.
+    """
+
+    hh_ratio: float | None = None
+    recent_ratio: float | None = None
+    hh_size: int | None = None
+    recent_size: int | None = None
+
+    def __post_init__(self):
+        for name in ("hh_ratio", "recent_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise UserError(f"{name} must lie in [0, 1], not {value}")
+        for name in ("hh_size", "recent_size"):
+            value = getattr(self, name)
+            if value is not None and (value < 0 or value != int(value)):
+                raise UserError(f"{name} must be a whole number of slots, 0 or more, not {value}")
+        if all(getattr(self, f.name) is None for f in fields(self)):
+            raise UserError("a KV budget needs a ratio or a size; leave it out for a full cache")
+
+    @classmethod
+    def from_ratio(cls, hh_ratio: float, recent_ratio: float | None = None) -> KVBudget:
+        """Slots as fractions of the longest prompt; `recent_ratio` defaults to `hh_ratio`."""
+        return cls(hh_ratio=hh_ratio, recent_ratio=recent_ratio)
+
+    @classmethod
+    def from_size(cls, heavy: int, recent: int | None = None) -> KVBudget:
+        """Slots given directly; `recent` defaults to `heavy`."""
+        return cls(hh_size=heavy, recent_size=recent)
+
+    def slots(self, longest_prompt: int) -> tuple[int, int]:
+        """(heavy, recent) for a job whose longest prompt has `longest_prompt` tokens.
+
+        Raises:
+            UserError: the budget comes to no slot at all.
+        """
+        heavy = self._count(self.hh_size, self.hh_ratio, longest_prompt)
+        recent = self._count(self.recent_size, self.recent_ratio, longest_prompt)
+        if heavy is None:
+            heavy = recent
+        if recent is None:
+            recent = heavy
+        if heavy + recent == 0:
+            raise UserError("the KV budget is empty: heavy and recent slots cannot both be 0")
+        return heavy, recent
+
+    @staticmethod
+    def _count(size: int | None, ratio: float | None, longest_prompt: int) -> int | None:
+        if size is not None:
+            return int(size)
+        if ratio is None:
+            return None
+        return max(1, int(ratio * longest_prompt)) if ratio > 0 else 0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Everything that placement decides (FlexGen, arXiv 2303.06865, section 4.2).
+
+    Attributes:
+        gpu_batch_size: sequences computed at once in a decode step.
+        num_gpu_batches: batches that go through a layer before the next layer is needed.
+        percent: weights gpu, weights cpu, cache gpu, cache cpu, activations gpu, activations cpu,
+            each in percent; what is missing to 100 lies on disk.
+        overlap: move weights and cache while computing.
+        cpu_cache_compute: decode attention of caches at home on the cpu tier runs on the CPU.
+        prefill_tokens: tokens of one prefill micro-batch (at least one sequence).
+
+    Raises:
+        UserError: a size below 1, or percentages that are negative or exceed 100 together.
+    """
+
+    gpu_batch_size: int = 4
+    num_gpu_batches: int = 1
+    percent: tuple[float, ...] = (100, 0, 100, 0, 100, 0)
+    overlap: bool = True
+    cpu_cache_compute: bool = False
+    prefill_tokens: int = 2048
+
+    def __post_init__(self):
+        for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} must be a whole number, 1 or more, not {value}")
+        percent = tuple(self.percent)
+        object.__setattr__(self, "percent", percent)
+        if len(percent) != 6:
+            raise UserError(
+                f"percent takes six numbers (weights gpu cpu, cache gpu cpu, activations gpu cpu), "
+                f"not {len(percent)}"
+            )
+        for what, gpu, cpu in zip(("weights", "cache", "activations"), percent[::2], percent[1::2]):
+            if not (0 <= gpu <= 100 and 0 <= cpu <= 100):
+                raise UserError(f"percent of {what} must lie between 0 and 100: {gpu} {cpu}")
+            if gpu + cpu > 100:
+                raise UserError(f"percent of {what} exceeds 100: {gpu} + {cpu}")
+
+    def fractions(self, what: str) -> tuple[float, float, float]:
+        """(gpu, cpu, disk) of "weights", "cache" or "activations", each in [0, 1]."""
+        at = 2 * ("weights", "cache", "activations").index(what)
+        gpu, cpu = self.percent[at] / 100, self.percent[at + 1] / 100
+        return gpu, cpu, max(0.0, 1 - gpu - cpu)
+
+    @property
+    def block_size(self) -> int:
+        return self.gpu_batch_size * self.num_gpu_batches
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_dict(cls, data: dict) -> Policy:
+        if not isinstance(data, dict):
+            raise UserError("a policy is a JSON object")
+        data = data.get("policy", data)
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise UserError(f"unknown policy field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        for name, value in data.items():
+            wanted = bool if name in ("overlap", "cpu_cache_compute") else list if name == "percent" else int
+            if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+                raise UserError(f"policy field {name!r} must be of type {wanted.__name__}, not {value!r}")
+        if not all(isinstance(x, (int, float)) for x in data.get("percent", [])):
+            raise UserError("policy field 'percent' must hold six numbers")
+        return cls(**data)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Policy:
+        """Read a policy written by `to_json`, or by the policy search (its "policy" member)."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except OSError as e:
+            raise UserError(f"cannot read the policy {path}: {e.strerror}") from None
+        except json.JSONDecodeError as e:
+            raise UserError(f"the policy {path} is not JSON: {e}") from None
+
+
+@dataclass
+class Plan:
+    """The bytes that a policy needs on each tier, known before anything is allocated.
+
+    `items` holds (tier, what, bytes). `shared` says that gpu and cpu are the same RAM (no CUDA), so
+    that their sum is held against the RAM that is there.
+    """
+
+    items: list[tuple[str, str, int]] = field(default_factory=list)
+    limits: dict[str, int] = field(default_factory=dict)
+    shared: bool = False
+
+    def add(self, tier: str, what: str, nbytes: float) -> None:
+        if nbytes:
+            self.items.append((tier, what, int(nbytes)))
+
+    def needed(self, tier: str) -> int:
+        return sum(nbytes for t, _, nbytes in self.items if t == tier)
+
+    def shortfall(self) -> tuple[str, int, int] | None:
+        """The first tier that is too small, with the bytes needed and there, or None."""
+        if self.shared:
+            ram = self.needed("gpu") + self.needed("cpu")
+            if ram > self.limits["ram"]:
+                return "ram", ram, self.limits["ram"]
+        for tier in TIERS:
+            if tier in self.limits and self.needed(tier) > self.limits[tier]:
+                return tier, self.needed(tier), self.limits[tier]
+        return None
+
+    def check(self) -> None:
+        """Raises PlanError, naming the tier, the bytes needed and there, and what to change."""
+        short = self.shortfall()
+        if short is None:
+            return
+        tier, needed, limit = short
+        name = "RAM (the gpu and cpu tiers together)" if tier == "ram" else f"the {tier} tier"
+        largest = max(
+            (item for item in self.items if item[0] == tier or (tier == "ram" and item[0] != "disk")),
+            key=lambda item: item[2],
+        )
+        advice = {
+            "disk": "free disk space or name another --offload-dir",
+            "gpu": "lower the gpu percentages, --gpu-batch-size or the KV budget",
+            "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
+            "ram": "move weights or cache to disk with --percent, or lower the batch sizes or the KV budget",
+        }[tier]
+        raise PlanError(
+            f"{name} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
+            f"({limit} bytes); most goes to {largest[1]} ({gib(largest[2])}): {advice}"
+        )
+
+    def describe(self) -> str:
+        """A table for people: every item, then each tier against its limit."""
+        lines = ["memory plan:"]
+        lines += [f"  {tier:<5}{gib(nbytes):>12}  {what}" for tier, what, nbytes in self.items]
+        for tier in TIERS:
+            limit = self.limits.get(tier)
+            lines.append(f"  {tier:<5}{gib(self.needed(tier)):>12}  of {gib(limit) if limit is not None else '?'}")
+        return "\n".join(lines)
