@@ -113,8 +113,7 @@ class Policy:
         object.__setattr__(self, "percent", percent)
         if len(percent) != 6:
             raise UserError(
-                f"percent takes six numbers (weights gpu cpu, cache gpu cpu, activations gpu cpu), "
-                f"not {len(percent)}"
+                f"percent takes six numbers (weights gpu cpu, cache gpu cpu, activations gpu cpu), not {len(percent)}"
             )
         for what, gpu, cpu in zip(("weights", "cache", "activations"), percent[::2], percent[1::2]):
             if not (0 <= gpu <= 100 and 0 <= cpu <= 100):

@@ -59,9 +59,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="</s> $A", pair="</s> $A </s> $B", special_tokens=[("</s>", EOS)]
@@ -210,9 +208,7 @@ def export(model: Decoder, config: OPTConfig, tokenizer: Tokenizer, out: Path) -
     weights = {f"model.decoder.{k}": v.half() for k, v in model.state_dict().items()}
     assert all(w.isfinite().all() for w in weights.values()), "a weight does not fit fp16"
     shipped = OPTForCausalLM(config).half()
-    shipped.load_state_dict(
-        weights | {"lm_head.weight": weights["model.decoder.embed_tokens.weight"]}
-    )
+    shipped.load_state_dict(weights | {"lm_head.weight": weights["model.decoder.embed_tokens.weight"]})
     shipped.save_pretrained(out)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -1,0 +1,282 @@
+"""The engine: takes a block of prompts through the zig-zag schedule."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.engine.sampling import SamplingParams, sample
+from h2o_flexgen.engine.schedule import Step, ZigZag
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.kv_cache import CacheRule, KVLayout
+from h2o_flexgen.models import opt
+from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.offload.activations import ActivationStore
+from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.weights import WeightStore
+from h2o_flexgen.plan import HEAD_ROWS
+
+
+@dataclass
+class Sequence:
+    """One prompt on its way: `index` is its place in the job."""
+
+    index: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None  # "length", "stop" or "error"
+
+
+@dataclass
+class Batch:
+    """The sequences that are computed together in a decode step, and how prefill cuts them."""
+
+    sequences: list[Sequence]
+    micro: list[tuple[int, int]]  # the rows begin..end of each prefill micro-batch
+
+    def __post_init__(self):
+        self.lengths = torch.tensor([len(s.prompt) for s in self.sequences])
+        self.longest = int(self.lengths.max())
+
+    def prompt_ids(self, begin: int, end: int) -> Tensor:
+        """(end - begin, T) token ids, padded on the right to the longest of these rows."""
+        rows = [s.prompt for s in self.sequences[begin:end]]
+        width = max(map(len, rows))
+        return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+
+
+def make_batches(sequences: list[Sequence], batch_size: int, prefill_tokens: int) -> list[Batch]:
+    """Cut a block into batches, and those into prefill micro-batches of at most `prefill_tokens` tokens."""
+    batches = []
+    for at in range(0, len(sequences), batch_size):
+        rows = sequences[at : at + batch_size]
+        micro, begin = [], 0
+        while begin < len(rows):
+            count = max(1, prefill_tokens // max(len(s.prompt) for s in rows[begin:]))
+            micro.append((begin, min(begin + count, len(rows))))
+            begin = micro[-1][1]
+        batches.append(Batch(rows, micro))
+    return batches
+
+
+class Engine:
+    """Joins weights, cache and maths. One block at a time; `seconds` adds up over blocks."""
+
+    def __init__(
+        self,
+        config: OPTConfig,
+        device: Device,
+        dtype: torch.dtype,
+        rule: CacheRule,
+        weights: WeightStore,
+        caches: KVStore,
+        activations: ActivationStore,
+        params: SamplingParams,
+        eos_ids: frozenset[int],
+        on_progress: Callable[[int, int, int], None] = lambda i, j, tokens: None,
+    ):
+        self.config, self.device, self.dtype, self.rule = config, device, dtype, rule
+        self.weights, self.caches, self.activations = weights, caches, activations
+        self.params, self.eos_ids, self.on_progress = params, eos_ids, on_progress
+        self.num_layers = len(weights.layers)
+        self.seconds = {"prefill": 0.0, "decode": 0.0}
+        self._streaming = [j for j in range(self.num_layers) if weights.streams(j)]
+
+    @torch.inference_mode()
+    def run(self, batches: list[Batch], slots: int, is_last: bool = True) -> None:
+        """Generate for all sequences of a block; they hold the result.
+
+        Args:
+            slots: KV slots per sequence and head.
+            is_last: no block follows, so that no weights need be fetched at the end.
+        """
+        self.batches = batches
+        self.caches.begin_block([self._layout(batch, slots) for batch in batches])
+        self.schedule = ZigZag(self.params.max_tokens, self.num_layers, len(batches))
+        self.device.synchronize()
+        start = time.perf_counter()
+        phase = "prefill"
+        for i, j, active in self.schedule.layers():
+            if j == 0 and i == 1:
+                start = self._lap(phase, start)
+                phase = "decode"
+            before = sum(len(s.tokens) for b in batches for s in b.sequences) if j == self.num_layers - 1 else 0
+            w = self.weights.get(j)
+            self._prefetch_weights(i, j, is_last)
+            for k in active:
+                self._step(Step(i, j, k), w)
+            del w
+            self.weights.release(j)
+            tokens = 0
+            if j == self.num_layers - 1:
+                tokens = sum(len(s.tokens) for b in batches for s in b.sequences) - before
+            self.on_progress(i, j, tokens)
+        self.caches.drain()
+        self.activations.drain()
+        self.device.synchronize()
+        self._lap(phase, start)
+        if is_last:
+            self.weights.drop_prefetched()
+
+    def _lap(self, phase: str, start: float) -> float:
+        self.device.synchronize()
+        now = time.perf_counter()
+        self.seconds[phase] += now - start
+        return now
+
+    def _layout(self, batch: Batch, slots: int) -> KVLayout:
+        config = self.config
+        return KVLayout(
+            len(batch.sequences),
+            config.num_attention_heads,
+            slots,
+            config.head_dim,
+            self.dtype,
+            self.rule.scored,
+        )
+
+    # what to fetch while this step computes
+
+    def _prefetch_weights(self, i: int, j: int, is_last: bool) -> None:
+        if not self._streaming:
+            return
+        following = next((x for x in self._streaming if x > j), None)
+        if following is None:
+            if i + 1 == self.params.max_tokens and is_last:
+                return
+            following = self._streaming[0]
+        if following != j:
+            self.weights.prefetch(following)
+
+    def _prefetch(self, step: Step) -> None:
+        following = self.schedule.next_where(step, self._needs_cache)
+        if following is not None:
+            k = following.k
+            self.caches.prefetch(following.j - 1, k, self._held(k, following.i))
+
+    def _needs_cache(self, step: Step) -> bool:
+        return step.i > 0 and self._is_decoder(step.j) and self.caches.streams(step.j - 1, step.k)
+
+    def _is_decoder(self, j: int) -> bool:
+        return 0 < j < self.num_layers - 1
+
+    def _held(self, k: int, i: int) -> int:
+        """Slots of a batch's cache in use before token step i."""
+        return self.batches[k].longest + i - 1
+
+    # one step
+
+    def _step(self, step: Step, w: opt.Weights) -> None:
+        if step.i == 0:
+            self._prefill(step, w)
+        else:
+            self._decode(step, w)
+
+    def _prefill(self, step: Step, w: opt.Weights) -> None:
+        i, j, k = step
+        batch = self.batches[k]
+        cache = self.caches.blank(j - 1, k) if self._is_decoder(j) else None
+        self._prefetch(step)
+        for m, (begin, end) in enumerate(batch.micro):
+            offset = begin * batch.longest * self.config.hidden_size * self.dtype.itemsize
+            lengths = batch.lengths[begin:end]
+            if j == 0:
+                ids = batch.prompt_ids(begin, end)
+                positions = torch.arange(ids.shape[1]).expand_as(ids)
+                self.activations.put(k, m, offset, self._embed(ids, positions, w))
+                continue
+            hidden = self.activations.get(k, m, offset)
+            if m + 1 < len(batch.micro):
+                after = batch.micro[m + 1][0] * batch.longest * self.config.hidden_size
+                self.activations.prefetch(k, m + 1, after * self.dtype.itemsize)
+            if cache is None:
+                last = hidden[torch.arange(end - begin), lengths - 1]
+                self._choose(step, w, batch.sequences[begin:end], last)
+                continue
+            attend = partial(self.rule.prefill, cache.rows(begin, end), lengths=lengths)
+            hidden = opt.decoder_layer(self.config, w, hidden, attend)
+            self.activations.put(k, m, offset, hidden)
+        if cache is not None:
+            self.caches.store_all(j - 1, k, batch.longest)
+        else:
+            self._retire(step)
+
+    def _decode(self, step: Step, w: opt.Weights) -> None:
+        i, j, k = step
+        batch = self.batches[k]
+        if j == 0:
+            ids = torch.tensor([s.tokens[-1] if s.tokens else 0 for s in batch.sequences])[:, None]
+            positions = (batch.lengths + i - 1)[:, None]
+            self._prefetch(step)
+            self.activations.put(k, 0, 0, self._embed(ids, positions, w))
+            return
+        hidden = self.activations.get(k, 0, 0)
+        if j == self.num_layers - 1:
+            self._prefetch(step)
+            self._choose(step, w, batch.sequences, hidden[:, 0].contiguous())
+            self._retire(step)
+            return
+        cache = self.caches.get(j - 1, k, self._held(k, i))
+        self._prefetch(step)
+        written = None
+
+        def attend(q: Tensor, key: Tensor, v: Tensor) -> Tensor:
+            nonlocal written
+            # a cache that is used where it lies calls the query to it
+            q, key, v = (x.to(cache.k.device) for x in (q, key, v))
+            context, slots = self.rule.decode(cache, q, key, v, batch.lengths, i)
+            written = slots, key[:, :, 0], v[:, :, 0]
+            return context.to(self.device.torch_device)
+
+        self.activations.put(k, 0, 0, opt.decoder_layer(self.config, w, hidden, attend))
+        self.caches.store_step(j - 1, k, self._held(k, i + 1), *written)
+
+    def _embed(self, ids: Tensor, positions: Tensor, w: opt.Weights) -> Tensor:
+        words = self.weights.rows("words", ids)
+        return opt.embed(words, self.weights.rows("positions", positions + opt.POSITION_OFFSET), w)
+
+    def _choose(self, step: Step, w: opt.Weights, sequences: list[Sequence], hidden: Tensor) -> None:
+        """Append one token to every sequence that still runs. hidden: (B, E)."""
+        broken = 0
+        for at in range(0, len(sequences), HEAD_ROWS):
+            rows = sequences[at : at + HEAD_ROWS]
+            logits = opt.logits(self.config, w, hidden[at : at + HEAD_ROWS])
+            tokens, logprobs = sample(logits, self.params, [s.index for s in rows], step.i)
+            for s, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist()):
+                if s.finish_reason is not None:
+                    continue
+                if not math.isfinite(logprob):
+                    s.finish_reason = "error"
+                    broken += 1
+                    continue
+                s.tokens.append(token)
+                s.logprobs.append(logprob)
+                if token in self.eos_ids and not self.params.ignore_eos:
+                    s.finish_reason = "stop"
+                elif len(s.tokens) == self.params.max_tokens:
+                    s.finish_reason = "length"
+        if step.i == 0 and broken == len(sequences):
+            self._explain_broken()
+
+    def _explain_broken(self) -> None:
+        name = self.weights.find_broken()
+        if name is not None:
+            raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
+        if self.dtype == torch.float16:
+            raise UserError("the model's numbers overflow in float16: use --dtype bfloat16 or float32")
+        raise UserError("the model gives NaN for every prompt: the checkpoint is broken")
+
+    def _retire(self, step: Step) -> None:
+        """A batch whose sequences have all finished leaves the schedule."""
+        if all(s.finish_reason is not None for s in self.batches[step.k].sequences):
+            self.schedule.finish(step.k)
+            for layer in range(self.num_layers - 2):
+                self.caches.drop(layer, step.k)

@@ -1,0 +1,91 @@
+"""From logits to tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o_flexgen.errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: 0 takes the most likely token; higher flattens the distribution.
+        top_k: sample among the k most likely tokens (0: all).
+        top_p: sample among the fewest tokens whose probabilities reach p (nucleus sampling,
+            arXiv 1904.09751, section 3.1); 1: all.
+        max_tokens: output length.
+        ignore_eos: go on after the end-of-sequence token.
+        seed: a prompt's text depends on the seed, its place in the job and nothing else.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self):
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            raise UserError(f"temperature must be 0 or more, not {self.temperature}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be 0 (all) or more, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
+        if self.max_tokens < 1:
+            raise UserError(f"the output length must be 1 or more, not {self.max_tokens}")
+        if self.seed < 0:
+            raise UserError(f"seed must be 0 or more, not {self.seed}")
+
+
+def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:
+    """Choose one token per row.
+
+    Args:
+        logits: (B, V) of any float type.
+        indices: each row's place in the job, which with the seed and the step decides its random number, so that
+            batch sizes and neighbours do not.
+
+    Returns:
+        tokens (B,) int64, and their log-probabilities under the model (B,) fp32, NaN where a row's logits are
+        broken. Both on the CPU.
+    """
+    logits = logits.float()
+    log_total = logits.logsumexp(-1)
+    if params.temperature == 0:
+        tokens = logits.argmax(-1)
+    else:
+        tokens = _draw(logits / params.temperature, params, indices, step)
+    logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_total
+    return tokens.cpu(), logprobs.cpu()
+
+
+def _draw(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> Tensor:
+    if 0 < params.top_k < logits.shape[1]:
+        order = logits.topk(params.top_k).indices
+        logits = logits.gather(1, order)
+    else:
+        logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    p = torch.softmax(logits, -1)
+    before = p.cumsum(-1) - p
+    p = p.masked_fill(before >= params.top_p, 0.0)  # the most likely token always stays
+    cumulative = p.cumsum(-1)
+    u = torch.tensor([_uniform(params.seed, index, step) for index in indices], device=p.device)
+    chosen = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
+    last = (p > 0).sum(-1, keepdim=True) - 1
+    return order.gather(1, chosen.minimum(last.clamp(min=0)))[:, 0]
+
+
+def _uniform(seed: int, index: int, step: int) -> float:
+    """A number in [0, 1) from a counter: the same for the same three arguments, whatever was drawn before."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, index, step])).random(dtype=np.float32))

@@ -1,0 +1,62 @@
+"""The zig-zag block schedule (FlexGen, arXiv 2303.06865, section 4.1, algorithm 1). Pure Python, no torch.
+
+For each token i, for each layer j, for each batch k: a layer's weights serve every batch before the next layer's
+are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """Token step (0 is prefill), layer, batch."""
+
+    i: int
+    j: int
+    k: int
+
+
+class ZigZag:
+    """The steps of one block. A batch that has finished takes part in no later token step; when all have, the
+    block ends."""
+
+    def __init__(self, num_tokens: int, num_layers: int, num_batches: int):
+        self.num_tokens, self.num_layers = num_tokens, num_layers
+        self.batches = list(range(num_batches))
+
+    def finish(self, batch: int) -> None:
+        """Call at a batch's last layer."""
+        self.batches = [k for k in self.batches if k != batch]
+
+    def layers(self) -> Iterator[tuple[int, int, list[int]]]:
+        """(i, j, the batches that go through layer j) in order."""
+        for i in range(self.num_tokens):
+            active = self.batches
+            if not active:
+                return
+            for j in range(self.num_layers):
+                yield i, j, active
+
+    def after(self, step: Step) -> Step | None:
+        """The step that follows if no further batch finishes; None at the end of the block."""
+        i, j, k = step
+        later = [b for b in self.batches if b > k]
+        if later:
+            return Step(i, j, later[0])
+        if not self.batches:
+            return None
+        if j + 1 < self.num_layers:
+            return Step(i, j + 1, self.batches[0])
+        if i + 1 < self.num_tokens:
+            return Step(i + 1, 0, self.batches[0])
+        return None
+
+    def next_where(self, step: Step, wanted, horizon: int = 16) -> Step | None:
+        """The first of the following steps that is `wanted`: what to prefetch now."""
+        for _ in range(horizon):
+            step = self.after(step)
+            if step is None or wanted(step):
+                return step
+        return None

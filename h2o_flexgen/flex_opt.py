@@ -1,0 +1,381 @@
+"""Command line: generate text with an OPT model that need not fit into memory.
+
+python -m h2o_flexgen.flex_opt --model facebook/opt-30b --hh-ratio 0.2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from h2o_flexgen.errors import Interrupted, UserError
+from h2o_flexgen.policy import GIB, KVBudget, Policy, gib
+
+#: modules of the standard library whose source text makes the built-in prompts
+_PROMPT_MODULES = (
+    "textwrap heapq json.decoder shlex fnmatch statistics calendar csv difflib queue sched string bisect "
+    "tempfile zipfile argparse ast base64 cmd code codecs colorsys configparser contextlib copy dataclasses "
+    "decimal dis enum filecmp fileinput fractions functools getpass glob gzip hashlib hmac imaplib inspect"
+).split()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m h2o_flexgen.flex_opt",
+        description="Generate text in large batches with an OPT model that need not fit into memory.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("model").add_argument
+    add("--model", help="folder or Hugging Face name; the demo model if left out")
+    add("--path", help="folder of the weights; _DUMMY_ for random weights of the named size, without download")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    add("--dtype", default="auto", help="auto, float16, bfloat16, float32")
+
+    add = parser.add_argument_group("prompts and outputs").add_argument
+    add("--input-file", help='JSON lines, each {"prompt": "text"} or {"prompt_token_ids": [..]}')
+    add("--output-file", help="JSON lines in input order")
+    add("--num-prompts", type=int, help="how many built-in prompts (default: one block)")
+    add("--prompt-len", type=int, help="tokens of a built-in prompt (default: 512)")
+    add("--gen-len", type=int, default=32, help="output tokens per prompt")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    add("--temperature", type=float, default=0.0, help="0 takes the most likely token")
+    add("--top-k", type=int, default=0, help="sample among the k most likely tokens; 0: all")
+    add("--top-p", type=float, default=1.0, help="sample among the most likely tokens that reach p together")
+    add("--seed", type=int, default=0)
+    add("--report", help="write the measurements to this file as JSON")
+    add("--verbose", action="store_true", help="print the policy and the memory plan before the run")
+
+    add = parser.add_argument_group("KV budget (H2O); without these the cache is full").add_argument
+    add("--hh-ratio", type=float, help="heavy hitters as a fraction of the longest prompt")
+    add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
+    add("--hh-size", type=int, help="heavy hitters in slots")
+    add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
+
+    add = parser.add_argument_group("placement").add_argument
+    add("--policy", help="a policy as JSON, or auto (default): on the compute device what fits, the rest spills")
+    add(
+        "--percent",
+        nargs=6,
+        type=float,
+        metavar="P",
+        help="weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk",
+    )
+    add("--gpu-batch-size", type=int, help="sequences per batch (default: 4, or up to 32 from --input-file)")
+    add("--num-gpu-batches", type=int, help="batches per block (default: 1)")
+    add("--overlap", action=argparse.BooleanOptionalAction, default=None, help="move data while computing")
+    add("--cpu-cache-compute", action="store_true", default=None, help="attention on the CPU for caches there")
+    add("--gpu-mem", type=float, metavar="GIB", help="use at most this much of the compute device's memory")
+    add("--cpu-mem", type=float, metavar="GIB", help="use at most this much RAM for the cpu tier")
+    add("--disk-mem", type=float, metavar="GIB", help="use at most this much disk")
+    add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
+    return parser
+
+
+def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | str:
+    """The policy that the options spell out, or "auto"."""
+    if args.policy not in (None, "auto"):
+        for option in ("percent", "gpu_batch_size", "num_gpu_batches", "overlap", "cpu_cache_compute"):
+            if getattr(args, option) is not None:
+                raise UserError(f"--{option.replace('_', '-')} contradicts --policy {args.policy}: give one of the two")
+        return Policy.from_file(args.policy)
+    if args.percent is None:
+        return "auto"
+    if args.policy == "auto":
+        raise UserError("--percent contradicts --policy auto: give one of the two")
+    return Policy(
+        gpu_batch_size=args.gpu_batch_size if args.gpu_batch_size is not None else min(32, num_prompts or 4),
+        num_gpu_batches=args.num_gpu_batches if args.num_gpu_batches is not None else 1,
+        percent=tuple(args.percent),
+        overlap=args.overlap is not False,
+        cpu_cache_compute=bool(args.cpu_cache_compute),
+    )
+
+
+def make_budget(args: argparse.Namespace) -> KVBudget | None:
+    given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
+    return None if all(value is None for value in given) else KVBudget(*given)
+
+
+def read_prompts(path: str) -> list[str | list[int] | UserError]:
+    """Rows of an input file; a row that is no prompt becomes the error that says why."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        reason = getattr(e, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"cannot read --input-file {path}: {reason}") from None
+    rows = [_parse_row(line) for line in lines if line.strip()]
+    if not rows:
+        raise UserError(f"--input-file {path} holds no prompts")
+    return rows
+
+
+def _parse_row(line: str) -> str | list[int] | UserError:
+    try:
+        row = json.loads(line)
+    except ValueError as e:
+        return UserError(f"not JSON: {e}")
+    if not isinstance(row, dict):
+        return UserError("not a JSON object")
+    if "prompt_token_ids" in row:
+        ids = row["prompt_token_ids"]
+        return ids if isinstance(ids, list) else UserError("prompt_token_ids must be a list of token ids")
+    if "prompt" not in row:
+        return UserError('neither "prompt" nor "prompt_token_ids"')
+    return row["prompt"] if isinstance(row["prompt"], str) else UserError("prompt must be a text")
+
+
+def builtin_prompts(llm, count: int, length: int) -> list[list[int]]:
+    """`count` prompts of exactly `length` tokens: source text of the standard library, cut to length or repeated up
+    to it; random ids for a model without tokenizer."""
+    if llm.tokenizer is None:
+        import random
+
+        rng = random.Random(0)
+        return [[rng.randrange(4, llm.config.vocab_size) for _ in range(length)] for _ in range(count)]
+    import importlib
+    import inspect
+
+    prompts, texts = [], {}
+    for n in range(count):
+        name = _PROMPT_MODULES[n % len(_PROMPT_MODULES)]
+        if name not in texts:
+            texts[name] = llm.tokenizer(inspect.getsource(importlib.import_module(name))[: 8 * length + 2000])[
+                "input_ids"
+            ]
+        ids = texts[name]
+        start = (n // len(_PROMPT_MODULES)) * 7  # another round starts elsewhere in the text
+        body = (ids[1 + start :] or ids) * (1 + length // max(1, len(ids) - 1 - start))
+        prompts.append((ids[:1] + body)[:length])
+    return prompts
+
+
+class OutputFile:
+    """Rows as they finish go to PATH.partial; at the end, or on an interrupt, PATH is put in place whole and in
+    input order. So a killed job leaves the rows it had, and an error touches nothing."""
+
+    def __init__(self, path: str):
+        self.path = Path(path)
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        self.rows: dict[int, dict] = {}
+        self._file = None
+        _check_writable("--output-file", self.path)
+
+    def add(self, row: dict) -> None:
+        self.rows[row["index"]] = row
+        try:
+            if self._file is None:
+                self._file = open(self.partial, "w", encoding="utf-8")
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as e:
+            raise UserError(f"cannot write {self.partial}: {e.strerror}") from None
+
+    def finish(self) -> None:
+        """Put the rows there are in place, if there are any."""
+        if self._file is None:
+            return
+        try:
+            self._file.close()
+            text = "".join(json.dumps(self.rows[index]) + "\n" for index in sorted(self.rows))
+            sorted_file = self.path.with_name(self.path.name + ".sorted")
+            sorted_file.write_text(text, encoding="utf-8")
+            os.replace(sorted_file, self.path)
+            self.partial.unlink()
+        except OSError as e:
+            raise UserError(f"cannot write {self.path}: {e.strerror}; finished rows are in {self.partial}") from None
+
+
+def _check_writable(option: str, path: Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"{option} {path}: the folder {folder} does not exist")
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder")
+    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise UserError(f"{option} {path} cannot be written")
+
+
+def row_of(index: int, output) -> dict:
+    """An output as a row of the output file."""
+    if output.error is not None:
+        return {"index": index, "error": output.error}
+    done = output.outputs[0]
+    return {"index": index, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
+
+
+def describe(report: dict) -> str:
+    """The report for people."""
+    w, policy, budget = report["workload"], report["policy"], report["kv_budget"]
+    percent = " ".join(f"{p:g}" for p in policy["percent"])
+    cache = f"{budget['heavy']} heavy + {budget['recent']} recent slots (H2O)" if budget else "full"
+    lines = [
+        f"model      {report['model']}, {report['dtype']} on {report['device']}",
+        f"workload   {w['num_prompts']} prompts of up to {w['prompt_len']} tokens, {w['gen_len']} tokens each",
+        f"policy     {policy['gpu_batch_size']} x {policy['num_gpu_batches']}, percent {percent}, "
+        f"overlap {'on' if policy['overlap'] else 'off'}",
+        f"KV cache   {cache}",
+    ]
+    for phase in ("prefill", "decode"):
+        part = report[phase]
+        lines.append(f"{phase:<11}{part['seconds']:.2f} s, {part['tokens_per_s']:.1f} tokens/s")
+    total = report["total"]
+    lines.append(
+        f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, {total['tokens_per_s']:.2f} tokens/s"
+    )
+    for tier in ("gpu", "cpu", "disk"):
+        peak, planned = report["peak_memory_bytes"][tier], report["planned_memory_bytes"][tier]
+        if peak or planned:
+            lines.append(f"{tier + ' memory':<11}peak {gib(peak)}, planned {gib(planned)}")
+    moved = ", ".join(f"{k.replace('_', ' ')} {gib(v)}" for k, v in report["bytes_moved"].items() if v)
+    if moved:
+        lines.append(f"moved      {moved}")
+    stalls = report["stall_seconds"]
+    lines.append(f"waited     {stalls['weights']:.2f} s for weights, {stalls['cache']:.2f} s for cache")
+    return "\n".join(lines)
+
+
+def show(llm, outputs: list, most: int = 3) -> str:
+    """The first few completions, each after the end of its prompt."""
+    parts = []
+    for output in [o for o in outputs if o.error is None and o.outputs][:most]:
+        if llm.tokenizer is None:
+            parts.append(f"--- prompt {output.index}: {output.outputs[0].token_ids}")
+            continue
+        prompt = llm.tokenizer.decode(output.prompt_token_ids[-60:], skip_special_tokens=True)
+        tail = "\n".join(prompt.split("\n")[-6:])
+        text = f"\033[1m{output.outputs[0].text}\033[0m" if sys.stdout.isatty() else f"⟦{output.outputs[0].text}⟧"
+        parts.append(f"--- prompt {output.index} ends, and the model goes on:\n{tail}{text}")
+    return "\n".join(parts)
+
+
+def run(args: argparse.Namespace) -> None:
+    for name in ("prompt_len", "gen_len", "num_prompts", "gpu_batch_size", "num_gpu_batches"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+    for name in ("gpu_mem", "cpu_mem", "disk_mem"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0 GiB, not {value:g}")
+    for name in ("num_prompts", "prompt_len"):
+        if args.input_file is not None and getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} is for built-in prompts; --input-file brings its own")
+    rows = read_prompts(args.input_file) if args.input_file is not None else None
+    policy, budget = make_policy(args, len(rows) if rows else None), make_budget(args)
+    output_file = OutputFile(args.output_file) if args.output_file is not None else None
+    if args.report is not None:
+        _check_writable("--report", Path(args.report))
+
+    from h2o_flexgen.engine.sampling import SamplingParams
+    from h2o_flexgen.llm import LLM
+
+    params = SamplingParams(args.temperature, args.top_k, args.top_p, args.gen_len, args.ignore_eos, args.seed)
+
+    def limit(gibibytes: float | None) -> int | None:
+        return None if gibibytes is None else int(gibibytes * GIB)
+
+    def on_plan(policy: Policy, plan) -> None:
+        if args.verbose:
+            print(f"policy: {policy.to_json()}\n{plan.describe()}", file=sys.stderr)
+
+    if policy == "auto" and args.gpu_batch_size is None and rows is None:
+        args.gpu_batch_size = min(4, args.num_prompts or 4)
+    with LLM(
+        args.model,
+        policy,
+        budget,
+        args.device,
+        args.dtype,
+        path=args.path,
+        offload_dir=args.offload_dir,
+        gpu_mem=limit(args.gpu_mem),
+        cpu_mem=limit(args.cpu_mem),
+        disk_mem=limit(args.disk_mem),
+        gpu_batch_size=args.gpu_batch_size,
+        num_gpu_batches=args.num_gpu_batches,
+        overlap=args.overlap is not False,
+        cpu_cache_compute=bool(args.cpu_cache_compute),
+        on_plan=on_plan,
+    ) as llm:
+        if rows is None:
+            block = policy.block_size if policy != "auto" else args.gpu_batch_size * (args.num_gpu_batches or 1)
+            length = args.prompt_len or min(512, max(1, llm.config.max_position_embeddings - args.gen_len))
+            rows = builtin_prompts(llm, args.num_prompts or block, length)
+        _generate(llm, rows, params, output_file, args)
+
+
+def _generate(llm, rows: list, params, output_file: OutputFile | None, args: argparse.Namespace) -> None:
+    good = [index for index, row in enumerate(rows) if not isinstance(row, UserError)]
+    errors = {index: str(row) for index, row in enumerate(rows) if isinstance(row, UserError)}
+    for index in list(good):
+        try:
+            llm.admit(rows[index], params.max_tokens)
+        except UserError as e:
+            if args.input_file is None:
+                raise
+            errors[index] = str(e)
+            good.remove(index)
+    if not good:
+        first = min(errors)
+        raise UserError(f"none of the {len(rows)} rows can be run; row {first}: {errors[first]}")
+
+    def keep(output) -> None:
+        if output_file is not None:
+            if not output_file.rows:
+                for index, error in errors.items():
+                    output_file.add({"index": index, "error": error})
+            output_file.add(row_of(good[output.index], output))
+
+    try:
+        outputs = llm.generate([rows[index] for index in good], params, on_output=keep)
+    except KeyboardInterrupt:
+        if output_file is not None:
+            output_file.finish()
+        raise
+    if output_file is not None:
+        output_file.finish()
+    else:
+        print(show(llm, outputs))
+    print(describe(llm.report))
+    if errors:
+        print(f"{len(errors)} rows could not be run; row {min(errors)}: {errors[min(errors)]}", file=sys.stderr)
+    if args.report is not None:
+        try:
+            Path(args.report).write_text(json.dumps(llm.report, indent=2) + "\n")
+        except OSError as e:
+            raise UserError(f"cannot write --report {args.report}: {e.strerror}") from None
+
+
+def _interrupt(signum, frame) -> None:
+    raise Interrupted(signum)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        run(make_parser().parse_args(argv))
+    except UserError as e:
+        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as e:
+        print("interrupted", file=sys.stderr)
+        return 128 + getattr(e, "signum", signal.SIGINT)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

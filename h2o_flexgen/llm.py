@@ -1,0 +1,546 @@
+"""The Python API: prompts in, text out, with everything between placed by a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from h2o_flexgen.engine.engine import Engine, Sequence, make_batches
+from h2o_flexgen.engine.sampling import SamplingParams
+from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
+from h2o_flexgen.models import opt
+from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.source import find_model, load_tokenizer
+from h2o_flexgen.offload import memory
+from h2o_flexgen.offload.activations import ActivationStore
+from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
+from h2o_flexgen.offload.device import Device, Lane
+from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root
+from h2o_flexgen.offload.kv_store import KVStore, log_rows
+from h2o_flexgen.offload.weights import WeightStore
+from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, plan_memory
+from h2o_flexgen.policy import KVBudget, Plan, Policy
+
+#: of what a tier has, this much may be planned for
+MARGIN = 0.95
+DUMMY = "_DUMMY_"
+
+
+@dataclass
+class CompletionOutput:
+    """One generated text. `finish_reason` is "length", "stop", "abort" (the job was interrupted) or "error"."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(self.logprobs)
+
+
+@dataclass
+class RequestOutput:
+    """What became of one prompt; `error` says why it could not be run."""
+
+    index: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    error: str | None = None
+
+
+class LLM:
+    """A model that need not fit into memory.
+
+    Args:
+        model: folder, Hugging Face name, or None for the demo model.
+        policy: a Policy, the path of one as JSON, or "auto": everything on the compute device if it fits, else
+            weights and then cache spill to the next tiers.
+        kv_budget: slots for heavy hitters and recent tokens; None keeps the full cache.
+        device: "auto", "cpu", "cuda", "cuda:N".
+        dtype: "auto" (fp16 on CUDA; on the CPU bf16 where it is native, else fp32), or a float type's name.
+        path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
+        offload_dir: where cache, activations and random weights on disk go, in a private folder of its own.
+        gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: what there is).
+        gpu_batch_size, num_gpu_batches: batch sizes for policy "auto".
+        progress: show bars on stderr.
+        on_plan: called with the policy and the memory plan of a job before anything is allocated.
+
+    Raises:
+        UserError: whatever of this cannot be used, with what to do about it.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        policy: Policy | str = "auto",
+        kv_budget: KVBudget | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        *,
+        path: str | None = None,
+        offload_dir: str | Path | None = None,
+        gpu_mem: int | None = None,
+        cpu_mem: int | None = None,
+        disk_mem: int | None = None,
+        gpu_batch_size: int | None = None,
+        num_gpu_batches: int | None = None,
+        overlap: bool = True,
+        cpu_cache_compute: bool = False,
+        progress: bool = True,
+        on_plan: Callable[[Policy, Plan], None] | None = None,
+    ):
+        self.model_name = model or "demo_model"
+        self.device = Device(device)
+        self.dtype = self.device.dtype(dtype)
+        self.kv_budget = kv_budget
+        self.policy = Policy.from_file(policy) if isinstance(policy, str) and policy != "auto" else policy
+        self._auto = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute)
+        self._caps = {"gpu": gpu_mem, "cpu": cpu_mem, "disk": disk_mem}
+        self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
+        self.progress = progress
+        self.on_plan = on_plan
+        self.report: dict = {}
+        self.plan: Plan | None = None
+
+        if path == DUMMY:
+            self.tokenizer = None
+            self.config = self._dummy_config(model)
+        else:
+            folder = find_model(model, path)
+            self.config = OPTConfig.from_folder(folder)
+            self.tokenizer = load_tokenizer(folder)
+        _check_activation(self.config)
+        self.layers = opt.layers(self.config)
+        self._shapes = [
+            {name: shape for name, shape in (*x.streamed.values(), *x.gathered.values())} for x in self.layers
+        ]
+        needed = {name: shape for layer in self._shapes for name, shape in layer.items()}
+        if path == DUMMY:
+            self.source = DummyCheckpoint(needed, self.dtype)
+        else:
+            self.source = Checkpoint(folder)
+        self.source.check(needed)
+        self.eos_ids = frozenset() if path == DUMMY else self.config.eos_ids
+
+        if self.device.is_cuda:
+            self.device.start(gpu_mem)
+        self._baseline = memory.resident()
+        self.folder: OffloadFolder | None = None
+        self._io: DiskIO | None = None
+        self._lanes: list[Lane] = []
+        self._weights: WeightStore | None = None
+        self._weights_key = None
+
+    @staticmethod
+    def _dummy_config(model: str | None) -> OPTConfig:
+        config = OPTConfig.named(model or "")
+        if config is None and model is not None and Path(model).is_dir():
+            config = OPTConfig.from_folder(Path(model))
+        if config is None:
+            raise UserError(
+                f"--path {DUMMY} needs the name of a facebook/opt size, such as facebook/opt-6.7b, or a folder "
+                f"with a config.json, not {model!r}"
+            )
+        return config
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give memory, threads and the offload folder back; the next `generate` starts anew."""
+        for lane in self._lanes:
+            lane.close()
+        if self._io is not None:
+            self._io.close()
+        self._weights = self._weights_key = self._io = None
+        self._lanes = []
+        self.device.unpin()
+        self.device.release_cached()
+        if self.folder is not None:
+            self.folder.close()
+            self.folder = None
+
+    # prompts
+
+    def encode(self, prompt: str | Seq[int]) -> list[int]:
+        """Token ids of a prompt that can be run.
+
+        Raises:
+            UserError: empty, of a wrong type, no tokenizer for text, or an id outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UserError("this model has no tokenizer: give prompt_token_ids instead of text")
+            if not prompt:
+                raise UserError("the prompt is empty")
+            ids = self.tokenizer(prompt)["input_ids"]
+        elif isinstance(prompt, (list, tuple)):
+            ids = list(prompt)
+        else:
+            raise UserError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+        if not ids:
+            raise UserError("the prompt is empty")
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise UserError(f"token ids are whole numbers, not {token!r}")
+            if not 0 <= token < self.config.vocab_size:
+                raise UserError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
+        return ids
+
+    def admit(self, prompt: str | Seq[int], gen_len: int) -> list[int]:
+        """Token ids of a prompt, if an output of `gen_len` tokens fits behind it; else a UserError."""
+        ids = self.encode(prompt)
+        most = self.config.max_position_embeddings
+        if len(ids) + gen_len > most:
+            raise UserError(
+                f"prompt of {len(ids)} tokens + output of {gen_len} is longer than the model's {most} positions"
+            )
+        return ids
+
+    # the job
+
+    def generate(
+        self,
+        prompts: str | Seq[str | Seq[int]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        skip_errors: bool = False,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts, in blocks of prompts of like length; results in the order of the prompts.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            skip_errors: a prompt that cannot be run becomes an output with `error` instead of raising.
+            on_output: called with every finished output as soon as its block is done, and on an interrupt with
+                what there is of the block that was running ("abort").
+
+        Raises:
+            UserError: a prompt that cannot be run, or a job for which there is no memory.
+        """
+        params = sampling_params or SamplingParams()
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        outputs: dict[int, RequestOutput] = {}
+        sequences = []
+        for index, prompt in enumerate(prompts):
+            text = prompt if isinstance(prompt, str) else None
+            try:
+                ids = self.admit(prompt, params.max_tokens)
+            except UserError as e:
+                if not skip_errors:
+                    raise UserError(f"prompt {index}: {e}") from None
+                outputs[index] = RequestOutput(index, text, [], error=str(e))
+                continue
+            sequences.append(Sequence(index, ids))
+            outputs[index] = RequestOutput(index, text, ids)
+        if on_output is not None:
+            for output in outputs.values():
+                if output.error is not None:
+                    on_output(output)
+        if sequences:
+            self._run(sequences, params, outputs, on_output)
+        return [outputs[index] for index in range(len(prompts))]
+
+    def _run(self, sequences, params: SamplingParams, outputs, on_output) -> None:
+        # longest first: what does not fit shows at once, and neighbours are alike in length
+        sequences.sort(key=lambda s: -len(s.prompt))
+        workload = Workload(tuple(len(s.prompt) for s in sequences), params.max_tokens)
+        rule = self._rule(workload)
+        self.device.reset_peaks()
+        self.device.reset_stalls()
+        policy, placement, plan = self.choose_policy(workload, rule)
+        self.plan = plan
+        if self.on_plan is not None:
+            self.on_plan(policy, plan)
+        plan.check()
+        size = policy.block_size
+        blocks = [sequences[at : at + size] for at in range(0, len(sequences), size)]
+        done: set[int] = set()
+
+        def emit(block: list[Sequence], aborted: bool = False) -> None:
+            for s in block:
+                if s.index in done or (aborted and not s.tokens):
+                    continue
+                done.add(s.index)
+                if s.finish_reason == "error":
+                    outputs[s.index].error = "the model's numbers overflowed for this prompt"
+                else:
+                    outputs[s.index].outputs.append(self._completion(s))
+                if on_output is not None:
+                    on_output(outputs[s.index])
+
+        current: list[Sequence] = []
+        bar = None
+        try:
+            self._open(policy, placement)
+            weights = self._load_weights(policy, placement)
+            caches, activations = self._stores(policy, placement, rule, workload)
+            total = len(sequences) * params.max_tokens
+            bar = tqdm(total=total, unit="tok", desc="generating", disable=not self.progress, smoothing=0.1)
+            engine = Engine(
+                self.config, self.device, self.dtype, rule, weights, caches, activations, params, self.eos_ids
+            )
+            self._before = self._moved(None, None)
+            for n, current in enumerate(blocks):
+                engine.on_progress = self._progress(bar, n, len(blocks))
+                batches = make_batches(current, policy.gpu_batch_size, policy.prefill_tokens)
+                slots = rule.slots(len(current[0].prompt), params.max_tokens)
+                engine.run(batches, slots, is_last=n + 1 == len(blocks))
+                emit(current)
+                bar.update(sum(params.max_tokens - len(s.tokens) for s in current))  # stopped early
+            self.report = self._report(policy, rule, workload, params, sequences, engine)
+        except BaseException as e:
+            for s in current:
+                s.finish_reason = s.finish_reason or "abort"
+            if not isinstance(e, Exception):
+                emit(current, aborted=True)
+            self.close()
+            raise
+        finally:
+            if bar is not None:
+                bar.close()
+        # cache and activations are of this job alone; weights stay for the next
+        for store in (caches, activations):
+            if store.file is not None:
+                store.file.close()
+                store.file.path.unlink(missing_ok=True)
+        self.device.unpin(self._pinned_before)
+
+    def _completion(self, s: Sequence) -> CompletionOutput:
+        text = ""
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(s.tokens, skip_special_tokens=True)
+        return CompletionOutput(0, text, s.tokens, s.logprobs, s.finish_reason)
+
+    def _progress(self, bar: tqdm, block: int, blocks: int) -> Callable[[int, int, int], None]:
+        layers = len(self.layers)
+
+        def show(i: int, j: int, tokens: int) -> None:
+            where = f"prefill {j + 1}/{layers}" if i == 0 else f"token {i + 1}"
+            bar.set_postfix_str(f"block {block + 1}/{blocks} {where}", refresh=i == 0)
+            if tokens:
+                bar.update(tokens)
+
+        return show
+
+    # policy and plan
+
+    def _rule(self, workload: Workload) -> CacheRule:
+        if self.kv_budget is None:
+            return FullCache()
+        return HeavyHitterCache(*self.kv_budget.slots(workload.longest))
+
+    def _count_shapes(self, workload: Workload, rule: CacheRule) -> Shapes:
+        slots = rule.slots(workload.longest, workload.gen_len)
+        first = self.layers[1].streamed["q.weight"][0]
+        return Shapes(
+            config=self.config,
+            layers=self._shapes,
+            streamed=[dict(layer.streamed.values()) for layer in self.layers],
+            slots=slots,
+            budget=rule.budget if rule.scored else None,
+            compute_itemsize=self.dtype.itemsize,
+            stored_itemsize=self.source.stored_dtype(first).itemsize,
+            converts=self.source.stored_dtype(first) != self.dtype,
+            cuda=self.device.is_cuda,
+            dummy=isinstance(self.source, DummyCheckpoint),
+            log_rows=log_rows(slots),
+        )
+
+    def limits(self) -> dict[str, int]:
+        """Bytes that may be planned for on each tier ("ram": gpu and cpu together where they are one)."""
+        ours = memory.resident()
+        ram = int(MARGIN * (memory.ram_available() + ours))
+        if self.device.is_cuda:
+            found = {"gpu": int(MARGIN * self.device.free_bytes()), "cpu": ram}
+        else:
+            found = {"gpu": ram, "cpu": ram}
+        found["disk"] = int(MARGIN * memory.disk_free(self.offload_root))
+        if self._weights is not None and self.folder is not None:
+            found["disk"] += sum(f.stat().st_size for f in self.folder.path.iterdir())
+        limits = {t: min(found[t], cap) if (cap := self._caps[t]) is not None else found[t] for t in found}
+        if not self.device.is_cuda:
+            limits["ram"] = ram
+        return limits
+
+    def plan_for(self, policy: Policy, workload: Workload, rule: CacheRule, limits=None) -> tuple[Placement, Plan]:
+        """Where everything goes under a policy, and the bytes it takes."""
+        batches = len(batch_sizes(len(workload.prompt_lens), policy))
+        placement = Placement.of(policy, self._shapes, self.config.num_hidden_layers, batches)
+        shapes = self._count_shapes(workload, rule)
+        plan = plan_memory(policy, shapes, workload, placement, self._baseline)
+        plan.limits = limits or self.limits()
+        return placement, plan
+
+    def choose_policy(self, workload: Workload, rule: CacheRule) -> tuple[Policy, Placement, Plan]:
+        """The given policy; or the first, from all on the compute device to all on disk, that fits."""
+        if isinstance(self.policy, Policy):
+            return self.policy, *self.plan_for(self.policy, workload, rule)
+        batch_size, num_batches, overlap, cpu_compute = self._auto
+        if batch_size is None:
+            batch_size = min(32, len(workload.prompt_lens))
+        limits = self.limits()
+        for percent in spill_order(self.device.is_cuda):
+            policy = Policy(batch_size, num_batches or 1, percent, overlap, cpu_compute)
+            placement, plan = self.plan_for(policy, workload, rule, limits)
+            try:
+                plan.check()
+            except PlanError:
+                continue
+            break
+        return policy, placement, plan
+
+    # stores
+
+    def _open(self, policy: Policy, placement: Placement) -> None:
+        if self._lanes and self._lanes[0].overlap != policy.overlap:
+            self.close()
+        if self._io is None:
+            self._io = DiskIO()
+            self._lanes = [Lane(self.device, name, policy.overlap) for name in ("weights", "load", "store")]
+
+    def _make_file(self, name: str, nbytes: int):
+        if self.folder is None:
+            self.folder = OffloadFolder(self.offload_root)
+        return self.folder.file(name, nbytes, direct=name == "weights")
+
+    def _load_weights(self, policy: Policy, placement: Placement) -> WeightStore:
+        key = tuple(sorted(placement.weights.items()))
+        if key != self._weights_key:
+            if self._weights is not None:
+                self.close()
+                self._open(policy, placement)
+            self._weights = WeightStore(
+                self.device,
+                self.dtype,
+                [layer.streamed for layer in self.layers],
+                {short: spec for layer in self.layers for short, spec in layer.gathered.items()},
+                placement.weights,
+                self.source,
+                self._io,
+                self._lanes[0],
+                self._make_file,
+                progress=self.progress,
+            )
+            self._weights_key = key
+        return self._weights
+
+    def _stores(self, policy: Policy, placement: Placement, rule: CacheRule, workload: Workload):
+        config, size = self.config, self.dtype.itemsize
+        self._pinned_before = self.device.pinned_count()
+        sizes = batch_sizes(len(workload.prompt_lens), policy)
+        slots = rule.slots(workload.longest, workload.gen_len)
+        heads = config.num_attention_heads
+        layouts = [KVLayout(b, heads, slots, config.head_dim, self.dtype, rule.scored) for b in sizes]
+        caches = KVStore(
+            self.device,
+            config.num_hidden_layers,
+            layouts,
+            placement.cache,
+            self._io,
+            self._lanes[1],
+            self._lanes[2],
+            self._make_file,
+            policy.cpu_cache_compute,
+        )
+        row = config.hidden_size * size
+        longest = workload.longest
+        piece = max(max(1, policy.prefill_tokens // longest) * longest, policy.prefill_tokens, sizes[0]) * row
+        activations = ActivationStore(
+            self.device,
+            placement.activations,
+            sizes[0] * longest * row,
+            min(piece, sizes[0] * longest * row),
+            self._io,
+            self._lanes[1],
+            self._lanes[2],
+            self._make_file,
+        )
+        return caches, activations
+
+    # the report
+
+    def _moved(self, caches, activations) -> dict[str, int]:
+        moved = {
+            "disk_to_cpu": self._io.read_bytes,
+            "cpu_to_gpu": self._weights.cpu_to_gpu_bytes,
+            "gpu_to_cpu": 0,
+            "cpu_to_disk": self._io.written_bytes,
+        }
+        for store in (caches, activations):
+            if store is not None:
+                moved["cpu_to_gpu"] += store.cpu_to_gpu_bytes
+                moved["gpu_to_cpu"] += store.gpu_to_cpu_bytes
+        return moved
+
+    def _report(self, policy, rule, workload, params, sequences, engine: Engine) -> dict:
+        generated = sum(len(s.tokens) for s in sequences)
+        first = sum(1 for s in sequences if s.tokens)
+        prefill, decode = engine.seconds["prefill"], engine.seconds["decode"]
+        prompt_tokens = sum(workload.prompt_lens)
+        moved = self._moved(engine.caches, engine.activations)
+        stalls = self.device.stall_seconds
+        ram = memory.peak_resident()
+        cpu_pool = self.plan.needed("cpu")
+        disk = sum(f.stat().st_size for f in self.folder.path.iterdir()) if self.folder else 0
+        peak = (
+            {"gpu": self.device.peak_bytes(), "cpu": ram, "disk": disk}
+            if self.device.is_cuda
+            else {"gpu": max(0, ram - cpu_pool), "cpu": cpu_pool, "disk": disk}
+        )
+        return {
+            "model": self.model_name,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "workload": {
+                "num_prompts": len(sequences),
+                "prompt_len": workload.longest,
+                "gen_len": params.max_tokens,
+            },
+            "policy": asdict(policy),
+            "kv_budget": {"heavy": rule.heavy, "recent": rule.recent} if rule.scored else None,
+            "prefill": {"seconds": prefill, "tokens_per_s": prompt_tokens / prefill if prefill else 0.0},
+            "decode": {"seconds": decode, "tokens_per_s": (generated - first) / decode if decode else 0.0},
+            "total": {
+                "seconds": prefill + decode,
+                "generated_tokens": generated,
+                "tokens_per_s": generated / (prefill + decode),
+            },
+            "peak_memory_bytes": peak,
+            "planned_memory_bytes": {tier: self.plan.needed(tier) for tier in ("gpu", "cpu", "disk")},
+            "bytes_moved": {key: moved[key] - self._before[key] for key in moved},
+            "stall_seconds": {kind: stalls.get(kind, 0.0) for kind in ("weights", "cache")},
+        }
+
+
+def spill_order(cuda: bool):
+    """Percentages from everything on the compute device to everything away, weights spilling first.
+
+    Without CUDA the cpu tier is the same RAM, so that what does not fit goes to disk at once.
+    """
+    caches = [(100, 0, 100, 0), (50, 50, 100, 0), (0, 100, 0, 100), (0, 50, 0, 100), (0, 0, 0, 100), (0, 0, 0, 0)]
+    if not cuda:
+        caches = [(100, 0, 100, 0), (50, 0, 100, 0), (0, 0, 100, 0), (0, 0, 0, 0)]
+    for cache in caches:
+        for gpu in range(100, -1, -5):
+            for cpu in range(100 - gpu, -1, -10) if cuda else (0,):
+                yield (gpu, cpu, *cache)
+
+
+def _check_activation(config: OPTConfig) -> None:
+    try:
+        opt.activation(config.activation_function)
+    except KeyError:
+        raise UserError(f"unknown activation function {config.activation_function!r} in the config") from None

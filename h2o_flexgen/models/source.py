@@ -1,0 +1,69 @@
+"""From what the user calls a model to a folder with its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from h2o_flexgen.errors import UserError
+
+DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
+
+_SMALL_FILES = ["*.json", "*.txt", "*.model"]
+
+
+def find_model(model: str | None, path: str | None = None) -> Path:
+    """The folder of a model: a local one, the demo model (None), or a snapshot of a Hugging Face repository,
+    taken from the local cache if it is there and downloaded otherwise.
+
+    Raises:
+        UserError: there is no such folder, or the hub does not have it or cannot be reached.
+    """
+    if path is not None:
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"--path {path}: no such folder")
+        return folder
+    if model is None:
+        if not (DEMO_MODEL / "config.json").exists():
+            raise UserError("the demo model is not in this installation: name a --model")
+        return DEMO_MODEL
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise UserError(f"--model {model}: no such folder")
+    return _snapshot(model)
+
+
+def _snapshot(name: str) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        cached = Path(snapshot_download(name, local_files_only=True))
+        if any(cached.glob("*.safetensors")) or any(cached.glob("*.bin")):
+            return cached
+    except Exception:
+        pass  # not there yet, or not whole
+    try:
+        files = HfApi().list_repo_files(name)
+        kind = "*.safetensors*" if any(f.endswith(".safetensors") for f in files) else "pytorch_model*.bin*"
+        return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, kind]))
+    except Exception as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise UserError(
+            f"cannot get the model {name!r}: neither a local folder nor to be had from the Hugging Face hub "
+            f"({reason}); check the name and the network, or give a folder"
+        ) from None
+
+
+def load_tokenizer(folder: Path):
+    """The folder's tokenizer, padding on the left, or None if there is none."""
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    if not any((folder / name).exists() for name in names):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, padding_side="left")
+    except Exception as e:
+        raise UserError(f"cannot load the tokenizer of {folder}: {str(e).strip().splitlines()[0]}") from None

@@ -1,0 +1,137 @@
+"""Hidden states between layers. A piece is one micro-batch of one batch; its home is that of the batch."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.offload.device import Device, Lane, Ring, as_numpy, copy, finish
+from h2o_flexgen.offload.disk import DiskIO, File, wait
+
+Key = tuple[int, int]
+
+
+@dataclass
+class _Stored:
+    future: Future
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+
+
+class ActivationStore:
+    """Hidden states at home on the gpu, cpu or disk tier.
+
+    Args:
+        homes: tier per batch.
+        batch_bytes: the most bytes of hidden states one batch has (all its micro-batches in prefill).
+        piece_bytes: the most bytes of one micro-batch.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        homes: list[str],
+        batch_bytes: int,
+        piece_bytes: int,
+        io: DiskIO,
+        load_lane: Lane,
+        store_lane: Lane,
+        make_file,
+    ):
+        self.device, self.homes, self.io = device, homes, io
+        self.load_lane, self.store_lane = load_lane, store_lane
+        self.batch_bytes = batch_bytes
+        self.cpu_to_gpu_bytes = self.gpu_to_cpu_bytes = 0
+        self._resident: dict[Key, Tensor] = {}
+        self._stored: dict[Key, _Stored] = {}
+        self._loading: dict[Key, tuple[Future, Tensor, int]] = {}
+        self._ram = {k: device.host_buffer(batch_bytes) for k, home in enumerate(homes) if home == "cpu"}
+        on_disk = [k for k, home in enumerate(homes) if home == "disk"]
+        self._offset = {k: n * batch_bytes for n, k in enumerate(on_disk)}
+        self.file: File | None = make_file("activations", len(on_disk) * batch_bytes) if on_disk else None
+        count = 2 if load_lane.overlap else 1
+        away = any(home != "gpu" for home in homes)
+        self._ring = Ring(device, piece_bytes if away else 0, count)
+        staging = piece_bytes if on_disk and device.is_cuda else 0
+        self._load_host, self._store_host = device.host_buffer(staging), device.host_buffer(staging)
+        self._load_host_free = None
+
+    def put(self, batch: int, micro: int, offset: int, hidden: Tensor) -> None:
+        """Send the hidden states of a micro-batch home, `offset` bytes into its batch's."""
+        key = (batch, micro)
+        home = self.homes[batch]
+        if home == "gpu":
+            self._resident[key] = hidden
+            return
+        job = self.store_lane.submit(
+            lambda: self._store(batch, offset, hidden.contiguous()), after=self.device.record()
+        )
+        self._stored[key] = _Stored(job, hidden.shape, hidden.dtype, hidden.nbytes)
+
+    def _store(self, batch: int, offset: int, hidden: Tensor) -> None:
+        flat = hidden.view(-1).view(torch.uint8)
+        self.gpu_to_cpu_bytes += flat.nbytes
+        if self.homes[batch] == "cpu":
+            copy(self._ram[batch][offset : offset + flat.nbytes], flat)
+            finish(self.device.record())
+            return
+        if self.device.is_cuda:
+            copy(self._store_host[: flat.nbytes], flat)
+            finish(self.device.record())
+            flat = self._store_host[: flat.nbytes]
+        wait(self.io.write(self.file, as_numpy(flat), self._offset[batch] + offset))
+
+    def prefetch(self, batch: int, micro: int, offset: int) -> None:
+        """Start bringing a micro-batch's hidden states to the device, if loading may overlap."""
+        if self.load_lane.overlap:
+            self._fetch(batch, micro, offset)
+
+    def _fetch(self, batch: int, micro: int, offset: int) -> None:
+        key = (batch, micro)
+        if self.homes[batch] == "gpu" or key in self._loading or key not in self._stored:
+            return
+        slot = self._ring.take()
+        stored = self._stored[key]
+        buffer = self._ring.buffers[slot][: stored.nbytes]
+        # what computed on this buffer before is queued already: wait for it before writing over it
+        job = self.load_lane.submit(lambda: self._load(batch, offset, stored, buffer), after=self.device.record())
+        self._loading[key] = (job, buffer.view(stored.dtype).view(stored.shape), slot)
+
+    def _load(self, batch: int, offset: int, stored: _Stored, buffer: Tensor) -> None:
+        self.device.wait(stored.future.result())
+        self.cpu_to_gpu_bytes += buffer.nbytes
+        if self.homes[batch] == "cpu":
+            copy(buffer, self._ram[batch][offset : offset + buffer.nbytes])
+            return
+        if self.device.is_cuda:
+            finish(self._load_host_free)
+        target = self._load_host[: buffer.nbytes] if self.device.is_cuda else buffer
+        wait(self.io.read(self.file, target.numpy(), self._offset[batch] + offset))
+        if self.device.is_cuda:
+            copy(buffer, target)
+            self._load_host_free = self.device.record()
+
+    def get(self, batch: int, micro: int, offset: int) -> Tensor:
+        """The hidden states of a micro-batch, on the device."""
+        key = (batch, micro)
+        if self.homes[batch] == "gpu":
+            return self._resident.pop(key)
+        self._fetch(batch, micro, offset)
+        job, hidden, _ = self._loading.pop(key)
+        self.device.stall_on(job, "activations")
+        del self._stored[key]
+        return hidden
+
+    def drain(self) -> None:
+        """Wait for everything in flight, raise what failed, and forget all hidden states."""
+        for job, _, _ in self._loading.values():
+            job.exception()
+        self._loading.clear()
+        self._resident.clear()
+        for stored in self._stored.values():
+            finish(stored.future.result())
+        self._stored.clear()

@@ -1,0 +1,258 @@
+"""Where weights come from: safetensors read in place, `.bin` converted once, or random numbers."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.offload.device import aligned, as_numpy
+from h2o_flexgen.offload.disk import DiskIO, File, cache_root, wait
+
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: `nbytes` bytes of `dtype` from `offset`, row-major."""
+
+    file: File
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return numel(self.shape) * self.dtype.itemsize
+
+
+class Checkpoint:
+    """The tensors of a model folder, read in place. Names come without their leading "model.".
+
+    Raises:
+        UserError: no weights, a shard that is missing or cut short, or a tensor that is missing or has
+            another shape than the configuration says.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.tensors: dict[str, Stored] = {}
+        for path in _shards(folder):
+            self._index(path)
+
+    def _index(self, path: Path) -> None:
+        file = File(path, direct=True)
+        size = path.stat().st_size
+        try:
+            (length,) = struct.unpack("<Q", os.pread(file.fd, 8, 0))
+            if length > size:
+                raise ValueError("the header does not end")
+            header = json.loads(os.pread(file.fd, length, 8))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                if 8 + length + end > size:
+                    raise UserError(
+                        f"{path} is cut short: {name} ends at byte {8 + length + end}, the file has {size}; "
+                        "download it again"
+                    )
+                if entry["dtype"] in DTYPES:
+                    stored = Stored(file, 8 + length + begin, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+                    self.tensors[_canonical(name)] = stored
+        except (struct.error, ValueError, KeyError, TypeError) as e:
+            if isinstance(e, UserError):
+                raise
+            raise UserError(f"{path} is not a whole safetensors file ({e}); download it again") from None
+
+    def check(self, needed: dict[str, tuple[int, ...]]) -> None:
+        """Raises UserError unless every needed tensor is there in its shape."""
+        for name, shape in needed.items():
+            stored = self.tensors.get(name)
+            if stored is None:
+                raise UserError(f"the checkpoint {self.folder} has no tensor {name!r}")
+            if stored.shape != shape:
+                raise UserError(
+                    f"the checkpoint {self.folder} has {name!r} in shape {list(stored.shape)}, "
+                    f"the config asks for {list(shape)}"
+                )
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def on_disk(self, names: list[str], dtype: torch.dtype, make_file, io: DiskIO) -> dict[str, Stored]:
+        """The tensors where they already lie: nothing is copied."""
+        return {name: self.tensors[name] for name in names}
+
+    def read(self, name: str, out: Tensor, io: DiskIO) -> None:
+        """Fill `out` (a CPU tensor of the same shape, any float dtype)."""
+        stored = self.tensors[name]
+        target = out if out.dtype == stored.dtype else torch.empty(stored.shape, dtype=stored.dtype)
+        wait(io.read(stored.file, as_numpy(target), stored.offset))
+        if target is not out:
+            out.copy_(target)
+
+    def close(self) -> None:
+        for file in {id(s.file): s.file for s in self.tensors.values()}.values():
+            file.close()
+
+
+class DummyCheckpoint:
+    """Random weights of a named size: normal with the deviation that OPT starts training from.
+
+    A tensor's numbers depend on its name alone, not on where it is placed. They come from a pool of
+    normal numbers, rotated by a hash of the name, since drawing 60 GB of them would take many minutes.
+    """
+
+    POOL = 1 << 22
+    STD = 0.02
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype):
+        self.shapes = shapes
+        self.dtype = dtype
+        pool = torch.randn(self.POOL, generator=torch.Generator().manual_seed(0)) * self.STD
+        self._pool = pool.to(dtype).repeat(2)
+
+    def check(self, needed: dict[str, tuple[int, ...]]) -> None:
+        pass
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        return self.dtype
+
+    def on_disk(self, names: list[str], dtype: torch.dtype, make_file, io: DiskIO) -> dict[str, Stored]:
+        """Write the tensors to a file of the offload folder, one after the other."""
+        offsets, end = {}, 0
+        for name in names:
+            offsets[name] = end
+            end += aligned(numel(self.shapes[name]) * self.dtype.itemsize)
+        if not names:
+            return {}
+        file = make_file("weights", end)
+        with tqdm(total=end, unit="B", unit_scale=True, desc="writing random weights", leave=False) as bar:
+            for name in names:
+                shape, offset = self.shapes[name], offsets[name]
+                count = numel(shape)
+                if len(shape) == 1:
+                    wait(io.write(file, as_numpy(self._vector(name, count)), offset))
+                    continue
+                for at in range(0, count, self.POOL):
+                    part = self._slice(name, min(self.POOL, count - at))
+                    wait(io.write(file, as_numpy(part), offset + at * self.dtype.itemsize))
+                    bar.update(part.numel() * self.dtype.itemsize)
+        os.fsync(file.fd)  # else the first steps would share the disk with the write-back
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return {name: Stored(file, offsets[name], self.shapes[name], self.dtype) for name in names}
+
+    def read(self, name: str, out: Tensor, io: DiskIO) -> None:
+        flat = out.view(-1)
+        if out.dim() == 1:
+            flat.copy_(self._vector(name, flat.numel()))
+            return
+        for at in range(0, flat.numel(), self.POOL):
+            part = flat[at : at + self.POOL]
+            part.copy_(self._slice(name, part.numel()))
+
+    def _slice(self, name: str, count: int) -> Tensor:
+        start = zlib.crc32(name.encode()) % self.POOL
+        return self._pool[start : start + count]
+
+    def _vector(self, name: str, count: int) -> Tensor:
+        is_norm = "layer_norm" in name and name.endswith("weight")
+        return torch.full((count,), 1.0 if is_norm else 0.0, dtype=self.dtype)
+
+    def close(self) -> None:
+        pass
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _canonical(name: str) -> str:
+    name = name.removeprefix("model.")
+    # checkpoints saved from the bare decoder lack its name
+    return f"decoder.{name}" if name.startswith(("layers.", "embed_", "project_", "final_")) else name
+
+
+def _shards(folder: Path) -> list[Path]:
+    if (folder / "model.safetensors.index.json").exists():
+        return _indexed(folder, "model.safetensors.index.json")
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    if (folder / "pytorch_model.bin.index.json").exists():
+        return _converted(folder, _indexed(folder, "pytorch_model.bin.index.json"))
+    if (folder / "pytorch_model.bin").exists():
+        return _converted(folder, [folder / "pytorch_model.bin"])
+    raise UserError(f"no weights in {folder}: expected model.safetensors or pytorch_model.bin, whole or sharded")
+
+
+def _indexed(folder: Path, index: str) -> list[Path]:
+    try:
+        names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError) as e:
+        raise UserError(f"cannot read the shard index {folder / index}: {e}") from None
+    for name in names:
+        if not (folder / name).exists():
+            raise UserError(f"the shard {folder / name} is missing; download it again")
+    return [folder / name for name in names]
+
+
+def _converted(folder: Path, shards: list[Path]) -> list[Path]:
+    """Safetensors copies of `.bin` shards, made once and kept under the cache folder.
+
+    A shard is loaded with `weights_only=True`: pickled code in it never runs.
+    """
+    from safetensors.torch import save_file
+
+    key = hashlib.sha256()
+    for shard in shards:
+        stat = shard.stat()
+        key.update(f"{shard.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
+    root = cache_root() / "converted"
+    target = root / key.hexdigest()[:16]
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(root / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                partial = target.with_suffix(".partial")
+                shutil.rmtree(partial, ignore_errors=True)  # a conversion that was killed
+                partial.mkdir()
+                try:
+                    for shard in tqdm(shards, desc="converting .bin to safetensors", unit="shard"):
+                        save_file(_load_bin(shard), partial / (shard.stem + ".safetensors"))
+                except BaseException:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    raise
+                partial.rename(target)
+    except OSError as e:
+        raise UserError(f"cannot convert the .bin checkpoint into {root}: {e.strerror}") from None
+    return sorted(target.glob("*.safetensors"))
+
+
+def _load_bin(shard: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(shard, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:
+        try:  # files older than torch 1.6 cannot be mapped
+            state = torch.load(shard, map_location="cpu", weights_only=True)
+        except Exception:
+            reason = str(e).splitlines()[0]
+            raise UserError(f"cannot load {shard}: {reason}; is it whole? Download it again") from None
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise UserError(f"{shard} does not hold a dict of tensors")
+    # tensors that share memory (a tied head) must become separate for safetensors
+    return {name: tensor.clone().contiguous() for name, tensor in state.items()}

@@ -1,0 +1,272 @@
+"""The compute device, and lanes that move bytes beside it.
+
+The only place that asks "is it CUDA?". On CUDA a lane is a thread with a stream of its own; order between
+streams is kept by events, so that no step waits for the whole device. On the CPU a lane is a thread.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.offload import memory
+
+PAGE = 4096
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        with open("/proc/cpuinfo") as f:
+            flags = next((line for line in f if line.startswith(("flags", "Features"))), "").split()
+    except OSError:
+        return False
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+class Device:
+    """Where the maths runs ("cpu", "cuda", "cuda:1"; "auto" takes CUDA where there is one).
+
+    `stall_seconds` holds, per kind of data, the time that compute waited for it.
+    """
+
+    def __init__(self, name: str = "auto"):
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            self.torch_device = torch.device(name)
+        except RuntimeError:
+            raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from None
+        self.is_cuda = self.torch_device.type == "cuda"
+        if self.is_cuda:
+            if not torch.cuda.is_available():
+                raise UserError("device cuda: this torch sees no CUDA device")
+            if (self.torch_device.index or 0) >= torch.cuda.device_count():
+                raise UserError(f"device {name}: there are {torch.cuda.device_count()} CUDA devices")
+        elif self.torch_device.type != "cpu":
+            raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
+        self._pinned: list[Tensor] = []
+        self._stalls = defaultdict(float)
+        self._stall_events = defaultdict(list)
+
+    def __str__(self) -> str:
+        return str(self.torch_device)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """`auto` is what this device computes fastest at full range: fp16, or bf16, or fp32."""
+        if name == "auto":
+            if self.is_cuda:
+                return torch.float16
+            return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+        dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+        dtypes |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        if name not in dtypes:
+            raise UserError(f"unknown dtype {name!r}: use auto, float16, bfloat16 or float32")
+        return dtypes[name]
+
+    # memory
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Bytes on the compute device, aligned to pages."""
+        if self.is_cuda:
+            # zeros: a masked slot must not hold NaN, since 0 * NaN would spread
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+        return _host_buffer(nbytes)
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Bytes in RAM, aligned to pages; pinned where there is CUDA, so that copies run beside compute."""
+        buffer = _host_buffer(nbytes)
+        if self.is_cuda and nbytes:
+            # torch's own pinned allocator rounds up to a power of two, which doubles a large cache
+            error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), aligned(nbytes), 0)
+            if int(error) != 0:
+                raise UserError(
+                    f"cannot pin {nbytes} bytes of RAM (CUDA error {int(error)}): lower the cpu percentages"
+                )
+            self._pinned.append(buffer)
+        return buffer
+
+    def pinned_count(self) -> int:
+        return len(self._pinned)
+
+    def unpin(self, since: int = 0) -> None:
+        """Give back what `host_buffer` pinned after the first `since`; nothing may use it any more."""
+        if len(self._pinned) > since:
+            self.synchronize()
+        for buffer in self._pinned[since:]:
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        del self._pinned[since:]
+
+    def start(self, most_bytes: int | None) -> None:
+        """CUDA only: create the context, which costs RAM, and hold this process to `most_bytes`."""
+        torch.zeros(1, device=self.torch_device)
+        if most_bytes is not None:
+            total = torch.cuda.get_device_properties(self.torch_device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total), self.torch_device)
+
+    def free_bytes(self) -> int:
+        """Memory of the compute device that is still to be had, what torch has cached included."""
+        if not self.is_cuda:
+            return memory.ram_available()
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        allowed = int(fraction * total) - torch.cuda.memory_allocated(self.torch_device)
+        return min(free + cached, allowed)
+
+    def reset_peaks(self) -> None:
+        memory.reset_peak()
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        """The most device memory held since `reset_peaks` (CUDA only; on the CPU ask `memory`)."""
+        return torch.cuda.max_memory_allocated(self.torch_device) if self.is_cuda else 0
+
+    def release_cached(self) -> None:
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    # order
+
+    def record(self):
+        """A mark in the current stream: what was queued before it. None on the CPU, where all is done."""
+        return torch.cuda.current_stream(self.torch_device).record_event() if self.is_cuda else None
+
+    def wait(self, event) -> None:
+        """Queue nothing more on the current stream before `event` has happened; does not block."""
+        if event is not None:
+            torch.cuda.current_stream(self.torch_device).wait_event(event)
+
+    def stall_on(self, future: Future | None, kind: str) -> None:
+        """Make compute wait for a lane's job, and count how long it had to."""
+        if future is None:
+            return
+        start = time.perf_counter()
+        event = future.result()
+        self._stalls[kind] += time.perf_counter() - start
+        if event is not None:
+            before = torch.cuda.Event(enable_timing=True)
+            before.record()
+            self.wait(event)
+            after = torch.cuda.Event(enable_timing=True)
+            after.record()
+            self._stall_events[kind].append((before, after))
+
+    def synchronize(self) -> None:
+        """Only at the ends of a phase that is timed."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    @property
+    def stall_seconds(self) -> dict[str, float]:
+        self.synchronize()
+        for kind, pairs in self._stall_events.items():
+            self._stalls[kind] += sum(a.elapsed_time(b) for a, b in pairs) / 1e3
+            pairs.clear()
+        return dict(self._stalls)
+
+    def reset_stalls(self) -> None:
+        self._stalls.clear()
+        self._stall_events.clear()
+
+
+class Lane:
+    """One direction of traffic: jobs run in order, one at a time, beside compute.
+
+    With `overlap=False` a job runs to its end before `submit` returns.
+    """
+
+    def __init__(self, device: Device, name: str, overlap: bool = True):
+        self.device = device
+        self.overlap = overlap
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name) if overlap else None
+        self._stream = torch.cuda.Stream(device.torch_device) if device.is_cuda else None
+
+    def submit(self, job: Callable[[], None], after=None) -> Future:
+        """Run `job` once `after` (an event of `Device.record`) has happened; the result is the event
+        that says that everything it queued is done."""
+        if self._pool is not None:
+            return self._pool.submit(self._run, job, after)
+        future = Future()
+        try:
+            event = self._run(job, after)
+            if event is not None:
+                event.synchronize()
+            future.set_result(None)
+        except BaseException as e:
+            future.set_exception(e)
+        return future
+
+    def _run(self, job: Callable[[], None], after):
+        if self._stream is None:
+            job()
+            return None
+        with torch.cuda.stream(self._stream):
+            self.device.wait(after)
+            job()
+            return self.device.record()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def finish(event) -> None:
+    """Block this thread until `event` has happened."""
+    if event is not None:
+        event.synchronize()
+
+
+def copy(dst: Tensor, src: Tensor) -> None:
+    """Copy on the current stream; in RAM with one thread, so as not to take cores from compute."""
+    if dst.device.type == "cpu" and src.device.type == "cpu" and dst.dtype == src.dtype:
+        np.copyto(as_numpy(dst), as_numpy(src))
+    else:
+        dst.copy_(src, non_blocking=True)
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """A view of a CPU tensor's memory; 16-bit floats come as int16, which numpy can at least move."""
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy()
+
+
+def aligned(nbytes: int, to: int = PAGE) -> int:
+    return -(-nbytes // to) * to
+
+
+def _host_buffer(nbytes: int) -> Tensor:
+    # an anonymous mapping is page aligned, untouched until used, and goes back to the system at once
+    mapping = mmap.mmap(-1, max(aligned(nbytes), PAGE))
+    if nbytes >= 1 << 21 and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
+
+
+class Ring:
+    """Device buffers used in turn. A buffer is free again once the job that last read from it is done."""
+
+    def __init__(self, device: Device, nbytes: int, count: int):
+        self.buffers = [device.buffer(nbytes) for _ in range(count)] if nbytes else []
+        self.busy: list[Future | None] = [None] * count
+        self._turn = 0
+
+    def take(self) -> int:
+        turn = self._turn
+        self._turn = (turn + 1) % len(self.buffers)
+        return turn
+
+    def wait_free(self, device: Device, index: int) -> None:
+        """In a lane: hold back what follows until the buffer is free."""
+        if self.busy[index] is not None:
+            device.wait(self.busy[index].result())

@@ -1,0 +1,207 @@
+"""Files: a private folder for what a job offloads, and large parallel reads and writes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.offload.device import PAGE
+
+#: one request; larger ones gained nothing, smaller ones cost processor time (docs/benchmarks/disk.json)
+REQUEST = 4 << 20
+THREADS = 4
+
+
+class File:
+    """A file that is read and written at offsets by several threads.
+
+    `direct` reads bypass the page cache (O_DIRECT): offset, length and address must be multiples of 4096.
+    Where the file system refuses that, they are ordinary reads.
+    """
+
+    def __init__(self, path: Path, writable: bool = False, direct: bool = False):
+        self.path = path
+        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        try:
+            self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise UserError(f"cannot open {path}: {e.strerror}") from None
+        self.direct_fd = None
+        if direct and hasattr(os, "O_DIRECT"):
+            try:
+                self.direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            except OSError:
+                pass
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def allocate(self, nbytes: int) -> None:
+        """Reserve the space now, so that a full disk shows before the run and not in it."""
+        if nbytes:
+            try:
+                os.posix_fallocate(self.fd, 0, nbytes)
+            except OSError as e:
+                raise UserError(
+                    f"no space for {nbytes} bytes in the offload folder {self.path.parent} ({e.strerror}): "
+                    "free disk space or name another --offload-dir"
+                ) from None
+
+    def read_at(self, view: memoryview, offset: int, direct: bool = False) -> None:
+        """Fill `view`; a direct read takes whole pages, and leaves what is left over to the page cache."""
+        whole = len(view) - len(view) % PAGE if direct and self.direct_fd is not None else 0
+        done = 0
+        while done < len(view):
+            fd, end = (self.direct_fd, whole) if done < whole else (self.fd, len(view))
+            try:
+                count = os.preadv(fd, [view[done:end]], offset + done)
+            except OSError as e:
+                if fd == self.fd:
+                    raise UserError(f"cannot read {self.path}: {e.strerror}") from None
+                whole = 0  # this file system takes no direct reads of this shape
+                continue
+            if count <= 0:
+                raise UserError(f"{self.path} ended at byte {offset + done}: the file was cut short")
+            done += count
+            if count % PAGE:
+                whole = 0
+
+    def write_at(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                done += os.pwrite(self.fd, view[done:], offset + done)
+            except OSError as e:
+                raise UserError(
+                    f"cannot write to the offload folder {self.path.parent}: {e.strerror}; "
+                    "free disk space or name another --offload-dir"
+                ) from None
+
+    def close(self) -> None:
+        for fd in (self.fd, self.direct_fd):
+            if fd is not None:
+                os.close(fd)
+        self.fd = self.direct_fd = None
+
+
+class DiskIO:
+    """A few threads that keep the disk's queue full with large requests. Counts the bytes moved."""
+
+    def __init__(self, threads: int = THREADS, request: int = REQUEST):
+        self.request = request
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
+
+    def read(self, file: File, array: np.ndarray, offset: int, direct: bool = False) -> list[Future]:
+        """Start reading `array` (C-contiguous) from `offset`; wait for the futures."""
+        with self._lock:
+            self.read_bytes += array.nbytes
+        return self._each(lambda view, at: file.read_at(view, at, direct), array, offset)
+
+    def write(self, file: File, array: np.ndarray, offset: int) -> list[Future]:
+        """Start writing `array` (C-contiguous) at `offset`; wait for the futures."""
+        with self._lock:
+            self.written_bytes += array.nbytes
+        return self._each(file.write_at, array, offset)
+
+    def _each(self, work, array: np.ndarray, offset: int) -> list[Future]:
+        view = memoryview(array).cast("B")
+        step = self.request
+        return [self._pool.submit(work, view[at : at + step], offset + at) for at in range(0, len(view), step)]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def wait(futures: list[Future]) -> None:
+    """Wait for all, then raise the first error: no request may still write into a buffer afterwards."""
+    errors = [e for f in futures if (e := f.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+class OffloadFolder:
+    """A private folder (0700) for one job, under `root`. It goes at exit; the leftovers of jobs that were
+    killed go when the next one starts. A lock that dies with its process tells which those are.
+
+    Raises:
+        UserError: the folder cannot be made or written.
+    """
+
+    PREFIX = "h2o_flexgen-job-"
+
+    def __init__(self, root: Path | None = None):
+        self.root = Path(root) if root is not None else default_root()
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            sweep(self.root)
+            self.path = Path(tempfile.mkdtemp(prefix=self.PREFIX, dir=self.root))  # 0700 by mkdtemp
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise UserError(
+                f"cannot write to the offload folder {self.root} ({e.strerror}): name another --offload-dir"
+            ) from None
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def file(self, name: str, nbytes: int, direct: bool = False) -> File:
+        """A new file of `nbytes`, its space reserved."""
+        file = File(self.path / name, writable=True, direct=direct)
+        file.allocate(nbytes)
+        return file
+
+    def close(self) -> None:
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def default_root() -> Path:
+    return Path(os.environ.get("H2O_FLEXGEN_OFFLOAD") or cache_root() / "offload")
+
+
+def cache_root() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("H2O_FLEXGEN_HOME") or Path(base) / "h2o_flexgen")
+
+
+def sweep(root: Path, prefix: str = OffloadFolder.PREFIX) -> None:
+    """Remove folders under `root` whose owner no longer lives."""
+    for folder in root.glob(prefix + "*"):
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR)
+        except FileNotFoundError:
+            # made, not yet locked: its owner may be about to; a dead one is swept once it is old
+            if _age(folder) > 60:
+                shutil.rmtree(folder, ignore_errors=True)
+            continue
+        except OSError:
+            continue  # another user's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _age(folder: Path) -> float:
+    import time
+
+    try:
+        return time.time() - folder.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,324 @@
+"""The KV cache of a block: each (layer, batch) piece has one home and visits the device to be used.
+
+    gpu   resident
+    cpu   a copy goes to the device before its step; the new token and the scores come back after it
+    disk  as cpu, from and to a file. A step appends the new token to the piece's log, one contiguous write;
+          loading replays the log; a full log is folded into the piece by writing it anew. The log's length
+          is where reading it costs as much as folding it.
+
+Scores and positions of a piece at home on disk stay in RAM: two percent of the piece, all of it changed by
+every step.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.offload.device import Device, Lane, Ring, as_numpy, copy, finish
+from h2o_flexgen.offload.disk import DiskIO, File, wait
+
+Key = tuple[int, int]
+
+
+def log_rows(slots: int) -> int:
+    """Tokens a disk piece's log holds: reading n/2 rows a step and writing slots/n balance at sqrt(2 slots)."""
+    return max(1, math.isqrt(2 * slots))
+
+
+@dataclass
+class _Piece:
+    home: str
+    kv: Tensor | None = None  # bytes on the gpu or cpu tier
+    meta: Tensor | None = None
+    file: File | None = None
+    offset: int = 0
+    base: int = 0  # slots stored in the file before the log
+    log: list[Tensor] = field(default_factory=list)  # the slots (B, H) that each row of the log went to
+    stored: Future | None = None  # the last write home
+
+
+class KVStore:
+    """The caches of `num_layers` x `len(layouts)` pieces.
+
+    Args:
+        layouts: the largest layout (KVLayout) of each batch of a block.
+        homes: tier of every (layer, batch).
+        cpu_compute: pieces at home on the cpu tier are used where they are.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        num_layers: int,
+        layouts: list,
+        homes: dict[Key, str],
+        io: DiskIO,
+        load_lane: Lane,
+        store_lane: Lane,
+        make_file,
+        cpu_compute: bool = False,
+    ):
+        self.device, self.io = device, io
+        self.load_lane, self.store_lane = load_lane, store_lane
+        self.cpu_compute = cpu_compute
+        self.cpu_to_gpu_bytes = self.gpu_to_cpu_bytes = 0
+        self.layouts = self._largest = layouts
+        self.pieces: dict[Key, _Piece] = {}
+        self.file: File | None = None
+        self._loading: dict[Key, tuple[int, Future]] = {}
+        self._slot_of: dict[Key, int] = {}
+
+        disk_bytes = 0
+        for (layer, batch), home in homes.items():
+            layout = layouts[batch]
+            piece = _Piece(home)
+            if home == "gpu":
+                piece.kv = device.buffer(layout.kv_bytes)
+                piece.meta = device.buffer(layout.meta_bytes)
+            else:
+                piece.meta = device.host_buffer(layout.meta_bytes)
+                if home == "cpu":
+                    piece.kv = device.host_buffer(layout.kv_bytes)
+                else:
+                    piece.offset = disk_bytes
+                    disk_bytes += layout.kv_bytes + log_rows(layout.slots) * layout.row_bytes
+            self.pieces[layer, batch] = piece
+        if disk_bytes:
+            self.file = make_file("kv_cache", disk_bytes)
+            for piece in self.pieces.values():
+                piece.file = self.file
+
+        streamed = [layouts[b] for (_, b), home in homes.items() if home != "gpu"]
+        on_disk = [layouts[b] for (_, b), home in homes.items() if home == "disk"]
+        count = 2 if load_lane.overlap else 1
+        self._kv = Ring(device, max((x.kv_bytes for x in streamed), default=0), count)
+        self._meta = Ring(device, max((x.meta_bytes for x in streamed), default=0), count)
+        # packed pieces and logs pass through here; so does whatever crosses a bus
+        packed = [x for x in on_disk if device.is_cuda or not x.scored]
+        self._host = device.host_buffer(max((x.kv_bytes for x in packed), default=0))
+        self._store_host = device.host_buffer(max((x.kv_bytes for x in packed), default=0))
+        self._log_host = device.host_buffer(max((log_rows(x.slots) * x.row_bytes for x in on_disk), default=0))
+        self._row_host = device.host_buffer(max((x.row_bytes for x in streamed), default=0))
+        self._host_free = None
+
+    def begin_block(self, layouts: list) -> None:
+        """Start a block, whose layouts may be smaller than those the buffers were made for."""
+        self.drain()
+        for layout, largest in zip(layouts, self._largest):
+            assert layout.kv_bytes <= largest.kv_bytes and layout.meta_bytes <= largest.meta_bytes
+        self.layouts = layouts
+        for piece in self.pieces.values():
+            piece.log.clear()
+            piece.base = 0
+
+    def streams(self, layer: int, batch: int) -> bool:
+        """Whether the piece must come to the device to be used."""
+        home = self.pieces[layer, batch].home
+        return home == "disk" or (home == "cpu" and not self.cpu_compute)
+
+    # prefill
+
+    def blank(self, layer: int, batch: int):
+        """A cache on the device to be filled; `store_all` sends it home."""
+        piece, layout = self.pieces[layer, batch], self.layouts[batch]
+        if piece.home == "gpu":
+            return layout.view(piece.kv, piece.meta)
+        slot = self._take()
+        self._slot_of[layer, batch] = slot
+        self.device.stall_on(self._kv.busy[slot], "cache")
+        return self._slot_view(slot, layout)
+
+    def store_all(self, layer: int, batch: int, held: int) -> None:
+        """Send a cache that `blank` or `get` gave home; `held` slots from the first are in use."""
+        piece = self.pieces[layer, batch]
+        if piece.home == "gpu":
+            return
+        slot = self._slot_of.pop((layer, batch))
+        layout = self.layouts[batch]
+        base = layout.slots if layout.scored else held
+        job = self.store_lane.submit(lambda: self._store_all(piece, layout, slot, base), after=self.device.record())
+        piece.stored = self._kv.busy[slot] = self._meta.busy[slot] = job
+
+    def _store_all(self, piece: _Piece, layout, slot: int, base: int) -> None:
+        cache = self._slot_view(slot, layout)
+        self._meta_home(piece, layout, slot)
+        if piece.home == "cpu":
+            home = layout.view(piece.kv, piece.meta)
+            if self.device.is_cuda:
+                copy(piece.kv[: layout.kv_bytes], self._kv.buffers[slot][: layout.kv_bytes])
+            else:
+                copy(home.k[:, :, :base], cache.k[:, :, :base])
+                copy(home.v[:, :, :base], cache.v[:, :, :base])
+            self.gpu_to_cpu_bytes += layout.row_bytes * base
+            finish(self.device.record())
+            return
+        packed = self._kv.buffers[slot][: layout.kv_bytes]
+        if base < layout.slots:
+            packed = torch.cat([cache.k[:, :, :base].flatten(), cache.v[:, :, :base].flatten()]).view(torch.uint8)
+        if self.device.is_cuda:
+            target = self._store_host[: packed.nbytes]
+            copy(target, packed)
+            finish(self.device.record())
+            packed = target
+            self.gpu_to_cpu_bytes += packed.nbytes
+        wait(self.io.write(piece.file, packed.numpy(), piece.offset))
+        piece.base = base
+        piece.log.clear()
+
+    # decode
+
+    def prefetch(self, layer: int, batch: int, held: int) -> None:
+        """Start bringing a piece, of which `held` slots are in use, to the device, if loading may overlap."""
+        if self.load_lane.overlap:
+            self._fetch(layer, batch, held)
+
+    def _fetch(self, layer: int, batch: int, held: int) -> None:
+        key = (layer, batch)
+        if not self.streams(layer, batch) or key in self._loading or key in self._slot_of:
+            return
+        slot = self._take()
+        piece, layout = self.pieces[key], self.layouts[batch]
+        self._loading[key] = (slot, self.load_lane.submit(lambda: self._load(piece, layout, slot, held)))
+
+    def _load(self, piece: _Piece, layout, slot: int, held: int) -> None:
+        self._kv.wait_free(self.device, slot)
+        if piece.stored is not None:
+            self.device.wait(piece.stored.result())
+        cache = self._slot_view(slot, layout)
+        if layout.scored:
+            copy(self._meta.buffers[slot][: layout.meta_bytes], piece.meta[: layout.meta_bytes])
+            self.cpu_to_gpu_bytes += layout.meta_bytes
+        if piece.home == "cpu":
+            self._load_from_ram(piece, layout, slot, held)
+        else:
+            self._load_from_disk(piece, layout, slot, cache)
+
+    def _load_from_ram(self, piece: _Piece, layout, slot: int, held: int) -> None:
+        whole = self.device.is_cuda or layout.scored
+        if whole:
+            copy(self._kv.buffers[slot][: layout.kv_bytes], piece.kv[: layout.kv_bytes])
+        else:
+            cache, home = self._slot_view(slot, layout), layout.view(piece.kv, piece.meta)
+            copy(cache.k[:, :, :held], home.k[:, :, :held])
+            copy(cache.v[:, :, :held], home.v[:, :, :held])
+        self.cpu_to_gpu_bytes += layout.kv_bytes if whole else layout.row_bytes * held
+
+    def _load_from_disk(self, piece: _Piece, layout, slot: int, cache) -> None:
+        base_bytes = layout.row_bytes * piece.base
+        straight = not self.device.is_cuda and piece.base == layout.slots
+        finish(self._host_free)
+        target = self._kv.buffers[slot][:base_bytes] if straight else self._host[:base_bytes]
+        reads = self.io.read(piece.file, target.numpy(), piece.offset)
+        log = self._log_host[: len(piece.log) * layout.row_bytes]
+        if piece.log:
+            reads += self.io.read(piece.file, log.numpy(), piece.offset + layout.kv_bytes)
+        wait(reads)
+        if not straight:
+            if piece.base == layout.slots:
+                copy(self._kv.buffers[slot][:base_bytes], target)
+            else:
+                shape = (2, layout.batch, layout.heads, piece.base, layout.head_dim)
+                packed = target.view(layout.dtype).view(shape)
+                if self.device.is_cuda:
+                    packed = packed.to(self.device.torch_device, non_blocking=True)
+                copy(cache.k[:, :, : piece.base], packed[0])
+                copy(cache.v[:, :, : piece.base], packed[1])
+        rows = log.view(layout.dtype).view(-1, 2, layout.batch, layout.heads, layout.head_dim)
+        if self.device.is_cuda:
+            rows = rows.to(self.device.torch_device, non_blocking=True)
+            self.cpu_to_gpu_bytes += base_bytes + log.nbytes
+        for slots, row in zip(piece.log, rows):
+            cache.write(slots.to(row.device), row[0], row[1])
+        self._host_free = self.device.record()
+
+    def get(self, layer: int, batch: int, held: int):
+        """The cache of a piece, ready to be used and changed in place."""
+        piece, layout = self.pieces[layer, batch], self.layouts[batch]
+        if not self.streams(layer, batch):
+            if piece.stored is not None:  # used where it is: prefill's copy must have arrived
+                self.device.stall_on(piece.stored, "cache")
+                piece.stored = None
+            return layout.view(piece.kv, piece.meta)
+        self._fetch(layer, batch, held)
+        slot, future = self._loading.pop((layer, batch))
+        self.device.stall_on(future, "cache")
+        self._slot_of[layer, batch] = slot
+        return self._slot_view(slot, layout)
+
+    def store_step(self, layer: int, batch: int, held: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Send home what a decode step changed: the new token's k and v (B, H, D), which went into `slots`
+        (B, H), and the scores. `held` slots are in use after the step."""
+        if not self.streams(layer, batch):
+            return
+        piece, layout = self.pieces[layer, batch], self.layouts[batch]
+        if piece.home == "disk" and len(piece.log) == log_rows(layout.slots):
+            self.store_all(layer, batch, held)
+            return
+        slot = self._slot_of.pop((layer, batch))
+        job = self.store_lane.submit(
+            lambda: self._store_step(piece, layout, slot, slots, k, v), after=self.device.record()
+        )
+        piece.stored = self._kv.busy[slot] = self._meta.busy[slot] = job
+
+    def _store_step(self, piece: _Piece, layout, slot: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self._meta_home(piece, layout, slot)
+        shape = (2, layout.batch, layout.heads, layout.head_dim)
+        row = self._row_host[: layout.row_bytes].view(layout.dtype).view(shape)
+        copy(row[0], k)
+        copy(row[1], v)
+        slots = slots.to("cpu")
+        finish(self.device.record())
+        self.gpu_to_cpu_bytes += layout.row_bytes
+        if piece.home == "cpu":
+            self._scatter(layout.view(piece.kv, piece.meta), slots, row)
+        else:
+            at = piece.offset + layout.kv_bytes + len(piece.log) * layout.row_bytes
+            wait(self.io.write(piece.file, as_numpy(row), at))
+            piece.log.append(slots)
+
+    @staticmethod
+    def _scatter(home, slots: Tensor, row: Tensor) -> None:
+        B, H = slots.shape
+        b, h = torch.arange(B)[:, None].numpy(), torch.arange(H)[None].numpy()
+        as_numpy(home.k)[b, h, slots.numpy()] = as_numpy(row[0])
+        as_numpy(home.v)[b, h, slots.numpy()] = as_numpy(row[1])
+
+    def _meta_home(self, piece: _Piece, layout, slot: int) -> None:
+        if layout.scored:
+            copy(piece.meta[: layout.meta_bytes], self._meta.buffers[slot][: layout.meta_bytes])
+            self.gpu_to_cpu_bytes += layout.meta_bytes
+
+    # slots
+
+    def _take(self) -> int:
+        slot = self._kv.take()
+        for key, (taken, future) in list(self._loading.items()):
+            if taken == slot:  # fetched for a step that never came
+                future.exception()
+                del self._loading[key]
+        return slot
+
+    def _slot_view(self, slot: int, layout):
+        meta = self._meta.buffers[slot] if layout.scored else None
+        return layout.view(self._kv.buffers[slot], meta)
+
+    def drop(self, layer: int, batch: int) -> None:
+        """Forget what was fetched for a step that will not come."""
+        loading = self._loading.pop((layer, batch), None)
+        if loading is not None:
+            loading[1].exception()
+
+    def drain(self) -> None:
+        """Wait for everything in flight and raise what failed."""
+        for key in list(self._loading):
+            self.drop(*key)
+        self._slot_of.clear()
+        for piece in self.pieces.values():
+            if piece.stored is not None:
+                finish(piece.stored.result())
+                piece.stored = None

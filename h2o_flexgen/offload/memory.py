@@ -1,0 +1,110 @@
+"""What this process may use and does use: RAM within the cgroup (v1 and v2), and free disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+#: cgroup v1 says "no limit" with a number near 2**63
+_UNLIMITED = 1 << 60
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
+
+
+def _cgroup_folders() -> list[tuple[Path, int]]:
+    """The memory cgroup of this process and its ancestors as (folder, cgroup version)."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        version = 1 if controllers else 2
+        roots = [Path("/sys/fs/cgroup/memory")] if controllers else [Path("/sys/fs/cgroup")]
+        for root in roots:
+            folder = root / path.lstrip("/")
+            # inside a container the path is the host's, while the mount shows our own group at its root
+            chain = [folder, *folder.parents] if folder.exists() else [root]
+            found += [(f, version) for f in chain if f == root or root in f.parents]
+    return found
+
+
+def cgroup_available() -> int | None:
+    """Bytes left under the tightest memory cgroup limit, or None without a limit.
+
+    Page cache that the kernel can drop counts as available, as it does in /proc/meminfo.
+    """
+    rooms = []
+    for folder, version in _cgroup_folders():
+        limit = _read_int(folder / ("memory.limit_in_bytes" if version == 1 else "memory.max"))
+        usage = _read_int(folder / ("memory.usage_in_bytes" if version == 1 else "memory.current"))
+        if limit is None or usage is None:
+            continue
+        try:
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            stat = {}
+        prefix = "total_" if version == 1 else ""
+        cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        rooms.append(limit - max(0, usage - cache))
+    return min(rooms) if rooms else None
+
+
+def ram_available() -> int:
+    """Bytes of RAM this process can still take: free in the machine and allowed by the cgroup."""
+    meminfo = {}
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, value = line.split(":")
+            meminfo[key] = int(value.split()[0]) * 1024
+        machine = meminfo["MemAvailable"]
+    except (OSError, KeyError, ValueError):
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    cgroup = cgroup_available()
+    return machine if cgroup is None else max(0, min(machine, cgroup))
+
+
+def disk_free(folder: Path) -> int:
+    """Bytes a user may still write to the file system of `folder` or of its nearest existing parent."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _status(key: str) -> int:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def resident() -> int:
+    """Bytes of RAM this process holds now."""
+    return _status("VmRSS")
+
+
+def peak_resident() -> int:
+    """The most RAM this process has held since `reset_peak`."""
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    """Start `peak_resident` anew; where the kernel refuses, it counts from the start of the process."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass

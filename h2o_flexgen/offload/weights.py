@@ -1,0 +1,237 @@
+"""Weights: each tensor has one home; the others of a layer stream into one of two slots on the device.
+
+gpu   resident, used as it is
+cpu   copied into the slot, from pinned memory where there is CUDA
+disk  read into the slot (CPU), or through a host buffer into the slot (CUDA, or another dtype)
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, Stored, numel
+from h2o_flexgen.offload.device import PAGE, Device, Lane, aligned, as_numpy, copy, finish
+from h2o_flexgen.offload.disk import DiskIO, wait
+
+Spec = dict[str, tuple[str, tuple[int, ...]]]
+
+
+class WeightStore:
+    """The weights of one model, placed.
+
+    Args:
+        layers: per layer the tensors it needs whole, {short name: (name, shape)}.
+        gathered: tensors of which only rows are asked for, by `rows`.
+        homes: tier of every tensor by name.
+        make_file: makes a file in the offload folder (random weights at home on disk need one).
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        layers: list[Spec],
+        gathered: Spec,
+        homes: dict[str, str],
+        source: Checkpoint | DummyCheckpoint,
+        io: DiskIO,
+        lane: Lane,
+        make_file,
+        direct: bool = True,
+        progress: bool = True,
+    ):
+        self.device, self.dtype, self.layers, self.homes = device, dtype, layers, homes
+        self.io, self.lane, self.direct = io, lane, direct
+        self.cpu_to_gpu_bytes = 0
+        shapes = {name: shape for spec in (*layers, gathered) for name, shape in spec.values()}
+        self.gathered = gathered
+        self.stored = source.on_disk([n for n in shapes if homes[n] == "disk"], dtype, make_file, io)
+        self.resident: dict[str, Tensor] = {}
+        self._load([(n, s) for n, s in shapes.items() if homes[n] != "disk"], source, progress)
+
+        slot_bytes = max(self._slot_bytes(spec) for spec in layers)
+        host_bytes = max(self._host_bytes(spec) for spec in layers)
+        count = 2 if lane.overlap else 1
+        self._slots = [device.buffer(slot_bytes) for _ in range(count)] if slot_bytes else []
+        self._hosts = [device.host_buffer(host_bytes) for _ in range(count)] if host_bytes else []
+        self._host_free = [None] * count
+        self._slot_free = [None] * count
+        self._turn = 0
+        self._loading: dict[int, tuple[Future | None, int, dict[str, Tensor]]] = {}
+
+    def _load(self, names: list[tuple[str, tuple[int, ...]]], source, progress: bool) -> None:
+        total = sum(numel(shape) for _, shape in names) * self.dtype.itemsize
+        with tqdm(
+            total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress, leave=False
+        ) as bar:
+            for name, shape in names:
+                on_cpu_tier = self.homes[name] == "cpu"
+                nbytes = numel(shape) * self.dtype.itemsize
+                make = self.device.host_buffer if on_cpu_tier or not self.device.is_cuda else _plain
+                host = make(nbytes).view(self.dtype).view(shape)
+                source.read(name, host, self.io)
+                if not torch.isfinite(host).all():
+                    raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
+                self.resident[name] = host if on_cpu_tier else host.to(self.device.torch_device)
+                bar.update(nbytes)
+
+    # what a layer takes in a slot
+
+    def _streams(self, spec: Spec) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [(short, n, shape) for short, (n, shape) in spec.items() if self.homes[n] != "gpu"]
+
+    def _is_direct(self, name: str) -> bool:
+        """Read from disk straight into the slot: nothing to convert, no bus to cross."""
+        return (
+            self.homes[name] == "disk"
+            and not self.device.is_cuda
+            and self.stored[name].dtype == self.dtype
+            and self.stored[name].offset % self.dtype.itemsize == 0
+        )
+
+    def _slot_bytes(self, spec: Spec) -> int:
+        return sum(slot_span(numel(shape) * self.dtype.itemsize) for _, _, shape in self._streams(spec))
+
+    def _host_bytes(self, spec: Spec) -> int:
+        return sum(
+            slot_span(self.stored[n].nbytes)
+            for _, n, _ in self._streams(spec)
+            if self.homes[n] == "disk" and not self._is_direct(n)
+        )
+
+    # the schedule's calls
+
+    def streams(self, layer: int) -> bool:
+        """Whether anything of the layer must come to the device."""
+        return bool(self._streams(self.layers[layer]))
+
+    def prefetch(self, layer: int) -> None:
+        """Start bringing a layer's weights into a slot, if loading may overlap and they are not coming already."""
+        if self.lane.overlap:
+            self._start(layer)
+
+    def _start(self, layer: int) -> None:
+        if layer in self._loading:
+            return
+        streams = self._streams(self.layers[layer])
+        if not streams:
+            self._loading[layer] = (None, 0, {})
+            return
+        slot = self._turn
+        self._turn = (self._turn + 1) % len(self._slots)
+        views, jobs, at, host_at = {}, [], 0, 0
+        for short, name, shape in streams:
+            nbytes = numel(shape) * self.dtype.itemsize
+            stored = self.stored.get(name)
+            # a direct read lands at the phase its bytes have in the file, so that pages match pages
+            phase = stored.offset % PAGE if stored is not None and self._is_direct(name) else 0
+            views[short] = self._slots[slot][at + phase : at + phase + nbytes].view(self.dtype).view(shape)
+            if stored is None:
+                jobs.append((views[short], self.resident[name], None))
+            elif self._is_direct(name):
+                jobs.append((self._slots[slot][at : at + slot_span(nbytes)], None, stored))
+            else:
+                span = slot_span(stored.nbytes)
+                jobs.append((views[short], self._hosts[slot][host_at : host_at + span], stored))
+                host_at += span
+            at += slot_span(nbytes)
+        future = self.lane.submit(lambda: self._fill(slot, jobs), after=self._slot_free[slot])
+        self._loading[layer] = (future, slot, views)
+
+    def _fill(self, slot: int, jobs: list) -> None:
+        reads = []
+        if any(host is not None and stored is not None for _, host, stored in jobs):
+            finish(self._host_free[slot])
+        for target, host, stored in jobs:
+            if stored is not None:
+                reads += self._read(stored, target if host is None else host)
+        for target, host, stored in jobs:
+            if stored is None:
+                copy(target, host)
+                self.cpu_to_gpu_bytes += target.nbytes
+        wait(reads)
+        for target, host, stored in jobs:
+            if host is not None and stored is not None:
+                phase = stored.offset % PAGE
+                copy(target, host[phase : phase + stored.nbytes].view(stored.dtype).view(stored.shape))
+                self.cpu_to_gpu_bytes += target.nbytes
+        self._host_free[slot] = self.device.record()
+
+    def _read(self, stored: Stored, span: Tensor) -> list:
+        """Read whole pages around the tensor, so that O_DIRECT is possible and its phase is kept."""
+        phase = stored.offset % PAGE
+        begin = stored.offset - phase
+        return self.io.read(stored.file, _clip(span, stored, phase), begin, self.direct)
+
+    def get(self, layer: int) -> dict[str, Tensor]:
+        """The weights of a layer on the device; compute waits until they are there."""
+        self._start(layer)
+        future, _, views = self._loading[layer]
+        self.device.stall_on(future, "weights")
+        spec = self.layers[layer]
+        return {s: views[s] if s in views else self.resident[n] for s, (n, _) in spec.items()}
+
+    def release(self, layer: int) -> None:
+        """The layer's last computation is queued: its slot may be filled anew after it."""
+        future, slot, _ = self._loading.pop(layer)
+        if future is not None:
+            self._slot_free[slot] = self.device.record()
+
+    def drop_prefetched(self) -> None:
+        """Forget what was fetched for a step that will not come."""
+        for layer in list(self._loading):
+            future, _, _ = self._loading[layer]
+            if future is not None:
+                future.exception()
+            self.release(layer)
+
+    def rows(self, short: str, ids: Tensor) -> Tensor:
+        """Rows `ids` (any shape, int64, on the CPU) of a gathered tensor: ids.shape + (width,)."""
+        name, shape = self.gathered[short]
+        home = self.homes[name]
+        if home == "gpu":
+            return F.embedding(ids.to(self.device.torch_device), self.resident[name])
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        if home == "cpu":
+            rows = self.resident[name][unique]
+        else:
+            stored = self.stored[name]
+            rows = torch.empty((len(unique), shape[1]), dtype=stored.dtype)
+            width = shape[1] * stored.dtype.itemsize
+            reads = []
+            for row, index in zip(as_numpy(rows), unique.tolist()):
+                reads += self.io.read(stored.file, row, stored.offset + index * width)
+            wait(reads)
+        device = self.device.torch_device
+        self.cpu_to_gpu_bytes += rows.nbytes
+        return F.embedding(inverse.to(device), rows.to(device=device, dtype=self.dtype))
+
+    def find_broken(self) -> str | None:
+        """The name of a tensor at home on disk that holds NaN or infinite numbers, or None."""
+        for name, stored in self.stored.items():
+            out = torch.empty(stored.shape, dtype=stored.dtype)
+            wait(self.io.read(stored.file, as_numpy(out), stored.offset))
+            if not torch.isfinite(out).all():
+                return name
+        return None
+
+
+def slot_span(nbytes: int) -> int:
+    """Room for a tensor at any phase within a page, in whole pages."""
+    return aligned(nbytes) + PAGE
+
+
+def _clip(span: Tensor, stored: Stored, phase: int):
+    whole = aligned(phase + stored.nbytes)
+    size = stored.file.size
+    return span[: min(whole, size - (stored.offset - phase))].numpy()
+
+
+def _plain(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)

@@ -1,0 +1,82 @@
+"""Which tier every piece lives on. Pure Python.
+
+Pieces are whole: a percentage is met by spreading them, with what one layer could not meet carried over to the
+next (error diffusion), so that every layer costs the same I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import product
+
+from h2o_flexgen.policy import TIERS
+
+#: a layer with more pieces than this is placed piece by piece instead of by trying every assignment
+_MOST_TRIED = 7
+
+
+class Diffusion:
+    """Assigns pieces to tiers so that after every call the bytes placed are near the fractions asked for."""
+
+    def __init__(self, fractions: tuple[float, float, float]):
+        self.fractions = fractions
+        self.placed = [0.0, 0.0, 0.0]
+
+    def place(self, sizes: list[float]) -> list[str]:
+        """Tiers for the pieces of one layer, chosen together."""
+        if len(sizes) > _MOST_TRIED:
+            return [tier for size in sizes for tier in self.place([size])]
+        total = sum(self.placed) + sum(sizes)
+        due = tuple(f * total - p for f, p in zip(self.fractions, self.placed))
+        unit = max(sizes, default=0) or 1  # rounding keeps equal layers equal
+        best = _nearest(tuple(s / unit for s in sizes), tuple(round(d / unit, 6) for d in due))
+        for size, tier in zip(sizes, best):
+            self.placed[tier] += size
+        return [TIERS[tier] for tier in best]
+
+
+@lru_cache(maxsize=4096)
+def _nearest(sizes: tuple[float, ...], due: tuple[float, ...]) -> tuple[int, ...]:
+    def error(assignment: tuple[int, ...]) -> float:
+        got = [0.0, 0.0, 0.0]
+        for size, tier in zip(sizes, assignment):
+            got[tier] += size
+        # a tier that gets nothing over the whole model gets nothing in a layer either
+        return sum((d - g) ** 2 for d, g in zip(due, got))
+
+    return min(product(range(3), repeat=len(sizes)), key=error)
+
+
+def spread(keys: Iterable, size: float, fractions: tuple[float, float, float]) -> dict:
+    """Homes of equal pieces, in order: {key: tier}."""
+    diffusion = Diffusion(fractions)
+    return {key: diffusion.place([size])[0] for key in keys}
+
+
+def place_weights(layers: list[dict[str, int]], fractions: tuple[float, float, float]) -> dict[str, str]:
+    """Homes of a model's weights: {name: tier}.
+
+    Args:
+        layers: {name: bytes} of the matrices of each layer; the first and the last are embedding and head
+            (a tied matrix, which stands in both, is placed once).
+        fractions: gpu, cpu, disk, summing to 1.
+
+    The embedding and the head take the nearest tier; the layers between them make up for the rest, all alike.
+    """
+    homes: dict[str, str] = {}
+    ends = {**layers[0], **layers[-1]}
+    total = sum(ends.values()) + sum(sum(layer.values()) for layer in layers[1:-1])
+    if not total:
+        return homes
+    edge = Diffusion(fractions)
+    for name, size in sorted(ends.items(), key=lambda item: -item[1]):
+        homes[name] = edge.place([size])[0]
+    inner = total - sum(ends.values())
+    if inner:
+        left = [max(0.0, f * total - p) for f, p in zip(fractions, edge.placed)]
+        left = [0.0 if f == 0 else x for f, x in zip(fractions, left)]
+        diffusion = Diffusion(tuple(x / sum(left) for x in left) if sum(left) else fractions)
+        for layer in layers[1:-1]:
+            homes.update(zip(layer, diffusion.place(list(layer.values()))))
+    return homes

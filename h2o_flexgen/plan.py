@@ -1,0 +1,232 @@
+"""Bytes per tier of a policy, before anything is allocated. Pure Python over shapes: the memory check and the
+policy search count with the same functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.placement import place_weights, spread
+from h2o_flexgen.policy import Plan, Policy
+
+PAGE = 4096
+#: rows of logits that are turned into tokens at once
+HEAD_ROWS = 128
+#: activation functions other than relu make a second tensor of the inner width
+_INPLACE = ("relu",)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a job asks for: prompt lengths in tokens, longest first, and the output length."""
+
+    prompt_lens: tuple[int, ...]
+    gen_len: int
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_lens[0]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass
+class Placement:
+    """Homes of all pieces under a policy.
+
+    Attributes:
+        weights: tier by tensor name; vectors (biases, norms: 0.03 % of the bytes) stay on the compute device.
+        cache: tier by (decoder layer, batch).
+        activations: tier by batch.
+    """
+
+    weights: dict[str, str]
+    cache: dict[tuple[int, int], str]
+    activations: list[str]
+
+    @classmethod
+    def of(cls, policy: Policy, layers: list[dict[str, tuple[int, ...]]], num_decoder: int, batches: int) -> Placement:
+        """`layers`: {name: shape} of everything each layer needs, embedding first, head last."""
+        matrices = [{n: TensorSpec(n, s).numel for n, s in layer.items() if len(s) > 1} for layer in layers]
+        homes = {n: "gpu" for layer in layers for n, s in layer.items() if len(s) == 1}
+        homes |= place_weights(matrices, policy.fractions("weights"))
+        keys = [(layer, k) for layer in range(num_decoder) for k in range(batches)]
+        cache = spread(keys, 1, policy.fractions("cache"))
+        activations = spread(range(batches), 1, policy.fractions("activations"))
+        return cls(homes, cache, [activations[k] for k in range(batches)])
+
+
+@dataclass
+class Shapes:
+    """Everything about a model and a job that the plan counts with.
+
+    Attributes:
+        layers: {name: shape} per layer as for `Placement.of`.
+        streamed: {name: shape} per layer of what is needed whole (the embedding only gathers rows).
+        slots: KV slots per sequence and head; budget: heavy + recent, or None for a full cache.
+        stored_itemsize: bytes per number in the checkpoint; compute_itemsize: in the computation.
+    """
+
+    config: OPTConfig
+    layers: list[dict[str, tuple[int, ...]]]
+    streamed: list[dict[str, tuple[int, ...]]]
+    slots: int
+    budget: int | None
+    compute_itemsize: int
+    stored_itemsize: int
+    converts: bool
+    cuda: bool
+    dummy: bool = False
+    log_rows: int = 0
+    extra: dict[str, int] = field(default_factory=dict)
+
+
+def micro_batch(policy: Policy, prompt_len: int) -> int:
+    """Sequences per prefill micro-batch."""
+    return max(1, min(policy.gpu_batch_size, policy.prefill_tokens // prompt_len))
+
+
+def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
+    """Sequences per batch of the first, largest block."""
+    left = min(num_prompts, policy.block_size)
+    sizes = []
+    while left > 0:
+        sizes.append(min(left, policy.gpu_batch_size))
+        left -= sizes[-1]
+    return sizes
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _span(nbytes: int) -> int:
+    return _aligned(nbytes) + PAGE
+
+
+def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: Placement, baseline: int) -> Plan:
+    """The bytes a job needs on each tier at its peak.
+
+    `baseline` is what the process holds already (interpreter and libraries), in bytes of RAM.
+    """
+    config, size = shapes.config, shapes.compute_itemsize
+    plan = Plan(shared=not shapes.cuda)
+    host = "cpu" if shapes.cuda else "gpu"  # whose RAM the process itself is counted to
+    overlap = 2 if policy.overlap else 1
+    batches = batch_sizes(len(workload.prompt_lens), policy)
+    P = workload.longest
+
+    plan.add(host, "the process itself", baseline)
+    _plan_weights(plan, shapes, placement, overlap)
+    _plan_cache(plan, policy, shapes, placement, batches, overlap)
+
+    # hidden states
+    micro = micro_batch(policy, P)
+    E = config.hidden_size
+    piece = micro * P * E * size
+    for k, home in enumerate(placement.activations):
+        plan.add(home, f"activations of batch {k}", max(batches[k] * P, batches[k]) * E * size)
+    if any(home != "gpu" for home in placement.activations):
+        plan.add("gpu", "activation buffers", overlap * max(piece, batches[0] * E * size))
+        if shapes.cuda and "disk" in placement.activations:
+            plan.add("cpu", "activation staging", 2 * piece)
+
+    prefill = _prefill_workspace(shapes, micro, P)
+    decode = _decode_workspace(shapes, batches[0])
+    head = min(batches[0], HEAD_ROWS) * config.vocab_size * (size + 8)
+    plan.add("gpu", "workspace of a layer or the head", max(prefill, decode, head))
+    for what, nbytes in shapes.extra.items():
+        plan.add(host, what, nbytes)
+    return plan
+
+
+def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int) -> None:
+    size = shapes.compute_itemsize
+    every = {n: s for layer in shapes.layers for n, s in layer.items()}
+    by_tier = {"gpu": 0, "cpu": 0, "disk": 0}
+    for name, shape in every.items():
+        by_tier[placement.weights[name]] += TensorSpec(name, shape).numel * size
+    plan.add("gpu", "weights", by_tier["gpu"])
+    plan.add("cpu", "weights", by_tier["cpu"])
+    if shapes.dummy:  # a real checkpoint already lies on disk
+        plan.add("disk", "random weights", by_tier["disk"])
+
+    converts = shapes.converts or shapes.cuda
+    slot = host = 0
+    for layer in shapes.streamed:
+        away = [TensorSpec(n, s).numel for n, s in layer.items() if placement.weights[n] != "gpu"]
+        disk = [TensorSpec(n, s).numel for n, s in layer.items() if placement.weights[n] == "disk"]
+        slot = max(slot, sum(_span(n * size) for n in away))
+        host = max(host, sum(_span(n * shapes.stored_itemsize) for n in disk) if converts else 0)
+    plan.add("gpu", "weight slots", overlap * slot)
+    plan.add("cpu" if shapes.cuda else "gpu", "weight staging", overlap * host)
+
+
+def _plan_cache(
+    plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], overlap: int
+) -> None:
+    config, size = shapes.config, shapes.compute_itemsize
+    scored = shapes.budget is not None
+    row = 2 * config.hidden_size * size  # K and V of one token of one sequence
+    meta = 8 * config.num_attention_heads * shapes.slots if scored else 0
+    kv = {"gpu": 0, "cpu": 0, "disk": 0}
+    metas = {"gpu": 0, "cpu": 0, "disk": 0}
+    streamed = on_disk = 0
+    for (_, k), home in placement.cache.items():
+        rows = shapes.slots + (shapes.log_rows if home == "disk" else 0)
+        kv[home] += batches[k] * rows * row
+        metas["gpu" if home == "gpu" else "cpu"] += batches[k] * meta
+        if home == "disk" or (home == "cpu" and not policy.cpu_cache_compute):
+            streamed = max(streamed, batches[k])
+        if home == "disk":
+            on_disk = max(on_disk, batches[k])
+    for tier in kv:
+        plan.add(tier, "KV cache", kv[tier] + metas[tier])
+    # with CPU attention prefill still fills a cache on the device
+    buffers = max((batches[k] for (_, k), home in placement.cache.items() if home != "gpu"), default=0)
+    plan.add("gpu", "KV buffers", overlap * buffers * (shapes.slots * row + meta))
+    staging = 0
+    if on_disk:
+        packed = shapes.cuda or not scored
+        staging += on_disk * shapes.log_rows * row
+        staging += 2 * on_disk * shapes.slots * row if packed else 0
+        if packed and not shapes.cuda:
+            plan.add("gpu", "KV packing", on_disk * shapes.slots * row)
+    if buffers:
+        staging += buffers * row
+    plan.add("cpu" if shapes.cuda else "gpu", "KV staging", staging)
+
+
+def _prefill_workspace(shapes: Shapes, micro: int, P: int) -> int:
+    config, size = shapes.config, shapes.compute_itemsize
+    E, ffn = config.hidden_size, config.ffn_dim
+    tokens = micro * P
+    inner = ffn * (1 if config.activation_function in _INPLACE else 2)
+    mlp = tokens * (3 * E + inner) * size
+    attention = tokens * 7 * E * size
+    if shapes.budget is not None:
+        H = config.num_attention_heads
+        kept = min(shapes.budget, P)
+        # three copies in (B*H, T, D) shape; scores; the sort's keys and indices; the rows that are kept
+        attention += tokens * 3 * E * size + tokens * H * (4 + 4 + 4 + 8)
+        attention += micro * kept * E * size
+        attention += 4 * max(1 << (25 if shapes.cuda else 20), min(128, P) * P) * 3
+    return max(mlp, attention)
+
+
+def _decode_workspace(shapes: Shapes, batch: int) -> int:
+    config, size = shapes.config, shapes.compute_itemsize
+    scores = batch * config.num_attention_heads * shapes.slots
+    return batch * (8 * config.hidden_size + 2 * config.ffn_dim) * size + scores * (4 * 4 + 2 * size)
