@@ -108,6 +108,7 @@ class LLM:
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
         self.progress = progress
         self.on_plan = on_plan
+        self.direct_reads = True  # weights past the page cache: docs/benchmarks/disk.json
         self.report: dict = {}
         self.plan: Plan | None = None
 
@@ -296,8 +297,8 @@ class LLM:
             for n, current in enumerate(blocks):
                 engine.on_progress = self._progress(bar, n, len(blocks))
                 batches = make_batches(current, policy.gpu_batch_size, policy.prefill_tokens)
-                slots = rule.slots(len(current[0].prompt), params.max_tokens)
-                engine.run(batches, slots, is_last=n + 1 == len(blocks))
+                segments = rule.segments(len(current[0].prompt), params.max_tokens)
+                engine.run(batches, segments, is_last=n + 1 == len(blocks))
                 emit(current)
                 bar.update(sum(params.max_tokens - len(s.tokens) for s in current))  # stopped early
             self.report = self._report(policy, rule, workload, params, sequences, engine)
@@ -343,7 +344,7 @@ class LLM:
         return HeavyHitterCache(*self.kv_budget.slots(workload.longest))
 
     def _count_shapes(self, workload: Workload, rule: CacheRule) -> Shapes:
-        slots = rule.slots(workload.longest, workload.gen_len)
+        slots = sum(rule.segments(workload.longest, workload.gen_len))
         first = self.layers[1].streamed["q.weight"][0]
         return Shapes(
             config=self.config,
@@ -432,7 +433,8 @@ class LLM:
                 self._io,
                 self._lanes[0],
                 self._make_file,
-                progress=self.progress,
+                self.direct_reads,
+                self.progress,
             )
             self._weights_key = key
         return self._weights
@@ -441,9 +443,9 @@ class LLM:
         config, size = self.config, self.dtype.itemsize
         self._pinned_before = self.device.pinned_count()
         sizes = batch_sizes(len(workload.prompt_lens), policy)
-        slots = rule.slots(workload.longest, workload.gen_len)
+        segments = rule.segments(workload.longest, workload.gen_len)
         heads = config.num_attention_heads
-        layouts = [KVLayout(b, heads, slots, config.head_dim, self.dtype, rule.scored) for b in sizes]
+        layouts = [KVLayout(b, heads, segments, config.head_dim, self.dtype, rule.scored) for b in sizes]
         caches = KVStore(
             self.device,
             config.num_hidden_layers,

@@ -197,13 +197,9 @@ def _plan_cache(
     # with CPU attention prefill still fills a cache on the device
     buffers = max((batches[k] for (_, k), home in placement.cache.items() if home != "gpu"), default=0)
     plan.add("gpu", "KV buffers", overlap * buffers * (shapes.slots * row + meta))
-    staging = 0
-    if on_disk:
-        packed = shapes.cuda or not scored
-        staging += on_disk * shapes.log_rows * row
-        staging += 2 * on_disk * shapes.slots * row if packed else 0
-        if packed and not shapes.cuda:
-            plan.add("gpu", "KV packing", on_disk * shapes.slots * row)
+    staging = on_disk * shapes.log_rows * row
+    if shapes.cuda:
+        staging += 2 * on_disk * shapes.slots * row
     if buffers:
         staging += buffers * row
     plan.add("cpu" if shapes.cuda else "gpu", "KV staging", staging)

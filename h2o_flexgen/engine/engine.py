@@ -91,15 +91,15 @@ class Engine:
         self._streaming = [j for j in range(self.num_layers) if weights.streams(j)]
 
     @torch.inference_mode()
-    def run(self, batches: list[Batch], slots: int, is_last: bool = True) -> None:
+    def run(self, batches: list[Batch], segments: tuple[int, ...], is_last: bool = True) -> None:
         """Generate for all sequences of a block; they hold the result.
 
         Args:
-            slots: KV slots per sequence and head.
+            segments: KV slots per sequence and head, as the rule gives them for this block.
             is_last: no block follows, so that no weights need be fetched at the end.
         """
         self.batches = batches
-        self.caches.begin_block([self._layout(batch, slots) for batch in batches])
+        self.caches.begin_block([self._layout(batch, segments) for batch in batches])
         self.schedule = ZigZag(self.params.max_tokens, self.num_layers, len(batches))
         self.device.synchronize()
         start = time.perf_counter()
@@ -121,6 +121,8 @@ class Engine:
             self.on_progress(i, j, tokens)
         self.caches.drain()
         self.activations.drain()
+        if any(s.finish_reason == "error" for b in batches for s in b.sequences):
+            self.caches.wipe()
         self.device.synchronize()
         self._lap(phase, start)
         if is_last:
@@ -132,12 +134,12 @@ class Engine:
         self.seconds[phase] += now - start
         return now
 
-    def _layout(self, batch: Batch, slots: int) -> KVLayout:
+    def _layout(self, batch: Batch, segments: tuple[int, ...]) -> KVLayout:
         config = self.config
         return KVLayout(
             len(batch.sequences),
             config.num_attention_heads,
-            slots,
+            segments,
             config.head_dim,
             self.dtype,
             self.rule.scored,
@@ -231,7 +233,7 @@ class Engine:
         def attend(q: Tensor, key: Tensor, v: Tensor) -> Tensor:
             nonlocal written
             # a cache that is used where it lies calls the query to it
-            q, key, v = (x.to(cache.k.device) for x in (q, key, v))
+            q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
             context, slots = self.rule.decode(cache, q, key, v, batch.lengths, i)
             written = slots, key[:, :, 0], v[:, :, 0]
             return context.to(self.device.torch_device)

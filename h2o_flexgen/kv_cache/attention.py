@@ -52,23 +52,28 @@ def causal_attention_with_scores(q: Tensor, k: Tensor, v: Tensor, lengths: Tenso
     return context.view(B, H, T, D), score.view(B, H, T)
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, empty: Tensor | None) -> tuple[Tensor, Tensor]:
+def cached_attention(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None) -> tuple[Tensor, Tensor]:
     """One query per sequence and head over the slots of a cache.
 
     Args:
-        q: (B, H, 1, D); k, v: (B, H, S, D).
-        empty: (B, H, S) or (B, 1, S) bool, slots that hold no token; None if there are none.
+        q: (B, H, 1, D); k, v: per segment (B, H, S, D), contiguous.
+        empty: (B, H, sum of S) or (B, 1, sum of S) bool, slots that hold no token; None if there are none.
 
     Returns:
-        context (B, H, 1, D), and the probabilities (B, H, S) in fp32.
+        context (B, H, 1, D), and the probabilities (B, H, sum of S) in fp32.
     """
-    B, H, S, D = k.shape
+    B, H, _, D = q.shape
+    q = q.reshape(B * H, 1, D)
     # one matrix-vector product per head; torch's fused attention moves a quarter of the bytes per second here
-    logits = _scaled_logits(q.reshape(B * H, 1, D), k.flatten(0, 1)).view(B, H, S)
+    logits = [_scaled_logits(q, segment.view(B * H, -1, D)) for segment in k]
+    logits = (logits[0] if len(logits) == 1 else torch.cat(logits, -1)).view(B, H, -1)
     if empty is not None:
         logits = logits.masked_fill_(empty, float("-inf"))
     p = torch.softmax(logits, -1, dtype=torch.float32)
-    context = torch.bmm(p.to(v.dtype).view(B * H, 1, S), v.flatten(0, 1))
+    parts = p.to(v[0].dtype).view(B * H, 1, -1).split([segment.shape[2] for segment in v], -1)
+    context = torch.bmm(parts[0].contiguous(), v[0].view(B * H, -1, D))
+    for part, segment in zip(parts[1:], v[1:]):
+        context += torch.bmm(part.contiguous(), segment.view(B * H, -1, D))
     return context.view(B, H, 1, D), p
 
 

@@ -1,11 +1,12 @@
 """The tensors of a cache and what a cache rule must do with them.
 
-Shapes: B sequences, H KV heads, S slots, T prompt tokens (padded on the right), D head size.
+Shapes: B sequences, H KV heads, S slots of a segment, T prompt tokens (padded on the right), D head size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,39 +17,61 @@ class KVTensors:
     """The cache of one (layer, batch), on whatever device its bytes are.
 
     Attributes:
-        k, v: (B, H, S, D).
-        score: (B, H, S) fp32, the attention that the slot's token has received; scored caches only.
+        k, v: per segment (B, H, S, D). Slots are numbered through all segments. A matrix product is fast only
+            over a whole, contiguous tensor, hence a cache that grows does so by segments.
+        score: (B, H, S) fp32, the attention that the slot's token has received; scored caches (one segment) only.
         position: (B, H, S) int32, the token's place in its text, -1 for an empty slot; scored only.
     """
 
-    k: Tensor
-    v: Tensor
+    k: list[Tensor]
+    v: list[Tensor]
     score: Tensor | None = None
     position: Tensor | None = None
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put one token per sequence and head, k and v (B, H, D), into slots (B, H)."""
-        B, H, S, D = self.k.shape
-        at = torch.arange(B * H, device=slots.device) * S + slots.reshape(-1)
-        self.k.view(-1, D).index_copy_(0, at, k.reshape(-1, D))
-        self.v.view(-1, D).index_copy_(0, at, v.reshape(-1, D))
+        """Put one token per sequence and head, k and v (B, H, D), into slots (B, H). With several segments, the
+        slots of a sequence are the same for all heads, and lie on the CPU."""
+        if len(self.k) == 1:
+            B, H, S, D = self.k[0].shape
+            at = torch.arange(B * H, device=slots.device) * S + slots.reshape(-1)
+            self.k[0].view(-1, D).index_copy_(0, at, k.reshape(-1, D))
+            self.v[0].view(-1, D).index_copy_(0, at, v.reshape(-1, D))
+            return
+        begin, column = 0, slots[:, 0]
+        for mine_k, mine_v in zip(self.k, self.v):
+            end = begin + mine_k.shape[2]
+            rows = ((column >= begin) & (column < end)).nonzero()[:, 0]
+            if len(rows):
+                local = column[rows] - begin
+                mine_k[rows, :, local] = k[rows]
+                mine_v[rows, :, local] = v[rows]
+            begin = end
 
     def rows(self, begin: int, end: int) -> KVTensors:
         """The sequences begin..end."""
-        cut = [None if t is None else t[begin:end] for t in (self.k, self.v, self.score, self.position)]
-        return KVTensors(*cut)
+        return KVTensors(
+            [k[begin:end] for k in self.k],
+            [v[begin:end] for v in self.v],
+            None if self.score is None else self.score[begin:end],
+            None if self.position is None else self.position[begin:end],
+        )
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """How the cache of one (layer, batch) lies in a flat buffer: k, v, then score and position."""
+    """How the cache of one (layer, batch) lies in memory: a buffer with k and v of each segment, and for a scored
+    cache one with score and position. The segments in use are the beginning of the buffer."""
 
     batch: int
     heads: int
-    slots: int
+    segments: tuple[int, ...]
     head_dim: int
     dtype: torch.dtype
     scored: bool
+
+    @property
+    def slots(self) -> int:
+        return sum(self.segments)
 
     @property
     def row_bytes(self) -> int:
@@ -63,18 +86,23 @@ class KVLayout:
     def meta_bytes(self) -> int:
         return 8 * self.batch * self.heads * self.slots if self.scored else 0
 
-    @property
-    def nbytes(self) -> int:
-        return self.kv_bytes + self.meta_bytes
+    def used_bytes(self, held: int) -> int:
+        """Bytes of the segments that hold the first `held` slots."""
+        ends = accumulate(self.segments)
+        return self.row_bytes * next((end for end in ends if end >= held), self.slots)
 
     def view(self, kv: Tensor, meta: Tensor | None = None) -> KVTensors:
-        """Buffers of bytes, `kv_bytes` and `meta_bytes` long, seen as a cache."""
-        shape = (self.batch, self.heads, self.slots, self.head_dim)
-        k, v = (part.view(self.dtype).view(shape) for part in kv[: self.kv_bytes].chunk(2))
+        """Buffers of bytes, at least `kv_bytes` and `meta_bytes` long, seen as a cache."""
+        parts = kv[: self.kv_bytes].split([self.row_bytes * slots for slots in self.segments])
+        ks, vs = [], []
+        for part, slots in zip(parts, self.segments):
+            k, v = part.view(self.dtype).view(2, self.batch, self.heads, slots, self.head_dim)
+            ks.append(k)
+            vs.append(v)
         if not self.scored:
-            return KVTensors(k, v)
-        score, position = meta[: self.meta_bytes].chunk(2)
-        return KVTensors(k, v, score.view(torch.float32).view(shape[:3]), position.view(torch.int32).view(shape[:3]))
+            return KVTensors(ks, vs)
+        score, position = (half.view(self.batch, self.heads, -1) for half in meta[: self.meta_bytes].chunk(2))
+        return KVTensors(ks, vs, score.view(torch.float32), position.view(torch.int32))
 
 
 class CacheRule:
@@ -84,8 +112,8 @@ class CacheRule:
     #: whether the cache carries scores and positions
     scored = False
 
-    def slots(self, prompt_len: int, gen_len: int) -> int:
-        """Slots per sequence and head for prompts of up to `prompt_len` and outputs of `gen_len` tokens."""
+    def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
+        """Slots per sequence and head, by segment, for prompts of up to `prompt_len` and outputs of `gen_len`."""
         raise NotImplementedError
 
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:

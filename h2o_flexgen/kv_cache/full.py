@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,31 +11,37 @@ from torch import Tensor
 from h2o_flexgen.kv_cache.attention import cached_attention, causal_attention
 from h2o_flexgen.kv_cache.base import CacheRule, KVTensors
 
+#: slots by which a full cache grows behind the prompt
+SEGMENT = 128
+
 
 @dataclass(frozen=True)
 class FullCache(CacheRule):
-    """Every token stays: token n of a sequence lies in slot n of all its heads."""
+    """Every token stays: token n of a sequence lies in slot n of all its heads. The first segment takes the
+    prompt, the following ones the output; only those in use are attended to and moved."""
 
-    def slots(self, prompt_len: int, gen_len: int) -> int:
-        return prompt_len + max(0, gen_len - 1)  # the last token is never attended to
+    def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
+        whole, rest = divmod(max(0, gen_len - 1), SEGMENT)  # the last token is never attended to
+        return (prompt_len, *[SEGMENT] * whole, *[rest] * (rest > 0))
 
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         T = k.shape[2]
-        cache.k[:, :, :T] = k
-        cache.v[:, :, :T] = v
-        cache.v[:, :, T:] = 0  # masked, but 0 * NaN left by another job would spread
+        cache.k[0][:, :, :T] = k
+        cache.v[0][:, :, :T] = v
+        cache.v[0][:, :, T:] = 0  # masked, but 0 * NaN left by another prompt would spread
         return causal_attention(q, k, v)
 
     def decode(
         self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
         at = lengths + step - 1
-        held = int(at.max()) + 1
-        slots = at.to(k.device)[:, None].expand(k.shape[:2])
+        newest = int(at.max())
+        ends = list(accumulate(segment.shape[2] for segment in cache.k))
+        used = next(n for n, end in enumerate(ends) if end > newest) + 1
+        if used > 1 and newest == ends[used - 2]:
+            cache.v[used - 1].zero_()  # as in prefill
+        slots = at[:, None].expand(k.shape[:2])
         cache.write(slots, k[:, :, 0], v[:, :, 0])
-        empty = None
-        if int(at.min()) + 1 < held:
-            empty = (torch.arange(held) > at[:, None]).to(k.device)[:, None]
-            cache.v[:, :, held - 1].masked_fill_(empty[:, :, -1:], 0)
-        context, _ = cached_attention(q, cache.k[:, :, :held], cache.v[:, :, :held], empty)
+        empty = (torch.arange(ends[used - 1]) > at[:, None]).to(k.device)[:, None]
+        context, _ = cached_attention(q, cache.k[:used], cache.v[:used], empty)
         return context, slots

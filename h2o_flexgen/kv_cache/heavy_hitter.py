@@ -39,8 +39,8 @@ class HeavyHitterCache(CacheRule):
     def budget(self) -> int:
         return self.heavy + self.recent
 
-    def slots(self, prompt_len: int, gen_len: int) -> int:
-        return min(self.budget, prompt_len + max(0, gen_len - 2)) + 1
+    def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
+        return (min(self.budget, prompt_len + max(0, gen_len - 2)) + 1,)
 
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         context, score = causal_attention_with_scores(q, k, v, lengths)
@@ -49,16 +49,16 @@ class HeavyHitterCache(CacheRule):
         n = lengths.to(k.device)[:, None, None]
         worth = score.masked_fill(position >= n - self.recent, float("inf"))
         worth = worth.masked_fill(position >= n, float("-inf"))
-        kept = min(self.budget, T, cache.k.shape[2])
+        kept = min(self.budget, T, cache.k[0].shape[2])
         if kept < T:
             # stable: of equal scores the earlier token comes first
             best = worth.sort(dim=-1, descending=True, stable=True).indices[..., :kept]
         else:
             best = position.expand(B, H, T)
         at = best[..., None].expand(B, H, kept, D)
-        cache.k[:, :, :kept] = k.gather(2, at)
-        cache.v[:, :, :kept] = v.gather(2, at)
-        cache.v[:, :, kept:] = 0  # masked, but 0 * NaN left by another job would spread
+        cache.k[0][:, :, :kept] = k.gather(2, at)
+        cache.v[0][:, :, :kept] = v.gather(2, at)
+        cache.v[0][:, :, kept:] = 0  # masked, but 0 * NaN left by another prompt would spread
         cache.score.zero_()
         cache.score[:, :, :kept] = score.gather(2, best)
         cache.position.fill_(-1)
@@ -69,7 +69,7 @@ class HeavyHitterCache(CacheRule):
         self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
         now = lengths + step - 1
-        S = cache.k.shape[2]
+        S = cache.k[0].shape[2]
         slots = self._free_slot(cache, now)
         cache.write(slots, k[:, :, 0], v[:, :, 0])
         at = slots[..., None]
@@ -86,7 +86,7 @@ class HeavyHitterCache(CacheRule):
 
         The choice is the one due at the end of the step before, when token now - 1 was the newest.
         """
-        first_recent = (now - self.recent).to(cache.k.device)[:, None, None]
+        first_recent = (now - self.recent).to(cache.position.device)[:, None, None]
         score = cache.score.masked_fill(cache.position >= first_recent, float("inf"))
         score.masked_fill_(cache.position < 0, float("-inf"))
         lowest = score.amin(-1, keepdim=True)

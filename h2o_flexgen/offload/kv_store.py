@@ -16,7 +16,6 @@ import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from h2o_flexgen.offload.device import Device, Lane, Ring, as_numpy, copy, finish
@@ -37,7 +36,7 @@ class _Piece:
     meta: Tensor | None = None
     file: File | None = None
     offset: int = 0
-    base: int = 0  # slots stored in the file before the log
+    base: int = 0  # bytes stored in the file before the log
     log: list[Tensor] = field(default_factory=list)  # the slots (B, H) that each row of the log went to
     stored: Future | None = None  # the last write home
 
@@ -98,10 +97,9 @@ class KVStore:
         count = 2 if load_lane.overlap else 1
         self._kv = Ring(device, max((x.kv_bytes for x in streamed), default=0), count)
         self._meta = Ring(device, max((x.meta_bytes for x in streamed), default=0), count)
-        # packed pieces and logs pass through here; so does whatever crosses a bus
-        packed = [x for x in on_disk if device.is_cuda or not x.scored]
-        self._host = device.host_buffer(max((x.kv_bytes for x in packed), default=0))
-        self._store_host = device.host_buffer(max((x.kv_bytes for x in packed), default=0))
+        # what crosses a bus between device and disk passes through here
+        crossing = max((x.kv_bytes for x in on_disk), default=0) if device.is_cuda else 0
+        self._load_host, self._store_host = device.host_buffer(crossing), device.host_buffer(crossing)
         self._log_host = device.host_buffer(max((log_rows(x.slots) * x.row_bytes for x in on_disk), default=0))
         self._row_host = device.host_buffer(max((x.row_bytes for x in streamed), default=0))
         self._host_free = None
@@ -140,34 +138,24 @@ class KVStore:
             return
         slot = self._slot_of.pop((layer, batch))
         layout = self.layouts[batch]
-        base = layout.slots if layout.scored else held
-        job = self.store_lane.submit(lambda: self._store_all(piece, layout, slot, base), after=self.device.record())
-        piece.stored = self._kv.busy[slot] = self._meta.busy[slot] = job
+        used = layout.used_bytes(held)
+        job = self.store_lane.submit(lambda: self._store_all(piece, layout, slot, used), after=self.device.record())
+        piece.stored = self._kv.busy[slot] = job
 
-    def _store_all(self, piece: _Piece, layout, slot: int, base: int) -> None:
-        cache = self._slot_view(slot, layout)
+    def _store_all(self, piece: _Piece, layout, slot: int, used: int) -> None:
         self._meta_home(piece, layout, slot)
+        data = self._kv.buffers[slot][:used]
+        self.gpu_to_cpu_bytes += used
         if piece.home == "cpu":
-            home = layout.view(piece.kv, piece.meta)
-            if self.device.is_cuda:
-                copy(piece.kv[: layout.kv_bytes], self._kv.buffers[slot][: layout.kv_bytes])
-            else:
-                copy(home.k[:, :, :base], cache.k[:, :, :base])
-                copy(home.v[:, :, :base], cache.v[:, :, :base])
-            self.gpu_to_cpu_bytes += layout.row_bytes * base
+            copy(piece.kv[:used], data)
             finish(self.device.record())
             return
-        packed = self._kv.buffers[slot][: layout.kv_bytes]
-        if base < layout.slots:
-            packed = torch.cat([cache.k[:, :, :base].flatten(), cache.v[:, :, :base].flatten()]).view(torch.uint8)
         if self.device.is_cuda:
-            target = self._store_host[: packed.nbytes]
-            copy(target, packed)
+            copy(self._store_host[:used], data)
             finish(self.device.record())
-            packed = target
-            self.gpu_to_cpu_bytes += packed.nbytes
-        wait(self.io.write(piece.file, packed.numpy(), piece.offset))
-        piece.base = base
+            data = self._store_host[:used]
+        wait(self.io.write(piece.file, data.numpy(), piece.offset))
+        piece.base = used
         piece.log.clear()
 
     # decode
@@ -189,51 +177,35 @@ class KVStore:
         self._kv.wait_free(self.device, slot)
         if piece.stored is not None:
             self.device.wait(piece.stored.result())
-        cache = self._slot_view(slot, layout)
         if layout.scored:
             copy(self._meta.buffers[slot][: layout.meta_bytes], piece.meta[: layout.meta_bytes])
             self.cpu_to_gpu_bytes += layout.meta_bytes
+        used = layout.used_bytes(held)
         if piece.home == "cpu":
-            self._load_from_ram(piece, layout, slot, held)
+            copy(self._kv.buffers[slot][:used], piece.kv[:used])
+            self.cpu_to_gpu_bytes += used
         else:
-            self._load_from_disk(piece, layout, slot, cache)
+            self._load_from_disk(piece, layout, slot, used)
 
-    def _load_from_ram(self, piece: _Piece, layout, slot: int, held: int) -> None:
-        whole = self.device.is_cuda or layout.scored
-        if whole:
-            copy(self._kv.buffers[slot][: layout.kv_bytes], piece.kv[: layout.kv_bytes])
-        else:
-            cache, home = self._slot_view(slot, layout), layout.view(piece.kv, piece.meta)
-            copy(cache.k[:, :, :held], home.k[:, :, :held])
-            copy(cache.v[:, :, :held], home.v[:, :, :held])
-        self.cpu_to_gpu_bytes += layout.kv_bytes if whole else layout.row_bytes * held
-
-    def _load_from_disk(self, piece: _Piece, layout, slot: int, cache) -> None:
-        base_bytes = layout.row_bytes * piece.base
-        straight = not self.device.is_cuda and piece.base == layout.slots
+    def _load_from_disk(self, piece: _Piece, layout, slot: int, used: int) -> None:
         finish(self._host_free)
-        target = self._kv.buffers[slot][:base_bytes] if straight else self._host[:base_bytes]
-        reads = self.io.read(piece.file, target.numpy(), piece.offset)
+        data = self._kv.buffers[slot][: piece.base]
+        target = self._load_host[: piece.base] if self.device.is_cuda else data
         log = self._log_host[: len(piece.log) * layout.row_bytes]
+        reads = self.io.read(piece.file, target.numpy(), piece.offset)
         if piece.log:
             reads += self.io.read(piece.file, log.numpy(), piece.offset + layout.kv_bytes)
         wait(reads)
-        if not straight:
-            if piece.base == layout.slots:
-                copy(self._kv.buffers[slot][:base_bytes], target)
-            else:
-                shape = (2, layout.batch, layout.heads, piece.base, layout.head_dim)
-                packed = target.view(layout.dtype).view(shape)
-                if self.device.is_cuda:
-                    packed = packed.to(self.device.torch_device, non_blocking=True)
-                copy(cache.k[:, :, : piece.base], packed[0])
-                copy(cache.v[:, :, : piece.base], packed[1])
         rows = log.view(layout.dtype).view(-1, 2, layout.batch, layout.heads, layout.head_dim)
         if self.device.is_cuda:
+            copy(data, target)
             rows = rows.to(self.device.torch_device, non_blocking=True)
-            self.cpu_to_gpu_bytes += base_bytes + log.nbytes
+            self.cpu_to_gpu_bytes += data.nbytes + log.nbytes
+        self._kv.buffers[slot][piece.base : used].zero_()  # a segment that only the log has written to yet
+        cache = self._slot_view(slot, layout)
         for slots, row in zip(piece.log, rows):
-            cache.write(slots.to(row.device), row[0], row[1])
+            slots = slots if len(layout.segments) > 1 else slots.to(row.device)
+            cache.write(slots, row[0], row[1])
         self._host_free = self.device.record()
 
     def get(self, layer: int, batch: int, held: int):
@@ -263,7 +235,7 @@ class KVStore:
         job = self.store_lane.submit(
             lambda: self._store_step(piece, layout, slot, slots, k, v), after=self.device.record()
         )
-        piece.stored = self._kv.busy[slot] = self._meta.busy[slot] = job
+        piece.stored = self._kv.busy[slot] = job
 
     def _store_step(self, piece: _Piece, layout, slot: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self._meta_home(piece, layout, slot)
@@ -275,18 +247,11 @@ class KVStore:
         finish(self.device.record())
         self.gpu_to_cpu_bytes += layout.row_bytes
         if piece.home == "cpu":
-            self._scatter(layout.view(piece.kv, piece.meta), slots, row)
+            layout.view(piece.kv, piece.meta).write(slots, row[0], row[1])
         else:
             at = piece.offset + layout.kv_bytes + len(piece.log) * layout.row_bytes
             wait(self.io.write(piece.file, as_numpy(row), at))
             piece.log.append(slots)
-
-    @staticmethod
-    def _scatter(home, slots: Tensor, row: Tensor) -> None:
-        B, H = slots.shape
-        b, h = torch.arange(B)[:, None].numpy(), torch.arange(H)[None].numpy()
-        as_numpy(home.k)[b, h, slots.numpy()] = as_numpy(row[0])
-        as_numpy(home.v)[b, h, slots.numpy()] = as_numpy(row[1])
 
     def _meta_home(self, piece: _Piece, layout, slot: int) -> None:
         if layout.scored:
@@ -312,6 +277,12 @@ class KVStore:
         loading = self._loading.pop((layer, batch), None)
         if loading is not None:
             loading[1].exception()
+
+    def wipe(self) -> None:
+        """Forget every number: a NaN that stayed in a slot not yet in use would spread to who uses it next."""
+        buffers = [*self._kv.buffers, *(piece.kv for piece in self.pieces.values() if piece.kv is not None)]
+        for buffer in buffers:
+            buffer.zero_()
 
     def drain(self) -> None:
         """Wait for everything in flight and raise what failed."""

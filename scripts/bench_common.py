@@ -1,0 +1,118 @@
+"""What the benchmark scripts share: a description of the machine, result files, and a memory cap."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "benchmarks"
+sys.path.insert(0, str(ROOT))
+
+
+def machine(ram_cap: int | None = None) -> dict:
+    """The machine in words."""
+    import torch
+
+    cpu = next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+    )
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_gib": round(ram / 2**30, 1),
+        "ram_cap_gib": None if ram_cap is None else round(ram_cap / 2**30, 2),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def versions() -> dict:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def save(name: str, data: dict, ram_cap: int | None = None) -> Path:
+    """Write docs/benchmarks/NAME.json with the command, machine, versions and date."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    arguments = " ".join(arg for arg in sys.argv[1:])
+    meta = {
+        "command": f"python scripts/{Path(sys.argv[0]).name} {arguments}".strip(),
+        "date": date.today().isoformat(),
+        "machine": machine(ram_cap),
+        "versions": versions(),
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(meta | data, indent=1) + "\n")
+    print(f"wrote {path.relative_to(ROOT)}")
+    return path
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+class MemoryCap:
+    """A memory cgroup (v1 or v2) of `nbytes`, page cache included. Needs the right to make one (root).
+
+    A process must enter before it allocates: what was charged before stays uncharged.
+    """
+
+    def __init__(self, nbytes: int):
+        v1 = Path("/sys/fs/cgroup/memory")
+        root = v1 if v1.is_dir() else Path("/sys/fs/cgroup")
+        self.is_v1 = v1.is_dir()
+        if not self.is_v1:
+            control = root / "cgroup.subtree_control"
+            if "memory" not in control.read_text().split():
+                control.write_text("+memory")
+        self.folder = Path(tempfile.mkdtemp(prefix="h2o_flexgen-", dir=root))
+        (self.folder / ("memory.limit_in_bytes" if self.is_v1 else "memory.max")).write_text(str(nbytes))
+        if not self.is_v1 and (self.folder / "memory.swap.max").exists():
+            (self.folder / "memory.swap.max").write_text("0")
+
+    def run(self, argv: list[str], timeout: float | None = None, **kwargs) -> subprocess.CompletedProcess:
+        """Run a command inside; a program over its cap may thrash instead of dying, hence the timeout."""
+        procs = self.folder / "cgroup.procs"
+        enter = f'echo $$ > {procs} && exec "$@"'
+        return subprocess.run(["sh", "-c", enter, "sh", *argv], timeout=timeout, **kwargs)
+
+    def peak(self) -> int:
+        """The most bytes charged, page cache included."""
+        name = "memory.max_usage_in_bytes" if self.is_v1 else "memory.peak"
+        path = self.folder / name
+        return int(path.read_text()) if path.exists() else 0
+
+    def __enter__(self) -> MemoryCap:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        try:
+            self.folder.rmdir()
+        except OSError:
+            pass
+
+
+def scratch() -> Path:
+    """A folder for checkpoints and offload, on a real disk (not a tmpfs); remove it when done."""
+    base = os.environ.get("H2O_FLEXGEN_SCRATCH")
+    return Path(tempfile.mkdtemp(prefix="h2o_flexgen-bench-", dir=base))
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,487 @@
+"""Speed of the engine, each section compared in one run: alternating, medians, ratios.
+
+    ram    OPT-1.3B in RAM: transformers' generate, our full cache, our H2O cache; prompts of 512 and 1024 tokens
+    gemm   the matrix products of a decode step at batch 128 against F.linear on the same shapes
+    disk   OPT-6.7B with weights on disk under an 8 GiB memory cgroup: a decode step against reading alone and
+           computing alone, for a block that is I/O bound, one that is balanced and one that is compute bound
+    reads  buffered reads against O_DIRECT, alone and beside compute
+    big    OPT-30B end to end through the command line
+
+Results go to docs/benchmarks/engine_SECTION.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+
+import bench_common as common
+from bench_common import MemoryCap, median
+
+GIB = 1 << 30
+
+
+def quiet_llm(model: str, **kwargs):
+    from h2o_flexgen.llm import DUMMY, LLM
+
+    return LLM(model, path=DUMMY, progress=False, **kwargs)
+
+
+def random_prompts(count: int, length: int) -> list[list[int]]:
+    import torch
+
+    return torch.randint(4, 50000, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+# ram
+
+
+def transformers_model(source, config):
+    """The same random weights in transformers, on the CPU in bf16."""
+    import torch
+    import transformers
+
+    from h2o_flexgen.offload.disk import DiskIO
+
+    hf = transformers.OPTConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        ffn_dim=config.ffn_dim,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        word_embed_proj_dim=config.word_embed_proj_dim,
+    )
+    with torch.device("meta"):
+        model = transformers.OPTForCausalLM(hf)
+    model = model.to(torch.bfloat16).to_empty(device="cpu").eval()
+    model.tie_weights()
+    io = DiskIO()
+    for name, parameter in model.named_parameters():
+        if name != "lm_head.weight":
+            source.read(name.removeprefix("model."), parameter.data, io)
+    io.close()
+    return model
+
+
+def time_transformers(model, prompts, gen_len: int) -> dict:
+    import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    class Clock(StoppingCriteria):
+        def __init__(self):
+            self.times = []
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.times.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    clock = Clock()
+    ids = torch.tensor(prompts)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=gen_len,
+            min_new_tokens=gen_len,
+            do_sample=False,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+    return {"prefill": clock.times[0] - start, "decode": clock.times[-1] - clock.times[0]}
+
+
+def run_transformers(model, attention: str, prompts, gen_len: int) -> dict:
+    model.set_attn_implementation(attention)
+    return time_transformers(model, prompts, gen_len)
+
+
+def time_ours(llm, budget, prompts, gen_len: int) -> dict:
+    from h2o_flexgen import SamplingParams
+
+    llm.kv_budget = budget
+    llm.generate(prompts, SamplingParams(max_tokens=gen_len))
+    gc.collect()
+    return {
+        "prefill": llm.report["prefill"]["seconds"],
+        "decode": llm.report["decode"]["seconds"],
+        "peak": llm.report["peak_memory_bytes"],
+        "planned": llm.report["planned_memory_bytes"],
+    }
+
+
+def bench_ram(args) -> None:
+    from h2o_flexgen import KVBudget, Policy
+
+    batch, gen_len = 32, args.gen_len or 64
+    rows = []
+    llm = quiet_llm("facebook/opt-1.3b", policy=Policy(batch, 1), dtype="bfloat16")
+    h2o = KVBudget.from_ratio(0.1)
+    for prompt_len in args.prompt_lens:
+        prompts = random_prompts(batch, prompt_len)
+        systems = {"ours, full cache": partial(time_ours, llm, None), "ours, H2O 0.1": partial(time_ours, llm, h2o)}
+        if prompt_len == 512 and not args.no_transformers:
+            model = transformers_model(llm.source, llm.config)
+            for attention in ("sdpa", "eager"):
+                systems[f"transformers, {attention}"] = partial(run_transformers, model, attention)
+            pilot = {name: run(prompts, 8) for name, run in systems.items() if "transformers" in name}
+            print("pilot of 8 tokens:", json.dumps(pilot))
+            total = {name: t["prefill"] + t["decode"] / 7 * (gen_len - 1) for name, t in pilot.items()}
+            systems.pop(max(total, key=total.get))
+        runs = {name: [] for name in systems}
+        for _ in range(args.rounds):
+            for name, run in systems.items():
+                runs[name].append(run(prompts, gen_len))
+                print(prompt_len, name, json.dumps(runs[name][-1]), flush=True)
+        for name, times in runs.items():
+            rows.append(
+                {
+                    "prompt_len": prompt_len,
+                    "system": name,
+                    "prefill_seconds": median([t["prefill"] for t in times]),
+                    "decode_seconds": median([t["decode"] for t in times]),
+                    "runs": times,
+                }
+            )
+        model = systems = None
+        gc.collect()
+    ratios = {}
+    for prompt_len in args.prompt_lens:
+        by = {row["system"]: row for row in rows if row["prompt_len"] == prompt_len}
+        full, evicting = by["ours, full cache"], by["ours, H2O 0.1"]
+        ratios[f"decode, H2O over full cache, prompt {prompt_len}"] = (
+            full["decode_seconds"] / evicting["decode_seconds"]
+        )
+        peer = next((row for name, row in by.items() if "transformers" in name), None)
+        if peer is not None:
+            for phase in ("prefill", "decode"):
+                ratios[f"{phase}, full cache over {peer['system']}, prompt {prompt_len}"] = (
+                    peer[f"{phase}_seconds"] / full[f"{phase}_seconds"]
+                )
+    workload = {"model": "OPT-1.3B shape, random weights, bf16", "batch": batch, "gen_len": gen_len}
+    common.save("engine_ram", {"workload": workload, "ratios": ratios, "rows": rows})
+    print(json.dumps(ratios, indent=1))
+
+
+# gemm
+
+
+def bench_gemm(args) -> None:
+    """A decoder layer without its attention, against the six products in it; weights are never the same twice
+    running, so that both read them from memory."""
+    import torch
+    import torch.nn.functional as F
+
+    from h2o_flexgen.models import opt
+    from h2o_flexgen.models.config import OPTConfig
+
+    rows = []
+    for name, count in (("facebook/opt-1.3b", 24), ("facebook/opt-6.7b", 8)):
+        config = OPTConfig.named(name)
+        specs = opt.layers(config)[1].streamed
+        layers = [
+            {s: torch.randn(shape).mul_(0.02).bfloat16() for s, (_, shape) in specs.items()} for _ in range(count)
+        ]
+        hidden = torch.randn(128, 1, config.hidden_size).bfloat16()
+        wide = torch.randn(128, 1, config.ffn_dim).bfloat16()
+
+        def products(layers=layers, hidden=hidden, wide=wide):
+            for w in layers:
+                for short in ("q", "k", "v", "out", "fc1"):
+                    F.linear(hidden, w[f"{short}.weight"], w[f"{short}.bias"])
+                F.linear(wide, w["fc2.weight"], w["fc2.bias"])
+
+        def ours(layers=layers, hidden=hidden, config=config):
+            for w in layers:
+                opt.decoder_layer(config, w, hidden, lambda q, k, v: q)
+
+        times = {"F.linear": [], "ours": []}
+        with torch.inference_mode():
+            for _ in range(4 * args.rounds + 1):
+                for which, run in (("F.linear", products), ("ours", ours)):
+                    start = time.perf_counter()
+                    run()
+                    times[which].append((time.perf_counter() - start) / count)
+        seconds = {which: median(t[1:]) for which, t in times.items()}
+        flops = 2 * 128 * sum(w.numel() for w in layers[0].values() if w.dim() == 2)
+        rows.append(
+            {
+                "model": name,
+                "seconds_per_layer": seconds,
+                "tflops": {which: flops / s / 1e12 for which, s in seconds.items()},
+                "ratio": seconds["F.linear"] / seconds["ours"],
+            }
+        )
+        print(json.dumps(rows[-1], indent=1), flush=True)
+    common.save("engine_gemm", {"batch": 128, "dtype": "bfloat16", "rows": rows})
+
+
+# disk
+
+
+class Probe:
+    """Times every token step of a running engine, and can switch reading off."""
+
+    def __init__(self, llm):
+        from h2o_flexgen.engine.engine import Engine
+
+        self.steps: list[float] = []
+        self._last = 0.0
+        probe, original = self, Engine._step
+
+        def timed(engine, step, w):
+            if step.j == 0 and step.k == engine.schedule.batches[0]:
+                probe.mark(step.i)
+            original(engine, step, w)
+
+        Engine._step = timed
+        self._restore = lambda: setattr(Engine, "_step", original)
+
+    def mark(self, i: int) -> None:
+        now = time.perf_counter()
+        if i >= 2:
+            self.steps.append(now - self._last)
+        self._last = now
+
+    def close(self) -> None:
+        self._restore()
+
+
+def decode_steps(llm, batch: int, batches: int, steps: int) -> list[float]:
+    """Seconds of each decode step but the last (whose end is the job's)."""
+    from h2o_flexgen import Policy, SamplingParams
+
+    llm.policy = Policy(batch, batches, (0, 0, 100, 0, 100, 0))
+    probe = Probe(llm)
+    try:
+        llm.generate(random_prompts(batch * batches, 4), SamplingParams(max_tokens=steps + 2))
+    finally:
+        probe.close()
+    return probe.steps
+
+
+def read_alone(llm) -> float:
+    """Seconds to bring every layer to the device once, with nothing computed."""
+    weights = llm._weights
+    layers = [j for j in range(len(weights.layers)) if weights.streams(j)]
+    start = time.perf_counter()
+    for at, j in enumerate(layers):
+        weights.get(j)
+        if at + 1 < len(layers):
+            weights.prefetch(layers[at + 1])
+        weights.release(j)
+    return time.perf_counter() - start
+
+
+class NoReads:
+    """While active, every layer computes with what lies in the slots: compute alone, in the same memory."""
+
+    def __init__(self, llm):
+        self.weights = llm._weights
+
+    def __enter__(self):
+        weights = self.weights
+        self.fill = weights._fill
+        weights._fill = lambda slot, jobs: None
+
+    def __exit__(self, *exc):
+        self.weights._fill = self.fill
+
+
+def bench_disk_child(args) -> None:
+    from h2o_flexgen import Policy
+
+    folder = common.scratch()
+    result = {"blocks": [], "reads": "O_DIRECT" if args.direct else "buffered"}
+    try:
+        llm = quiet_llm(args.model, policy=Policy(8, 1, (0, 0, 100, 0, 100, 0)), dtype="bfloat16", offload_dir=folder)
+        llm.direct_reads = args.direct
+        decode_steps(llm, 8, 1, 2)  # writes the weights, warms up
+        result["planned"] = llm.report["planned_memory_bytes"]
+        result["peak"] = llm.report["peak_memory_bytes"]
+        reading = median([read_alone(llm) for _ in range(3)])
+        with NoReads(llm):
+            small, large = (median(decode_steps(llm, 64, n, 3)) for n in (1, 3))
+        per_batch = (large - small) / 2
+        balanced = max(2, round((reading - small) / per_batch) + 1)
+        result["pilot"] = {"read_alone": reading, "compute_1x64": small, "compute_3x64": large}
+        print(json.dumps(result["pilot"]), flush=True)
+        for kind, batch, batches in (
+            ("I/O bound", 16, 1),
+            ("balanced", 64, balanced),
+            ("compute bound", 64, 2 * balanced),
+        ):
+            times = {"step": [], "read": [], "compute": []}
+            for _ in range(args.rounds):
+                times["read"].append(read_alone(llm))
+                times["step"] += decode_steps(llm, batch, batches, 3)
+                report = llm.report
+                with NoReads(llm):
+                    times["compute"] += decode_steps(llm, batch, batches, 3)
+            medians = {name: median(t) for name, t in times.items()}
+            row = {
+                "block": kind,
+                "gpu_batch_size": batch,
+                "num_gpu_batches": batches,
+                "seconds": medians,
+                "step_over_floor": medians["step"] / max(medians["read"], medians["compute"]),
+                "peak_over_plan": sum(report["peak_memory_bytes"][t] for t in ("gpu", "cpu"))
+                / sum(report["planned_memory_bytes"][t] for t in ("gpu", "cpu")),
+                "peak": report["peak_memory_bytes"],
+                "planned": report["planned_memory_bytes"],
+                "runs": times,
+            }
+            result["blocks"].append(row)
+            print(json.dumps({k: v for k, v in row.items() if k != "runs"}), flush=True)
+        llm.close()
+    finally:
+        common.remove(folder)
+    with open(args.out, "w") as f:
+        json.dump(result, f)
+
+
+def bench_disk(args) -> None:
+    cap = int(args.cap * GIB)
+    results = []
+    for direct in (True, False) if args.both else (True,):
+        out = common.scratch() / "result.json"
+        argv = [sys.executable, __file__, "disk-child", "--rounds", str(args.rounds), "--out", str(out)]
+        argv += ["--model", args.model] + ([] if direct else ["--buffered"])
+        with MemoryCap(cap) as memory_cap:
+            done = memory_cap.run(argv, timeout=2400)
+            peak = memory_cap.peak()
+        if done.returncode:
+            sys.exit(f"the run under the cap ended with {done.returncode}")
+        results.append(json.loads(out.read_text()) | {"cgroup_peak_bytes": peak})
+        common.remove(out.parent)
+    workload = {"model": args.model + " shape, random weights, bf16", "percent": [0, 0, 100, 0, 100, 0], "prompt": 4}
+    common.save("engine_disk", {"workload": workload, "results": results}, cap)
+
+
+# reads
+
+
+def bench_reads(args) -> None:
+    """Reading 403 MB, the size of a layer of OPT-6.7B, again and again; alone, and beside bf16 products that keep
+    every core busy."""
+    import os
+
+    import torch
+    import torch.nn.functional as F
+
+    from h2o_flexgen.offload.device import Device, as_numpy
+    from h2o_flexgen.offload.disk import DiskIO, File, wait
+
+    folder, layer, count = common.scratch(), 384 << 20, 10
+    device = Device("cpu")
+    buffers = [device.buffer(layer) for _ in range(2)]
+    block = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)
+    rows = []
+    try:
+        file = File(folder / "weights", writable=True, direct=True)
+        for at in range(0, layer * count, len(block)):
+            file.write_at(memoryview(block.numpy()), at)
+        os.fsync(file.fd)
+        x, w = torch.randn(256, 4096).bfloat16(), torch.randn(16384, 4096).bfloat16()
+
+        def read(io, direct: bool) -> float:
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter()
+            for n in range(count):
+                wait(io.read(file, as_numpy(buffers[n % 2]), n * layer, direct))
+            return time.perf_counter() - start
+
+        def products(seconds: float) -> float:
+            done, start = 0, time.perf_counter()
+            while time.perf_counter() - start < seconds:
+                F.linear(x, w)
+                done += 1
+            return done / (time.perf_counter() - start)
+
+        from concurrent.futures import ThreadPoolExecutor
+
+        cases = [(d, t, r) for d in (False, True) for t in (2, 4) for r in (1 << 20, 4 << 20, 16 << 20)]
+        samples = {case: {"alone": [], "beside": [], "products": [], "cpu": []} for case in cases}
+        alone = []
+        for _ in range(args.rounds):
+            alone.append(products(1.0))
+            for case in cases:
+                direct, threads, request = case
+                io = DiskIO(threads, request)
+                cpu = time.process_time()
+                samples[case]["alone"].append(read(io, direct))
+                samples[case]["cpu"].append(time.process_time() - cpu)
+                with ThreadPoolExecutor(1) as pool:
+                    future = pool.submit(read, io, direct)
+                    done, start = 0, time.perf_counter()
+                    while not future.done():
+                        F.linear(x, w)
+                        done += 1
+                    samples[case]["products"].append(done / (time.perf_counter() - start))
+                    samples[case]["beside"].append(future.result())
+                io.close()
+        total = layer * count / 1e9
+        for (direct, threads, request), s in samples.items():
+            rows.append(
+                {
+                    "reads": "O_DIRECT" if direct else "buffered",
+                    "threads": threads,
+                    "request_mib": request >> 20,
+                    "alone_gb_per_s": total / median(s["alone"]),
+                    "alone_cpu_seconds_per_gb": median(s["cpu"]) / total,
+                    "beside_compute_gb_per_s": total / median(s["beside"]),
+                    "compute_rate_beside_reads": median(s["products"]) / median(alone),
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+        file.close()
+    finally:
+        common.remove(folder)
+    common.save("disk", {"bytes": layer * count, "rows": rows})
+
+
+# big
+
+
+def bench_big(args) -> None:
+    folder = common.scratch()
+    options = f"--model {args.model} --path _DUMMY_ --hh-ratio 0.2 --gen-len 4"
+    report = folder / "report.json"
+    argv = [sys.executable, "-m", "h2o_flexgen.flex_opt", *options.split(), "--report", str(report), "--verbose"]
+    try:
+        done = subprocess.run([*argv, "--offload-dir", str(folder)], cwd=common.ROOT)
+        if done.returncode:
+            sys.exit(f"the run ended with {done.returncode}")
+        name = args.model.rpartition("/")[2]
+        common.save(
+            name, {"flex_opt": f"python -m h2o_flexgen.flex_opt {options}", "report": json.loads(report.read_text())}
+        )
+    finally:
+        common.remove(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=["ram", "gemm", "disk", "disk-child", "reads", "big"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gen-len", type=int)
+    parser.add_argument("--prompt-lens", type=int, nargs="+", default=[512, 1024])
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--model", help="disk: default facebook/opt-6.7b; big: default facebook/opt-30b")
+    parser.add_argument("--cap", type=float, default=8.0, help="disk: GiB of the memory cgroup")
+    parser.add_argument("--both", action="store_true", help="disk: buffered reads too")
+    parser.add_argument("--buffered", dest="direct", action="store_false", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.model = args.model or {"big": "facebook/opt-30b"}.get(args.section, "facebook/opt-6.7b")
+    sections = {"ram": bench_ram, "gemm": bench_gemm, "disk": bench_disk, "disk-child": bench_disk_child}
+    (sections | {"reads": bench_reads, "big": bench_big})[args.section](args)
+
+
+if __name__ == "__main__":
+    main()

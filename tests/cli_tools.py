@@ -1,0 +1,192 @@
+"""What the command-line, bad-input, interrupt and storage tests share: a tiny model, and ways to run the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from h2o_flexgen import flex_opt
+from h2o_flexgen.models import opt
+from h2o_flexgen.models.config import OPTConfig
+
+TINY = {
+    "model_type": "opt",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "ffn_dim": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "word_embed_proj_dim": 32,
+    "do_layer_norm_before": True,
+    "activation_function": "relu",
+    "eos_token_id": 2,
+}
+ON_GPU = ("100", "0", "100", "0", "100", "0")
+ON_CPU = ("0", "100", "0", "100", "0", "100")
+ON_DISK = ("0", "0", "0", "0", "0", "0")
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 30, 40, 50, 60, 70, 80], [9], [3, 4, 5, 6]]
+#: where things lie must not change a token in fp32, so that tests that compare tokens ask for it
+FP32 = ("--device", "cpu", "--dtype", "float32")
+
+
+def tiny_state(config: dict = TINY, dtype: torch.dtype = torch.float32, prefix: str = "model.") -> dict:
+    """Weights for a configuration, large enough that outputs vary."""
+    shapes = {}
+    for layer in opt.layers(OPTConfig.from_dict(config)):
+        shapes |= dict((*layer.streamed.values(), *layer.gathered.values()))
+    rng = torch.Generator().manual_seed(1)
+    state = {}
+    for name, shape in sorted(shapes.items()):
+        tensor = torch.randn(shape, generator=rng) * (0.3 if len(shape) > 1 else 0.1)
+        if "layer_norm" in name and name.endswith("weight"):
+            tensor = tensor + 1
+        state[prefix + name] = tensor.to(dtype)
+    return state
+
+
+def write_model(folder: Path, state: dict | None = None, config: dict = TINY) -> Path:
+    """A model folder with one safetensors file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tiny_state(config) if state is None else state, folder / "model.safetensors")
+    return folder
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    """An input file; what is no str already is written as a JSON line."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def write_prompts(path: Path, prompts: list = PROMPTS) -> Path:
+    return write_rows(path, [{"prompt_token_ids": ids} for ids in prompts])
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def percent(six: tuple) -> tuple:
+    return ("--percent", *six)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """For a process of its own: this repository's package, one thread, no network."""
+    root = str(Path(flex_opt.__file__).resolve().parent.parent)
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
+    return env
+
+
+def command(*argv) -> list[str]:
+    return [sys.executable, "-m", "h2o_flexgen.flex_opt", *map(str, argv)]
+
+
+def start(*argv, **changes: str) -> subprocess.Popen:
+    """The command as a process; its stderr can be read as it comes."""
+    return subprocess.Popen(
+        command(*argv), env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    )
+
+
+def read_until(process: subprocess.Popen, text: str) -> str:
+    """stderr up to and with `text`; fails if the process ends before it shows."""
+    seen = b""
+    while text.encode() not in seen:
+        piece = os.read(process.stderr.fileno(), 4096)
+        if not piece:
+            raise AssertionError(f"{text!r} never came; exit code {process.wait()}, stderr {seen.decode()!r}")
+        seen += piece
+    return seen.decode(errors="replace")
+
+
+def last_line(stderr: str) -> str:
+    """The last line of stderr; progress bars end theirs with a carriage return."""
+    return [line for line in stderr.replace("\r", "\n").split("\n") if line.strip()][-1]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A tiny OPT with random weights and no tokenizer; tests must not change it."""
+    return write_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def signals():
+    """The command takes over SIGINT and SIGTERM; give them back."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for s, handler in before.items():
+        signal.signal(s, handler)
+
+
+@pytest.fixture
+def cli(capfd, signals, tmp_path, monkeypatch):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "home"))
+
+    def run(*argv) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = flex_opt.main([str(a) for a in argv])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def generate(cli, tmp_path):
+    """Run the command for PROMPTS, or `prompts`, and return the rows of its output file."""
+
+    def run(*argv, prompts: list = PROMPTS, gen_len: int = 6) -> list[dict]:
+        source = write_prompts(tmp_path / "generate.in.jsonl", prompts)
+        target = tmp_path / "generate.out.jsonl"
+        offload = tmp_path / "generate.offload"
+        files = ("--input-file", source, "--output-file", target, "--offload-dir", offload)
+        code, _, err = cli(*FP32, *files, "--gen-len", gen_len, *argv)
+        assert code == 0, err
+        assert not offload.exists() or list(offload.iterdir()) == []
+        rows = read_rows(target)
+        target.unlink()
+        return rows
+
+    return run
+
+
+@pytest.fixture
+def refused(cli, tmp_path):
+    """Run the command, which must refuse: exit code 2, one line that starts with `error: `, no traceback, an output
+    file that was there before untouched, one that was not there not created, the offload folder left as it was.
+    Returns the message."""
+    kept, fresh = tmp_path / "kept.jsonl", tmp_path / "fresh.json"
+    offload = tmp_path / "offload"
+
+    def run(*argv, files: bool = True, early: bool = True) -> str:
+        """`early`: it refuses before it runs, so that no progress bar stands on stderr before the line."""
+        kept.write_text("kept as it was\n")
+        before = {p: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.is_file()}
+        options = ("--output-file", kept, "--report", fresh) if files else ()
+        where = () if "--offload-dir" in argv else ("--offload-dir", offload)
+        code, out, err = cli(*where, *options, *argv)
+        assert code == 2, f"exit code {code}, stderr {err!r}"
+        assert out == ""
+        assert "Traceback" not in err
+        assert err.endswith("\n")
+        line = last_line(err)
+        assert line.startswith("error: "), err
+        if early:
+            assert err == line + "\n", f"more than one line: {err!r}"
+        after = {p: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.is_file()}
+        assert after == before, "a file was touched, made or removed"
+        assert kept.read_text() == "kept as it was\n"
+        assert not offload.exists() or list(offload.iterdir()) == [], "something is left in the offload folder"
+        return line.removeprefix("error: ")
+
+    return run

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("exact", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("exact")
+
+
+@pytest.fixture(autouse=True)
+def private_folders(tmp_path, monkeypatch):
+    """Nothing that a test offloads or converts goes outside its own folder, and nothing is downloaded."""
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("H2O_FLEXGEN_OFFLOAD", str(tmp_path / "offload"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """tiny(name) -> the tiny model of that name, made once."""
+    import zoo
+
+    made = {}
+
+    def get(name: str = "opt") -> zoo.Tiny:
+        if name not in made:
+            made[name] = zoo.build(name, tmp_path_factory.mktemp(f"model_{name}"))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def run():
+    """run(tiny, prompts, max_tokens, ...) -> the outputs of a fresh LLM in fp32, one CompletionOutput a prompt."""
+    from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+
+    def generate(model, prompts, max_tokens, budget=None, *, ignore_eos=True, sampling=None, **policy):
+        kv_budget = KVBudget.from_size(*budget) if isinstance(budget, tuple) else budget
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **(sampling or {}))
+        with LLM(
+            str(model.folder), Policy(**policy), kv_budget, device="cpu", dtype="float32", progress=False
+        ) as llm:
+            outputs = llm.generate(prompts, params)
+        assert [o.index for o in outputs] == list(range(len(prompts)))
+        return [o.outputs[0] for o in outputs]
+
+    return generate
