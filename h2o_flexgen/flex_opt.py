@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -108,7 +109,7 @@ def make_budget(args: argparse.Namespace) -> KVBudget | None:
 def read_prompts(path: str) -> list[str | list[int] | UserError]:
     """Rows of an input file; a row that is no prompt becomes the error that says why."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # a text may hold other line separators
     except (OSError, UnicodeDecodeError) as e:
         reason = getattr(e, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"cannot read --input-file {path}: {reason}") from None
@@ -121,7 +122,7 @@ def read_prompts(path: str) -> list[str | list[int] | UserError]:
 def _parse_row(line: str) -> str | list[int] | UserError:
     try:
         row = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         return UserError(f"not JSON: {e}")
     if not isinstance(row, dict):
         return UserError("not a JSON object")
@@ -163,11 +164,13 @@ class OutputFile:
     input order. So a killed job leaves the rows it had, and an error touches nothing."""
 
     def __init__(self, path: str):
-        self.path = Path(path)
+        _check_writable("--output-file", Path(path))
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UserError(f"--output-file {path} is not a file")
+        self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
         self.partial = self.path.with_name(self.path.name + ".partial")
         self.rows: dict[int, dict] = {}
         self._file = None
-        _check_writable("--output-file", self.path)
 
     def add(self, row: dict) -> None:
         self.rows[row["index"]] = row
@@ -183,25 +186,43 @@ class OutputFile:
         """Put the rows there are in place, if there are any."""
         if self._file is None:
             return
+        sorted_file = self.path.with_name(self.path.name + ".sorted")
         try:
             self._file.close()
             text = "".join(json.dumps(self.rows[index]) + "\n" for index in sorted(self.rows))
-            sorted_file = self.path.with_name(self.path.name + ".sorted")
             sorted_file.write_text(text, encoding="utf-8")
             os.replace(sorted_file, self.path)
             self.partial.unlink()
         except OSError as e:
+            sorted_file.unlink(missing_ok=True)
             raise UserError(f"cannot write {self.path}: {e.strerror}; finished rows are in {self.partial}") from None
 
 
 def _check_writable(option: str, path: Path) -> None:
     folder = path.absolute().parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(f"{option} {path}: the folder {folder} does not exist")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UserError(f"{option} {path} is a folder")
+    try:
+        path.with_name(path.name + ".partial").exists()
+    except OSError as e:
+        raise UserError(f"{option} {path} cannot be written: {e.strerror}") from None
     if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise UserError(f"{option} {path} cannot be written")
+
+
+def _check_distinct(args: argparse.Namespace) -> None:
+    """No two of the files may be one: the second to be written would destroy the first."""
+    seen = {}
+    for option in ("--input-file", "--output-file", "--report"):
+        path = getattr(args, option.strip("-").replace("-", "_"))
+        if path is None:
+            continue
+        path = os.path.realpath(path)
+        if path in seen:
+            raise UserError(f"{seen[path]} and {option} name the same file: {path}")
+        seen[path] = option
 
 
 def row_of(index: int, output) -> dict:
@@ -264,11 +285,12 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
     for name in ("gpu_mem", "cpu_mem", "disk_mem"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
+        if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"--{name.replace('_', '-')} must be more than 0 GiB, not {value:g}")
     for name in ("num_prompts", "prompt_len"):
         if args.input_file is not None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is for built-in prompts; --input-file brings its own")
+    _check_distinct(args)
     rows = read_prompts(args.input_file) if args.input_file is not None else None
     policy, budget = make_policy(args, len(rows) if rows else None), make_budget(args)
     output_file = OutputFile(args.output_file) if args.output_file is not None else None
@@ -309,6 +331,7 @@ def run(args: argparse.Namespace) -> None:
         if rows is None:
             block = policy.block_size if policy != "auto" else args.gpu_batch_size * (args.num_gpu_batches or 1)
             length = args.prompt_len or min(512, max(1, llm.config.max_position_embeddings - args.gen_len))
+            llm.check_length(length, args.gen_len)
             rows = builtin_prompts(llm, args.num_prompts or block, length)
         _generate(llm, rows, params, output_file, args)
 
@@ -341,11 +364,12 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
         if output_file is not None:
             output_file.finish()
         raise
+    except UserError as e:
+        if output_file is not None and output_file.rows and str(output_file.partial) not in str(e):
+            raise UserError(f"{e}; finished rows are in {output_file.partial}") from None
+        raise
     if output_file is not None:
         output_file.finish()
-    else:
-        print(show(llm, outputs))
-    print(describe(llm.report))
     if errors:
         print(f"{len(errors)} rows could not be run; row {min(errors)}: {errors[min(errors)]}", file=sys.stderr)
     if args.report is not None:
@@ -353,9 +377,15 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
             Path(args.report).write_text(json.dumps(llm.report, indent=2) + "\n")
         except OSError as e:
             raise UserError(f"cannot write --report {args.report}: {e.strerror}") from None
+    # last, since who reads it may have gone
+    if output_file is None:
+        print(show(llm, outputs))
+    print(describe(llm.report), flush=True)
 
 
 def _interrupt(signum, frame) -> None:
+    for s in (signal.SIGINT, signal.SIGTERM):  # a second one must not disturb the clearing up
+        signal.signal(s, signal.SIG_IGN)
     raise Interrupted(signum)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
 from h2o_flexgen.offload.device import Device, Lane
-from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root
+from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root, sweep
 from h2o_flexgen.offload.kv_store import KVStore, log_rows
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, plan_memory
@@ -106,6 +107,7 @@ class LLM:
         self._auto = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute)
         self._caps = {"gpu": gpu_mem, "cpu": cpu_mem, "disk": disk_mem}
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
+        sweep(self.offload_root)  # before free space is counted
         self.progress = progress
         self.on_plan = on_plan
         self.direct_reads = True  # weights past the page cache: docs/benchmarks/disk.json
@@ -144,7 +146,7 @@ class LLM:
     @staticmethod
     def _dummy_config(model: str | None) -> OPTConfig:
         config = OPTConfig.named(model or "")
-        if config is None and model is not None and Path(model).is_dir():
+        if config is None and model and os.path.isdir(model):
             config = OPTConfig.from_folder(Path(model))
         if config is None:
             raise UserError(
@@ -203,12 +205,16 @@ class LLM:
     def admit(self, prompt: str | Seq[int], gen_len: int) -> list[int]:
         """Token ids of a prompt, if an output of `gen_len` tokens fits behind it; else a UserError."""
         ids = self.encode(prompt)
-        most = self.config.max_position_embeddings
-        if len(ids) + gen_len > most:
-            raise UserError(
-                f"prompt of {len(ids)} tokens + output of {gen_len} is longer than the model's {most} positions"
-            )
+        self.check_length(len(ids), gen_len)
         return ids
+
+    def check_length(self, prompt_len: int, gen_len: int) -> None:
+        """Raises UserError unless the model has positions for a prompt and an output of these lengths."""
+        most = self.config.max_position_embeddings
+        if prompt_len + gen_len > most:
+            raise UserError(
+                f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's {most} positions"
+            )
 
     # the job
 
@@ -299,6 +305,8 @@ class LLM:
                 batches = make_batches(current, policy.gpu_batch_size, policy.prefill_tokens)
                 segments = rule.segments(len(current[0].prompt), params.max_tokens)
                 engine.run(batches, segments, is_last=n + 1 == len(blocks))
+                if n == 0 and all(s.finish_reason == "error" for s in current):
+                    engine.explain_broken(whole_job=len(blocks) == 1)
                 emit(current)
                 bar.update(sum(params.max_tokens - len(s.tokens) for s in current))  # stopped early
             self.report = self._report(policy, rule, workload, params, sequences, engine)
@@ -365,7 +373,8 @@ class LLM:
         ours = memory.resident()
         ram = int(MARGIN * (memory.ram_available() + ours))
         if self.device.is_cuda:
-            found = {"gpu": int(MARGIN * self.device.free_bytes()), "cpu": ram}
+            held = self.device.workspace_bytes + (self._weights.device_bytes if self._weights is not None else 0)
+            found = {"gpu": int(MARGIN * (self.device.free_bytes() + held)), "cpu": ram}
         else:
             found = {"gpu": ram, "cpu": ram}
         found["disk"] = int(MARGIN * memory.disk_free(self.offload_root))
@@ -382,6 +391,7 @@ class LLM:
         placement = Placement.of(policy, self._shapes, self.config.num_hidden_layers, batches)
         shapes = self._count_shapes(workload, rule)
         plan = plan_memory(policy, shapes, workload, placement, self._baseline)
+        plan.add("gpu", "workspace of matrix products", self.device.workspace_bytes)
         plan.limits = limits or self.limits()
         return placement, plan
 

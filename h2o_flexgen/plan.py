@@ -172,6 +172,9 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int
         host = max(host, sum(_span(n * shapes.stored_itemsize) for n in disk) if converts else 0)
     plan.add("gpu", "weight slots", overlap * slot)
     plan.add("cpu" if shapes.cuda else "gpu", "weight staging", overlap * host)
+    if shapes.cuda and shapes.converts:  # a copy to CUDA changes its dtype there
+        on_disk = [TensorSpec(n, s).numel for n, s in every.items() if placement.weights[n] == "disk"]
+        plan.add("gpu", "weight conversion", max(on_disk, default=0) * shapes.stored_itemsize)
 
 
 def _plan_cache(
@@ -203,6 +206,8 @@ def _plan_cache(
     if buffers:
         staging += buffers * row
     plan.add("cpu" if shapes.cuda else "gpu", "KV staging", staging)
+    if shapes.cuda:
+        plan.add("gpu", "KV log", on_disk * shapes.log_rows * row)
 
 
 def _prefill_workspace(shapes: Shapes, micro: int, P: int) -> int:
@@ -218,7 +223,9 @@ def _prefill_workspace(shapes: Shapes, micro: int, P: int) -> int:
         # three copies in (B*H, T, D) shape; scores; the sort's keys and indices; the rows that are kept
         attention += tokens * 3 * E * size + tokens * H * (4 + 4 + 4 + 8)
         attention += micro * kept * E * size
-        attention += 4 * max(1 << (25 if shapes.cuda else 20), min(128, P) * P) * 3
+        # a chunk of logits, and its probabilities in fp32 beside those of the chunk before
+        queries = min(256 if shapes.cuda else 64, P) * P
+        attention += min(micro * H * queries, max(1 << (25 if shapes.cuda else 19), queries)) * (size + 8)
     return max(mlp, attention)
 
 

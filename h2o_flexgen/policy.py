@@ -40,7 +40,7 @@ class KVBudget:
                 raise UserError(f"{name} must lie in [0, 1], not {value}")
         for name in ("hh_size", "recent_size"):
             value = getattr(self, name)
-            if value is not None and (value < 0 or value != int(value)):
+            if value is not None and not (value >= 0 and value % 1 == 0):
                 raise UserError(f"{name} must be a whole number of slots, 0 or more, not {value}")
         if all(getattr(self, f.name) is None for f in fields(self)):
             raise UserError("a KV budget needs a ratio or a size; leave it out for a full cache")
@@ -136,9 +136,9 @@ class Policy:
 
     @classmethod
     def from_dict(cls, data: dict) -> Policy:
+        data = data.get("policy", data) if isinstance(data, dict) else data
         if not isinstance(data, dict):
             raise UserError("a policy is a JSON object")
-        data = data.get("policy", data)
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
@@ -147,7 +147,7 @@ class Policy:
             wanted = bool if name in ("overlap", "cpu_cache_compute") else list if name == "percent" else int
             if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
                 raise UserError(f"policy field {name!r} must be of type {wanted.__name__}, not {value!r}")
-        if not all(isinstance(x, (int, float)) for x in data.get("percent", [])):
+        if not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in data.get("percent", [])):
             raise UserError("policy field 'percent' must hold six numbers")
         return cls(**data)
 
@@ -158,8 +158,10 @@ class Policy:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except OSError as e:
             raise UserError(f"cannot read the policy {path}: {e.strerror}") from None
-        except json.JSONDecodeError as e:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
             raise UserError(f"the policy {path} is not JSON: {e}") from None
+        except UserError as e:
+            raise UserError(f"the policy {path}: {e}") from None
 
 
 @dataclass

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-settings.register_profile("exact", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("exact", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("exact")
 
 

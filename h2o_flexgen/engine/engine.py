@@ -47,10 +47,11 @@ class Batch:
         self.longest = int(self.lengths.max())
 
     def prompt_ids(self, begin: int, end: int) -> Tensor:
-        """(end - begin, T) token ids, padded on the right to the longest of these rows."""
+        """(end - begin, T) token ids, padded on the right to the longest of these rows. A row is padded with its own
+        last token: padding is masked, but 0 * NaN would spread from a token whose numbers overflow."""
         rows = [s.prompt for s in self.sequences[begin:end]]
         width = max(map(len, rows))
-        return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        return torch.tensor([row + row[-1:] * (width - len(row)) for row in rows])
 
 
 def make_batches(sequences: list[Sequence], batch_size: int, prefill_tokens: int) -> list[Batch]:
@@ -159,13 +160,18 @@ class Engine:
             self.weights.prefetch(following)
 
     def _prefetch(self, step: Step) -> None:
-        following = self.schedule.next_where(step, self._needs_cache)
-        if following is not None:
+        following = self.schedule.next_where(step, self._takes_slot)
+        if following is not None and following.i > 0:
             k = following.k
             self.caches.prefetch(following.j - 1, k, self._held(k, following.i))
 
-    def _needs_cache(self, step: Step) -> bool:
-        return step.i > 0 and self._is_decoder(step.j) and self.caches.streams(step.j - 1, step.k)
+    def _takes_slot(self, step: Step) -> bool:
+        """Whether a step fills or loads one of the two cache slots. They are used in turn: fetching past a prefill
+        step that has yet to fill one would give away the slot in use."""
+        if not self._is_decoder(step.j):
+            return False
+        uses = self.caches.fills_slot if step.i == 0 else self.caches.streams
+        return uses(step.j - 1, step.k)
 
     def _is_decoder(self, j: int) -> bool:
         return 0 < j < self.num_layers - 1
@@ -247,7 +253,6 @@ class Engine:
 
     def _choose(self, step: Step, w: opt.Weights, sequences: list[Sequence], hidden: Tensor) -> None:
         """Append one token to every sequence that still runs. hidden: (B, E)."""
-        broken = 0
         for at in range(0, len(sequences), HEAD_ROWS):
             rows = sequences[at : at + HEAD_ROWS]
             logits = opt.logits(self.config, w, hidden[at : at + HEAD_ROWS])
@@ -257,7 +262,6 @@ class Engine:
                     continue
                 if not math.isfinite(logprob):
                     s.finish_reason = "error"
-                    broken += 1
                     continue
                 s.tokens.append(token)
                 s.logprobs.append(logprob)
@@ -265,13 +269,15 @@ class Engine:
                     s.finish_reason = "stop"
                 elif len(s.tokens) == self.params.max_tokens:
                     s.finish_reason = "length"
-        if step.i == 0 and broken == len(sequences):
-            self._explain_broken()
 
-    def _explain_broken(self) -> None:
+    def explain_broken(self, whole_job: bool) -> None:
+        """Every sequence of the first block has failed: raises UserError if the checkpoint is broken, or if there
+        are no other sequences, whom a few bad prompts must not stop."""
         name = self.weights.find_broken()
         if name is not None:
             raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
+        if not whole_job:
+            return
         if self.dtype == torch.float16:
             raise UserError("the model's numbers overflow in float16: use --dtype bfloat16 or float32")
         raise UserError("the model gives NaN for every prompt: the checkpoint is broken")

@@ -44,8 +44,8 @@ class SamplingParams:
             raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
         if self.max_tokens < 1:
             raise UserError(f"the output length must be 1 or more, not {self.max_tokens}")
-        if self.seed < 0:
-            raise UserError(f"seed must be 0 or more, not {self.seed}")
+        if not 0 <= self.seed < 1 << 64:
+            raise UserError(f"seed must lie between 0 and 2**64 - 1, not {self.seed}")
 
 
 def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ class KVTensors:
             rows = ((column >= begin) & (column < end)).nonzero()[:, 0]
             if len(rows):
                 local = column[rows] - begin
+                rows, local = (x.to(mine_k.device, non_blocking=True) for x in (rows, local))
                 mine_k[rows, :, local] = k[rows]
                 mine_v[rows, :, local] = v[rows]
             begin = end

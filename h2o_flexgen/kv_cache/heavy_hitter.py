@@ -46,7 +46,7 @@ class HeavyHitterCache(CacheRule):
         context, score = causal_attention_with_scores(q, k, v, lengths)
         B, H, T, D = k.shape
         position = torch.arange(T, device=k.device)
-        n = lengths.to(k.device)[:, None, None]
+        n = lengths.to(k.device, non_blocking=True)[:, None, None]
         worth = score.masked_fill(position >= n - self.recent, float("inf"))
         worth = worth.masked_fill(position >= n, float("-inf"))
         kept = min(self.budget, T, cache.k[0].shape[2])
@@ -74,7 +74,8 @@ class HeavyHitterCache(CacheRule):
         cache.write(slots, k[:, :, 0], v[:, :, 0])
         at = slots[..., None]
         cache.score.scatter_(2, at, 0.0)
-        cache.position.scatter_(2, at, now.to(k.device, torch.int32)[:, None, None].expand(at.shape))
+        newest = now.to(torch.int32).to(k.device, non_blocking=True)
+        cache.position.scatter_(2, at, newest[:, None, None].expand(at.shape))
         held = lengths.clamp(max=self.budget) + step
         empty = cache.position < 0 if int(held.min()) < S else None
         context, p = cached_attention(q, cache.k, cache.v, empty)
@@ -86,7 +87,7 @@ class HeavyHitterCache(CacheRule):
 
         The choice is the one due at the end of the step before, when token now - 1 was the newest.
         """
-        first_recent = (now - self.recent).to(cache.position.device)[:, None, None]
+        first_recent = (now - self.recent).to(cache.position.device, non_blocking=True)[:, None, None]
         score = cache.score.masked_fill(cache.position >= first_recent, float("inf"))
         score.masked_fill_(cache.position < 0, float("-inf"))
         lowest = score.amin(-1, keepdim=True)

@@ -25,6 +25,34 @@ OPT_SIZES = {
 }
 
 
+_SWITCHES = (
+    "do_layer_norm_before",
+    "enable_bias",
+    "layer_norm_elementwise_affine",
+    "tie_word_embeddings",
+    "_remove_final_layer_norm",
+)
+
+
+def _is_size(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_token(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _fits(key: str, value) -> bool:
+    """Whether a value is of the type that the field of that name wants."""
+    if key in _SWITCHES:
+        return isinstance(value, bool)
+    if key == "activation_function":
+        return isinstance(value, str)
+    if key == "eos_token_id":
+        return value is None or _is_token(value) or (isinstance(value, list) and all(map(_is_token, value)))
+    return _is_size(value)
+
+
 @dataclass(frozen=True)
 class OPTConfig:
     """The fields of transformers' OPTConfig that inference needs, under the same names."""
@@ -77,12 +105,15 @@ class OPTConfig:
         for key in needed:
             if key not in data:
                 raise UserError(f"{where}: the key {key!r} is missing")
-            if isinstance(data[key], bool) or not isinstance(data[key], int) or data[key] < 1:
+            if not _is_size(data[key]):
                 raise UserError(f"{where}: {key} must be a whole number, 1 or more, not {data[key]!r}")
         known = {f.name for f in fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
         if values.get("word_embed_proj_dim") is None:
             values["word_embed_proj_dim"] = data["hidden_size"]
+        for key, value in values.items():
+            if not _fits(key, value):
+                raise UserError(f"{where}: {key} cannot be {value!r}")
         config = cls(**values)
         if config.hidden_size % config.num_attention_heads:
             raise UserError(
@@ -98,7 +129,7 @@ class OPTConfig:
             data = json.loads(path.read_text())
         except FileNotFoundError:
             raise UserError(f"no config.json in {folder}: is this a model folder?") from None
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise UserError(f"cannot read {path}: {e}") from None
         if not isinstance(data, dict):
             raise UserError(f"{path} does not hold a JSON object")

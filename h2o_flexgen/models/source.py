@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
@@ -19,20 +21,39 @@ def find_model(model: str | None, path: str | None = None) -> Path:
         UserError: there is no such folder, or the hub does not have it or cannot be reached.
     """
     if path is not None:
-        folder = Path(path).expanduser()
-        if not folder.is_dir():
+        folder = _expand(path)
+        if not os.path.isdir(folder):
             raise UserError(f"--path {path}: no such folder")
         return folder
     if model is None:
         if not (DEMO_MODEL / "config.json").exists():
             raise UserError("the demo model is not in this installation: name a --model")
         return DEMO_MODEL
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    if not model.strip():
+        raise UserError("--model is empty: name a folder or a Hugging Face model, or leave it out for the demo model")
+    folder = _expand(model)
+    if os.path.isdir(folder):
         return folder
-    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise UserError(f"--model {model}: no such folder")
     return _snapshot(model)
+
+
+def _expand(path: str) -> Path:
+    return Path(os.path.expanduser(path))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether nothing of the weights is missing, as after a download that was interrupted."""
+    if not (folder / "config.json").exists():
+        return False
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / f"{single}.index.json").exists():
+            names = set(json.loads((folder / f"{single}.index.json").read_text())["weight_map"].values())
+            return all((folder / name).exists() for name in names)
+        if (folder / single).exists():
+            return True
+    return False
 
 
 def _snapshot(name: str) -> Path:
@@ -40,7 +61,7 @@ def _snapshot(name: str) -> Path:
 
     try:
         cached = Path(snapshot_download(name, local_files_only=True))
-        if any(cached.glob("*.safetensors")) or any(cached.glob("*.bin")):
+        if _is_whole(cached):
             return cached
     except Exception:
         pass  # not there yet, or not whole
@@ -49,10 +70,9 @@ def _snapshot(name: str) -> Path:
         kind = "*.safetensors*" if any(f.endswith(".safetensors") for f in files) else "pytorch_model*.bin*"
         return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, kind]))
     except Exception as e:
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UserError(
             f"cannot get the model {name!r}: neither a local folder nor to be had from the Hugging Face hub "
-            f"({reason}); check the name and the network, or give a folder"
+            f"({_reason(e)}); check the name and the network, or give a folder"
         ) from None
 
 
@@ -64,6 +84,11 @@ def load_tokenizer(folder: Path):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, padding_side="left")
+        # code that comes with a model is never run, and never asked about
+        return AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     except Exception as e:
-        raise UserError(f"cannot load the tokenizer of {folder}: {str(e).strip().splitlines()[0]}") from None
+        raise UserError(f"cannot load the tokenizer of {folder}: {_reason(e)}") from None
+
+
+def _reason(e: Exception) -> str:
+    return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__

@@ -48,6 +48,7 @@ class Checkpoint:
     def __init__(self, folder: Path):
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
+        self.others: dict[str, str] = {}  # names and types of what holds no floats
         for path in _shards(folder):
             self._index(path)
 
@@ -59,26 +60,43 @@ class Checkpoint:
             if length > size:
                 raise ValueError("the header does not end")
             header = json.loads(os.pread(file.fd, length, 8))
+            if not isinstance(header, dict):
+                raise ValueError("the header is no JSON object")
             header.pop("__metadata__", None)
             for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                if 8 + length + end > size:
-                    raise UserError(
-                        f"{path} is cut short: {name} ends at byte {8 + length + end}, the file has {size}; "
-                        "download it again"
-                    )
-                if entry["dtype"] in DTYPES:
-                    stored = Stored(file, 8 + length + begin, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-                    self.tensors[_canonical(name)] = stored
-        except (struct.error, ValueError, KeyError, TypeError) as e:
+                self._add(file, name, entry, 8 + length, size)
+        except (struct.error, ValueError, KeyError, TypeError, RecursionError, OSError) as e:
             if isinstance(e, UserError):
                 raise
             raise UserError(f"{path} is not a whole safetensors file ({e}); download it again") from None
+
+    def _add(self, file: File, name: str, entry: dict, data: int, size: int) -> None:
+        """`data`: where the tensors start in a file of `size` bytes."""
+        begin, end = entry["data_offsets"]
+        shape, dtype = tuple(entry["shape"]), entry["dtype"]
+        sizes = (begin, end, *shape)
+        if not all(type(n) is int and n >= 0 for n in sizes) or begin > end or not isinstance(dtype, str):
+            raise ValueError(f"the header's entry for {name!r} makes no sense")
+        if data + end > size:
+            raise UserError(
+                f"{file.path} is cut short: {name} ends at byte {data + end}, the file has {size}; download it again"
+            )
+        if dtype not in DTYPES:
+            self.others[_canonical(name)] = dtype
+            return
+        stored = Stored(file, data + begin, shape, DTYPES[dtype])
+        if stored.nbytes != end - begin:
+            raise ValueError(f"{name!r} of shape {list(shape)} in {dtype} cannot have {end - begin} bytes")
+        self.tensors[_canonical(name)] = stored
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         """Raises UserError unless every needed tensor is there in its shape."""
         for name, shape in needed.items():
             stored = self.tensors.get(name)
+            if stored is None and name in self.others:
+                raise UserError(
+                    f"the checkpoint {self.folder} has {name!r} in {self.others[name]}: only float weights can be used"
+                )
             if stored is None:
                 raise UserError(f"the checkpoint {self.folder} has no tensor {name!r}")
             if stored.shape != shape:
@@ -202,12 +220,13 @@ def _shards(folder: Path) -> list[Path]:
 def _indexed(folder: Path, index: str) -> list[Path]:
     try:
         names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as e:
+        shards = [folder / name for name in names]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise UserError(f"cannot read the shard index {folder / index}: {e}") from None
-    for name in names:
-        if not (folder / name).exists():
-            raise UserError(f"the shard {folder / name} is missing; download it again")
-    return [folder / name for name in names]
+    for shard in shards:
+        if not shard.exists():
+            raise UserError(f"the shard {shard} is missing; download it again")
+    return shards
 
 
 def _converted(folder: Path, shards: list[Path]) -> list[Path]:
@@ -215,6 +234,7 @@ def _converted(folder: Path, shards: list[Path]) -> list[Path]:
 
     A shard is loaded with `weights_only=True`: pickled code in it never runs.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     key = hashlib.sha256()
@@ -238,8 +258,9 @@ def _converted(folder: Path, shards: list[Path]) -> list[Path]:
                     shutil.rmtree(partial, ignore_errors=True)
                     raise
                 partial.rename(target)
-    except OSError as e:
-        raise UserError(f"cannot convert the .bin checkpoint into {root}: {e.strerror}") from None
+    except (OSError, SafetensorError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise UserError(f"cannot convert the .bin checkpoint into {root}: {reason}") from None
     return sorted(target.glob("*.safetensors"))
 
 
@@ -252,7 +273,7 @@ def _load_bin(shard: Path) -> dict[str, Tensor]:
         except Exception:
             reason = str(e).splitlines()[0]
             raise UserError(f"cannot load {shard}: {reason}; is it whole? Download it again") from None
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise UserError(f"{shard} does not hold a dict of tensors")
     # tensors that share memory (a tied head) must become separate for safetensors
     return {name: tensor.clone().contiguous() for name, tensor in state.items()}

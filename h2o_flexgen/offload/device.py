@@ -34,8 +34,12 @@ def _cpu_has_bf16() -> bool:
 class Device:
     """Where the maths runs ("cpu", "cuda", "cuda:1"; "auto" takes CUDA where there is one).
 
-    `stall_seconds` holds, per kind of data, the time that compute waited for it.
+    `stall_seconds` holds, per kind of data, the time that compute waited for it; `workspace_bytes` is what matrix
+    products hold of the device's memory for good, known after `start`.
     """
+
+    _capped = False  # whether an earlier Device of this process limits torch's allocator
+    _workspaces: dict[int, int] = {}
 
     def __init__(self, name: str = "auto"):
         if name == "auto":
@@ -50,8 +54,11 @@ class Device:
                 raise UserError("device cuda: this torch sees no CUDA device")
             if (self.torch_device.index or 0) >= torch.cuda.device_count():
                 raise UserError(f"device {name}: there are {torch.cuda.device_count()} CUDA devices")
+            if self.torch_device.index is None:  # threads each have a current device, and some calls want an index
+                self.torch_device = torch.device("cuda", torch.cuda.current_device())
         elif self.torch_device.type != "cpu":
             raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
+        self.workspace_bytes = 0
         self._pinned: list[Tensor] = []
         self._stalls = defaultdict(float)
         self._stall_events = defaultdict(list)
@@ -105,11 +112,23 @@ class Device:
         del self._pinned[since:]
 
     def start(self, most_bytes: int | None) -> None:
-        """CUDA only: create the context, which costs RAM, and hold this process to `most_bytes`."""
-        torch.zeros(1, device=self.torch_device)
-        if most_bytes is not None:
+        """CUDA only: create the context and load the matrix libraries, which costs RAM and time, and hold this
+        process to `most_bytes`."""
+        torch.cuda.empty_cache()
+        if most_bytes is not None or Device._capped:
             total = torch.cuda.get_device_properties(self.torch_device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total), self.torch_device)
+            fraction = 1.0 if most_bytes is None else min(1.0, most_bytes / total)
+            torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+            Device._capped = most_bytes is not None
+        if self.torch_device.index not in Device._workspaces:
+            before = torch.cuda.memory_allocated(self.torch_device)
+            for dtype in (torch.float32, torch.float16):
+                x = torch.ones(16, 16, dtype=dtype, device=self.torch_device)
+                torch.bmm(torch.nn.functional.linear(x, x, x[0])[None], x[None])
+            del x
+            self.synchronize()
+            Device._workspaces[self.torch_device.index] = torch.cuda.memory_allocated(self.torch_device) - before
+        self.workspace_bytes = Device._workspaces[self.torch_device.index]
 
     def free_bytes(self) -> int:
         """Memory of the compute device that is still to be had, what torch has cached included."""
@@ -154,12 +173,14 @@ class Device:
         event = future.result()
         self._stalls[kind] += time.perf_counter() - start
         if event is not None:
-            before = torch.cuda.Event(enable_timing=True)
-            before.record()
-            self.wait(event)
-            after = torch.cuda.Event(enable_timing=True)
-            after.record()
+            stream = torch.cuda.current_stream(self.torch_device)
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(stream)
+            stream.wait_event(event)
+            after.record(stream)
             self._stall_events[kind].append((before, after))
+            if len(self._stall_events[kind]) >= 1024:
+                self._count_stalls(kind)
 
     def synchronize(self) -> None:
         """Only at the ends of a phase that is timed."""
@@ -169,10 +190,16 @@ class Device:
     @property
     def stall_seconds(self) -> dict[str, float]:
         self.synchronize()
-        for kind, pairs in self._stall_events.items():
-            self._stalls[kind] += sum(a.elapsed_time(b) for a, b in pairs) / 1e3
-            pairs.clear()
+        for kind in self._stall_events:
+            self._count_stalls(kind)
         return dict(self._stalls)
+
+    def _count_stalls(self, kind: str) -> None:
+        """Add up the pairs of events that have happened, so that a long job does not hoard them."""
+        pairs = self._stall_events[kind]
+        done = next((n for n, (_, after) in enumerate(pairs) if not after.query()), len(pairs))
+        self._stalls[kind] += sum(before.elapsed_time(after) for before, after in pairs[:done]) / 1e3
+        del pairs[:done]
 
     def reset_stalls(self) -> None:
         self._stalls.clear()
@@ -202,10 +229,11 @@ class Lane:
             if event is not None:
                 event.synchronize()
             future.set_result(None)
-        except BaseException as e:
+        except Exception as e:  # an interrupt goes through at once
             future.set_exception(e)
         return future
 
+    @torch.inference_mode()  # compute's tensors are, and the mode is a thread's own
     def _run(self, job: Callable[[], None], after):
         if self._stream is None:
             job()
@@ -247,7 +275,8 @@ def aligned(nbytes: int, to: int = PAGE) -> int:
 
 def _host_buffer(nbytes: int) -> Tensor:
     # an anonymous mapping is page aligned, untouched until used, and goes back to the system at once
-    mapping = mmap.mmap(-1, max(aligned(nbytes), PAGE))
+    # (private: a shared one would be a shmem file to the kernel, for which huge pages are off by default)
+    mapping = mmap.mmap(-1, max(aligned(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= 1 << 21 and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]

@@ -29,12 +29,12 @@ class File:
 
     def __init__(self, path: Path, writable: bool = False, direct: bool = False):
         self.path = path
+        self.fd = self.direct_fd = None
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         try:
             self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
         except OSError as e:
             raise UserError(f"cannot open {path}: {e.strerror}") from None
-        self.direct_fd = None
         if direct and hasattr(os, "O_DIRECT"):
             try:
                 self.direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -92,6 +92,9 @@ class File:
                 os.close(fd)
         self.fd = self.direct_fd = None
 
+    def __del__(self):
+        self.close()
+
 
 class DiskIO:
     """A few threads that keep the disk's queue full with large requests. Counts the bytes moved."""
@@ -143,26 +146,40 @@ class OffloadFolder:
 
     def __init__(self, root: Path | None = None):
         self.root = Path(root) if root is not None else default_root()
+        self._lock: int | None = None
+        self._files: list[File] = []
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             sweep(self.root)
             self.path = Path(tempfile.mkdtemp(prefix=self.PREFIX, dir=self.root))  # 0700 by mkdtemp
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                # locked under another name first: whoever sweeps must never see a lock that nobody holds
+                new = self.path / "lock.new"
+                self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                new.rename(self.path / "lock")
+            except BaseException:
+                self.close()
+                raise
         except OSError as e:
             raise UserError(
                 f"cannot write to the offload folder {self.root} ({e.strerror}): name another --offload-dir"
             ) from None
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def file(self, name: str, nbytes: int, direct: bool = False) -> File:
         """A new file of `nbytes`, its space reserved."""
         file = File(self.path / name, writable=True, direct=direct)
+        self._files.append(file)
         file.allocate(nbytes)
         return file
 
     def close(self) -> None:
+        """Remove the folder with all its files, which nothing may use any more."""
+        for file in self._files:
+            file.close()  # an open file would keep its space on disk
+        self._files.clear()
+        shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
 

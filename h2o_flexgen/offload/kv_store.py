@@ -121,6 +121,10 @@ class KVStore:
 
     # prefill
 
+    def fills_slot(self, layer: int, batch: int) -> bool:
+        """Whether `blank` of the piece takes a slot."""
+        return self.pieces[layer, batch].home != "gpu"
+
     def blank(self, layer: int, batch: int):
         """A cache on the device to be filled; `store_all` sends it home."""
         piece, layout = self.pieces[layer, batch], self.layouts[batch]
@@ -263,8 +267,9 @@ class KVStore:
     def _take(self) -> int:
         slot = self._kv.take()
         for key, (taken, future) in list(self._loading.items()):
-            if taken == slot:  # fetched for a step that never came
-                future.exception()
+            if taken == slot:  # fetched for a step that never came: who fills the slot next waits for that copy
+                if future.exception() is None:
+                    self.device.wait(future.result())
                 del self._loading[key]
         return slot
 

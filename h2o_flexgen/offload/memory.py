@@ -77,7 +77,7 @@ def ram_available() -> int:
 def disk_free(folder: Path) -> int:
     """Bytes a user may still write to the file system of `folder` or of its nearest existing parent."""
     folder = folder.absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):
         folder = folder.parent
     return shutil.disk_usage(folder).free
 

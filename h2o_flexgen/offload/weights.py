@@ -76,10 +76,16 @@ class WeightStore:
                 make = self.device.host_buffer if on_cpu_tier or not self.device.is_cuda else _plain
                 host = make(nbytes).view(self.dtype).view(shape)
                 source.read(name, host, self.io)
-                if not torch.isfinite(host).all():
+                if not is_finite(host):
                     raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
                 self.resident[name] = host if on_cpu_tier else host.to(self.device.torch_device)
                 bar.update(nbytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """What of the compute device's memory is taken while these weights are loaded."""
+        resident = (t for n, t in self.resident.items() if self.homes[n] == "gpu")
+        return sum(t.nbytes for t in (*resident, *self._slots))
 
     # what a layer takes in a slot
 
@@ -217,9 +223,18 @@ class WeightStore:
         for name, stored in self.stored.items():
             out = torch.empty(stored.shape, dtype=stored.dtype)
             wait(self.io.read(stored.file, as_numpy(out), stored.offset))
-            if not torch.isfinite(out).all():
+            if not is_finite(out):
                 return name
         return None
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite; holds no second tensor, unlike torch.isfinite."""
+    for part in tensor.view(-1).split(1 << 22):
+        low, high = part.aminmax()
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            return False
+    return True
 
 
 def slot_span(nbytes: int) -> int:

@@ -1,0 +1,149 @@
+"""Write the tables of README.md from docs/benchmarks/*.json. `--check` only says whether they are up to date.
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "benchmarks"
+
+
+def load(name: str) -> dict | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def markdown(header: list[str], rows: list[list]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def where(data: dict) -> str:
+    m, v = data["machine"], data["versions"]
+    cap = f", capped at {m['ram_cap_gib']:g} GiB with page cache" if m["ram_cap_gib"] else ""
+    gpu = f", {m['gpu']}" if m["gpu"] else ", no GPU"
+    return (
+        f"{m['processor']}, {m['cores']} cores, {m['ram_gib']:g} GiB RAM{cap}{gpu}; torch {v['torch']}, "
+        f"transformers {v['transformers']}; {data['date']}; `{data['command']}`"
+    )
+
+
+def ram(data: dict) -> str:
+    rows = [
+        [r["prompt_len"], r["system"], f"{r['prefill_seconds']:.1f}", f"{r['decode_seconds']:.1f}", r["tokens"]]
+        for r in (
+            row
+            | {"tokens": f"{data['workload']['batch'] * (data['workload']['gen_len'] - 1) / row['decode_seconds']:.0f}"}
+            for row in data["rows"]
+        )
+    ]
+    table = markdown(["prompt", "system", "prefill, s", "decode, s", "decode, tokens/s"], rows)
+    ratios = markdown(["ratio of medians", ""], [[k, f"{v:.2f}x"] for k, v in data["ratios"].items()])
+    w = data["workload"]
+    return f"{w['model']}, batch {w['batch']}, {w['gen_len']} tokens out.\n\n{table}\n\n{ratios}\n\n{where(data)}"
+
+
+def disk(data: dict) -> str:
+    rows = []
+    for result in data["results"]:
+        for b in result["blocks"]:
+            s = b["seconds"]
+            rows.append(
+                [
+                    result["reads"],
+                    f"{b['block']} ({b['gpu_batch_size']} x {b['num_gpu_batches']})",
+                    f"{s['read']:.2f}",
+                    f"{s['compute']:.2f}",
+                    f"{s['step']:.2f}",
+                    f"{b['step_over_floor']:.2f}",
+                    f"{b['peak_over_plan']:.2f}",
+                ]
+            )
+    header = ["reads", "block", "reading alone, s", "computing alone, s", "step, s", "step / floor", "peak / plan"]
+    return f"{data['workload']['model']}, weights on disk.\n\n{markdown(header, rows)}\n\n{where(data)}"
+
+
+def gemm(data: dict) -> str:
+    rows = [
+        [r["model"], f"{r['tflops']['F.linear']:.2f}", f"{r['tflops']['ours']:.2f}", f"{100 * r['ratio']:.0f} %"]
+        for r in data["rows"]
+    ]
+    return markdown(["shapes", "F.linear, TFLOP/s", "our layer, TFLOP/s", "ratio"], rows) + f"\n\n{where(data)}"
+
+
+def big(data: dict) -> str:
+    r = data["report"]
+    rows = [
+        [
+            "policy",
+            f"{r['policy']['gpu_batch_size']} x {r['policy']['num_gpu_batches']}, percent "
+            + " ".join(f"{p:g}" for p in r["policy"]["percent"]),
+        ],
+        ["prompts", f"{r['workload']['num_prompts']} of {r['workload']['prompt_len']} tokens"],
+        ["prefill", f"{r['prefill']['seconds']:.1f} s, {r['prefill']['tokens_per_s']:.1f} tokens/s"],
+        ["decode", f"{r['decode']['seconds']:.1f} s, {r['decode']['tokens_per_s']:.2f} tokens/s"],
+        ["peak RAM", f"{(r['peak_memory_bytes']['gpu'] + r['peak_memory_bytes']['cpu']) / 2**30:.1f} GiB"],
+        ["planned RAM", f"{(r['planned_memory_bytes']['gpu'] + r['planned_memory_bytes']['cpu']) / 2**30:.1f} GiB"],
+        ["on disk", f"{r['peak_memory_bytes']['disk'] / 2**30:.1f} GiB"],
+    ]
+    return markdown([f"`{data['flex_opt']}`", ""], rows) + f"\n\n{where(data)}"
+
+
+def reads(data: dict) -> str:
+    rows = [
+        [
+            r["reads"],
+            r["threads"],
+            f"{r['request_mib']} MiB",
+            f"{r['alone_gb_per_s']:.2f}",
+            f"{r['alone_cpu_seconds_per_gb']:.2f}",
+            f"{r['beside_compute_gb_per_s']:.2f}",
+            f"{100 * r['compute_rate_beside_reads']:.0f} %",
+        ]
+        for r in data["rows"]
+    ]
+    header = ["reads", "threads", "request", "alone, GB/s", "CPU s per GB", "beside compute, GB/s", "compute rate left"]
+    return markdown(header, rows) + f"\n\n{where(data)}"
+
+
+TABLES = {
+    "engine_ram": ram,
+    "engine_disk": disk,
+    "engine_gemm": gemm,
+    "opt-30b": big,
+    "disk": reads,
+}
+
+
+def fill(text: str) -> str:
+    def table(match: re.Match) -> str:
+        name = match[1]
+        data = load(name)
+        body = TABLES[name](data) if data is not None else "(not measured yet)"
+        return f"<!-- table {name} -->\n{body}\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, text, flags=re.S)
+
+
+def main() -> int:
+    stale = []
+    for path in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md"):
+        if path.exists() and (text := path.read_text()) != (filled := fill(text)):
+            stale.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(filled)
+    print(
+        "\n".join(f"{name}: tables {'are stale' if '--check' in sys.argv else 'written'}" for name in stale)
+        or "up to date"
+    )
+    return bool(stale and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

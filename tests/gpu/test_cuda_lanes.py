@@ -1,0 +1,207 @@
+"""Lanes and events on CUDA: bytes arrive whole and in order, whatever compute does meanwhile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from h2o_flexgen.offload.device import Device, Lane, Ring, copy, finish
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+ROUNDS = 400
+MOST = 1 << 22
+
+
+@pytest.fixture
+def device():
+    device = Device("cuda")
+    device.start(None)
+    yield device
+    device.unpin()
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "serial"])
+def overlap(request):
+    return request.param
+
+
+class Delay:
+    """Keeps the compute stream behind the host by a random time, so that a missing wait shows."""
+
+    def __init__(self):
+        self.rng = random.Random(1)
+        self.x = torch.randn(1024, 1024, device="cuda")
+
+    def __call__(self):
+        for _ in range(self.rng.randrange(6)):
+            self.x = torch.tanh(self.x @ self.x)
+
+
+def noise(rng, nbytes):
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=rng)
+
+
+def test_what_a_lane_brings_is_whole_and_not_overwritten_while_in_use(device, overlap):
+    """As weights come: one staging buffer in RAM, two slots on the device used in turn."""
+    lane, rng, delay = Lane(device, "load", overlap), torch.Generator().manual_seed(0), Delay()
+    count = 2 if overlap else 1
+    slots = [device.buffer(MOST) for _ in range(count)]
+    staging = [device.host_buffer(MOST) for _ in range(count)]
+    device.synchronize()
+    slot_free, staging_free, results = [None] * count, [None] * count, []
+    sent: list[torch.Tensor] = []
+    coming = []
+
+    def fill(slot, data):
+        finish(staging_free[slot])
+        staging[slot][: len(data)] = data
+        copy(slots[slot][: len(data)], staging[slot][: len(data)])
+        staging_free[slot] = device.record()
+
+    def start(n):
+        data, slot = noise(rng, random.Random(n).randrange(1, MOST)), n % count
+        sent.append(data)
+        coming.append((lane.submit(lambda: fill(slot, data), after=slot_free[slot]), slot, len(data)))
+
+    start(0)
+    for n in range(ROUNDS):
+        future, slot, size = coming.pop()
+        device.stall_on(future, "weights")
+        if overlap:
+            start(n + 1)
+        delay()
+        results.append(slots[slot][:size].clone())
+        slot_free[slot] = device.record()
+        if not overlap:
+            start(n + 1)
+        if len(results) == 50:
+            torch.cuda.synchronize()
+            assert all(torch.equal(r.cpu(), s) for r, s in zip(results, sent))
+            results.clear()
+            del sent[:50]
+    lane.close()
+    assert device.stall_seconds.get("weights", 0) >= 0
+
+
+def test_what_a_lane_sends_home_is_complete_when_its_future_is(device, overlap):
+    """As a decode step's K and V go home: the device tensors are dropped at once, and their memory used anew."""
+    lane, delay, rng = Lane(device, "store", overlap), Delay(), random.Random(2)
+    home = device.host_buffer(MOST)
+    pending = []
+
+    def send(data, at, size):
+        copy(home[at : at + size], data)
+        finish(device.record())
+
+    for n in range(ROUNDS):
+        size = rng.randrange(1, MOST // 4)
+        at = rng.randrange(MOST - size)
+        delay()
+        data = (torch.arange(size, device="cuda") * (n + 3) + n).to(torch.uint8)
+        pending.append((lane.submit(lambda data=data, at=at, size=size: send(data, at, size), device.record()), at, n))
+        del data
+        torch.full((size,), 255, dtype=torch.uint8, device="cuda")  # takes the block if it was freed too early
+        future, at, n = pending.pop()
+        future.result()
+        wanted = (torch.arange(size) * (n + 3) + n).to(torch.uint8)
+        assert torch.equal(home[at : at + size], wanted)
+    lane.close()
+
+
+def test_a_piece_goes_home_and_comes_back_through_two_lanes(device):
+    """As the KV cache moves: a load waits for the store of its slot and for the store of its piece."""
+    load, store, delay = Lane(device, "load"), Lane(device, "store"), Delay()
+    pieces, size = 5, 1 << 20
+    home = [device.host_buffer(size) for _ in range(pieces)]
+    wanted = [torch.full((size,), p, dtype=torch.uint8) for p in range(pieces)]
+    for h, w in zip(home, wanted):
+        h.copy_(w)
+    stored = [None] * pieces
+    ring = Ring(device, size, 2)
+    device.synchronize()
+
+    def fetch(p):
+        slot = ring.take()
+
+        def job():
+            ring.wait_free(device, slot)
+            if stored[p] is not None:
+                device.wait(stored[p].result())
+            copy(ring.buffers[slot], home[p])
+
+        return slot, load.submit(job)
+
+    def send(p, slot):
+        copy(home[p], ring.buffers[slot])
+        finish(device.record())
+
+    coming = fetch(0)
+    for n in range(ROUNDS):
+        p = n % pieces
+        slot, future = coming
+        device.stall_on(future, "cache")
+        if n % 3:
+            coming = fetch((p + 1) % pieces)
+        delay()
+        ring.buffers[slot].add_(p + 1)
+        wanted[p] += p + 1
+        job = store.submit(lambda p=p, slot=slot: send(p, slot), after=device.record())
+        stored[p] = ring.busy[slot] = job
+        if not n % 3:
+            coming = fetch((p + 1) % pieces)
+    for job in stored:
+        finish(job.result())
+    assert all(torch.equal(h, w) for h, w in zip(home, wanted))
+    load.close()
+    store.close()
+
+
+def test_a_copy_that_changes_the_dtype_is_exact_and_in_order(device):
+    lane, delay = Lane(device, "weights"), Delay()
+    host = device.host_buffer(2 * 100_003).view(torch.float16)
+    target = device.buffer(4 * 100_003).view(torch.float32)
+    device.synchronize()
+    for n in range(50):
+        values = torch.randn(100_003, generator=torch.Generator().manual_seed(n)).half()
+        host.copy_(values)
+        delay()
+        device.stall_on(lane.submit(lambda: copy(target, host), after=device.record()), "weights")
+        assert torch.equal(target.cpu(), values.float())
+    lane.close()
+
+
+def test_an_error_in_a_lane_shows_where_its_result_is_asked_for(device, overlap):
+    lane = Lane(device, "load", overlap)
+
+    def fail():
+        raise ValueError("no such piece")
+
+    with pytest.raises(ValueError, match="no such piece"):
+        lane.submit(fail).result()
+    device.stall_on(lane.submit(lambda: None), "cache")
+    lane.close()
+
+
+def test_no_job_runs_before_the_event_it_must_follow(device):
+    lane, x = Lane(device, "load"), torch.randn(4096, 4096, device="cuda")
+    flag, seen = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
+    device.synchronize()
+    for n in range(1, 30):
+        for _ in range(4):
+            x = torch.tanh(x @ x)
+        flag.fill_(n)
+        device.stall_on(lane.submit(lambda: seen.copy_(flag), after=device.record()), "cache")
+        assert seen.item() == n
+    lane.close()
+
+
+def test_a_long_job_does_not_hoard_events(device):
+    lane = Lane(device, "load")
+    for _ in range(3000):
+        device.stall_on(lane.submit(lambda: None), "cache")
+    assert sum(map(len, device._stall_events.values())) <= 1100
+    assert device.stall_seconds["cache"] > 0
+    lane.close()

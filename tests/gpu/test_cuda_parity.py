@@ -1,0 +1,155 @@
+"""On CUDA the tokens are those of the CPU engine, of the oracle and of transformers, wherever the bytes live."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+LENGTHS = [5, 17, 9, 21, 1, 12, 3]
+BUDGET = (4, 4)
+GEN = 24
+
+POLICIES = {
+    "all_gpu": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7),
+    "all_gpu_batches": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=2, num_gpu_batches=4),
+    "all_gpu_micro": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=5, num_gpu_batches=2, prefill_tokens=10),
+    "all_cpu": dict(percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=3, num_gpu_batches=2),
+    "all_cpu_one_batch": dict(percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=7),
+    "all_cpu_micro": dict(percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=4, num_gpu_batches=2, prefill_tokens=25),
+    "all_cpu_attention_there": dict(
+        percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=3, num_gpu_batches=2, cpu_cache_compute=True
+    ),
+    "all_disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=3, num_gpu_batches=2),
+    "all_disk_one_batch": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=7),
+    "all_disk_micro": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=5, num_gpu_batches=2, prefill_tokens=10),
+    "thirds": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=2, num_gpu_batches=3),
+    "thirds_micro": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=4, num_gpu_batches=2, prefill_tokens=25),
+    "thirds_attention_there": dict(
+        percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=2, num_gpu_batches=4, cpu_cache_compute=True
+    ),
+    "weights_cpu": dict(percent=(0, 100, 100, 0, 100, 0), gpu_batch_size=4, num_gpu_batches=2),
+    "weights_disk": dict(percent=(0, 0, 100, 0, 100, 0), gpu_batch_size=2, num_gpu_batches=2),
+    "weights_gpu_cpu": dict(percent=(50, 50, 100, 0, 100, 0), gpu_batch_size=4),
+    "weights_cpu_disk": dict(percent=(0, 50, 100, 0, 100, 0), gpu_batch_size=4, num_gpu_batches=2),
+    "cache_cpu": dict(percent=(100, 0, 0, 100, 100, 0), gpu_batch_size=1, num_gpu_batches=7),
+    "cache_disk": dict(percent=(100, 0, 0, 0, 100, 0), gpu_batch_size=6, num_gpu_batches=2, prefill_tokens=1),
+    "cache_gpu_cpu": dict(percent=(100, 0, 50, 50, 100, 0), gpu_batch_size=2, num_gpu_batches=4),
+    "cache_cpu_disk": dict(percent=(100, 0, 0, 50, 100, 0), gpu_batch_size=3, num_gpu_batches=3),
+    "cache_cpu_disk_attention_there": dict(
+        percent=(100, 0, 0, 50, 100, 0), gpu_batch_size=3, num_gpu_batches=3, cpu_cache_compute=True
+    ),
+    "activations_cpu": dict(percent=(100, 0, 100, 0, 0, 100), gpu_batch_size=4, prefill_tokens=30),
+    "activations_disk": dict(percent=(100, 0, 100, 0, 0, 0), gpu_batch_size=3, num_gpu_batches=2, prefill_tokens=21),
+    "everything_mixed": dict(percent=(20, 70, 10, 60, 50, 10), gpu_batch_size=3, num_gpu_batches=3, prefill_tokens=40),
+}
+
+
+def generate(model, prompts, budget, device="cuda", dtype="float32", gen_len=GEN, times=1, **policy):
+    kv_budget = None if budget is None else KVBudget.from_size(*budget)
+    params = SamplingParams(max_tokens=gen_len, ignore_eos=True)
+    with LLM(str(model.folder), Policy(**policy), kv_budget, device=device, dtype=dtype, progress=False) as llm:
+        for _ in range(times):
+            outputs = llm.generate(prompts, params)
+    return [o.outputs[0] for o in outputs]
+
+
+def tokens(outputs):
+    return [o.token_ids for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def prompts(models):
+    return models().clear_cut_prompts(LENGTHS, GEN, [(None, None), BUDGET])
+
+
+@pytest.fixture(scope="module")
+def on_cpu(models, prompts):
+    """Per budget what the same engine gives on the CPU; for the full cache that is what transformers gives."""
+    model, policy = models(), dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7)
+    found = {budget: generate(model, prompts, budget, device="cpu", **policy) for budget in (None, BUDGET)}
+    for prompt, output in zip(prompts, found[None]):
+        with torch.inference_mode():
+            ids = model.hf.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=GEN,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=1,
+            )
+        assert output.token_ids == ids[0, len(prompt) :].tolist()
+    return found
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_tokens_in_fp32_are_those_of_the_cpu_under_every_policy(models, prompts, on_cpu, policy, budget, overlap):
+    outputs = generate(models(), prompts, budget, overlap=overlap, **policy)
+    assert tokens(outputs) == tokens(on_cpu[budget])
+    for output, wanted in zip(outputs, on_cpu[budget]):
+        assert output.logprobs == pytest.approx(wanted.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["post_norm", "350m_style", "galactica", "untied", "odd_sizes", "one_layer", "deep"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (33, 33, 33, 33, 33, 33)], ids=["gpu", "thirds"])
+def test_every_kind_of_opt_gives_the_tokens_of_the_oracle(models, name, budget, percent):
+    model = models(name)
+    prompts = model.clear_cut_prompts(LENGTHS, 12, [budget or (None, None)])
+    outputs = generate(model, prompts, budget, gen_len=12, percent=percent, gpu_batch_size=3, num_gpu_batches=2)
+    assert tokens(outputs) == [t.tokens for t in model.references(prompts, 12, *(budget or ()))]
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+def test_a_second_job_and_several_blocks_give_the_same(models, prompts, on_cpu, budget):
+    policy = dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=1, num_gpu_batches=2)
+    assert tokens(generate(models(), prompts, budget, times=2, **policy)) == tokens(on_cpu[budget])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize(
+    "name", ["all_gpu", "all_cpu", "all_cpu_attention_there", "all_disk_micro", "thirds", "everything_mixed"]
+)
+def test_half_precision_runs_to_the_end_with_finite_logprobs(models, prompts, name, budget, dtype):
+    outputs = generate(models(), prompts, budget, dtype=dtype, **POLICIES[name])
+    for output in outputs:
+        assert len(output.token_ids) == GEN and output.finish_reason == "length"
+        assert all(math.isfinite(x) and x <= 1e-3 for x in output.logprobs)
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+def test_half_precision_agrees_with_fp32_on_the_first_token(models, prompts, on_cpu, budget):
+    outputs = generate(models(), prompts, budget, dtype="float16", gpu_batch_size=4, num_gpu_batches=2)
+    same = sum(o.token_ids[0] == w.token_ids[0] for o, w in zip(outputs, on_cpu[budget]))
+    assert same >= len(prompts) - 1
+
+
+@pytest.mark.parametrize("sampling", [dict(temperature=0.8), dict(temperature=1.2, top_k=8, top_p=0.9)])
+def test_sampled_text_depends_on_the_seed_and_not_on_the_policy(models, prompts, sampling):
+    found = []
+    for name in ("all_gpu", "thirds", "all_cpu_micro"):
+        params = SamplingParams(max_tokens=8, ignore_eos=True, seed=3, **sampling)
+        policy = Policy(**POLICIES[name])
+        with LLM(str(models().folder), policy, device="cuda", dtype="float32", progress=False) as llm:
+            found.append([o.outputs[0].token_ids for o in llm.generate(prompts, params)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_cuda_and_cuda_0_are_the_same_device(models, prompts, on_cpu):
+    outputs = generate(models(), prompts, None, device="cuda:0", gpu_batch_size=7)
+    assert tokens(outputs) == tokens(on_cpu[None])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_second_device_gives_the_same(models, prompts, on_cpu):
+    for name in ("all_gpu", "thirds", "all_cpu_micro"):
+        outputs = generate(models(), prompts, BUDGET, device="cuda:1", **POLICIES[name])
+        assert tokens(outputs) == tokens(on_cpu[BUDGET])

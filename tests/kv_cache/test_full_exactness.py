@@ -1,0 +1,81 @@
+"""The full cache, segment by segment, against attention over the whole text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_flexgen.kv_cache import FullCache, KVLayout, full
+
+
+@given(
+    B=st.integers(1, 3),
+    H=st.integers(1, 3),
+    D=st.integers(1, 5),
+    segment=st.integers(1, 6),
+    steps=st.integers(0, 15),
+    data=st.data(),
+)
+def test_every_token_is_attended_to_and_nothing_else(B, H, D, segment, steps, data):
+    T = data.draw(st.integers(1, 9), "T")
+    lengths = [T] + [data.draw(st.integers(1, T), "length") for _ in range(B - 1)]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
+    q, k, v = (torch.randn(B, H, T + steps, D, generator=generator) for _ in range(3))
+    rule = FullCache()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full, "SEGMENT", segment)
+        layout = KVLayout(B, H, rule.segments(T, steps + 1), D, torch.float32, False)
+        assert layout.slots == T + steps
+        cache = layout.view(torch.zeros(layout.kv_bytes, dtype=torch.uint8))
+        for tensor in (*cache.k, *cache.v):
+            tensor.fill_(float("nan"))  # what another job left behind
+        ragged = [torch.zeros(B, H, T, D).uniform_(-9, 9, generator=generator) for _ in range(3)]
+        for b, n in enumerate(lengths):
+            for padded, x in zip(ragged, (q, k, v)):
+                padded[b, :, :n] = x[b, :, :n]
+        rule.prefill(cache, *ragged, torch.tensor(lengths))
+        for step in range(1, steps + 1):
+            now = [n + step - 1 for n in lengths]
+            new = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (q, k, v))
+            context, slots = rule.decode(cache, *new, torch.tensor(lengths), step)
+            assert slots.tolist() == [[t] * H for t in now]
+            for b, t in enumerate(now):
+                logits = torch.einsum("hd,hsd->hs", q[b, :, t], k[b, :, : t + 1]).double() / D**0.5
+                expected = torch.einsum("hs,hsd->hd", torch.softmax(logits, -1), v[b, :, : t + 1].double())
+                torch.testing.assert_close(context[b, :, 0].double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@given(prompt=st.integers(1, 600), gen=st.integers(1, 600))
+def test_slots_are_those_of_the_text_without_its_last_token(prompt, gen):
+    segments = FullCache().segments(prompt, gen)
+    assert sum(segments) == prompt + gen - 1
+    assert segments[0] == prompt
+    assert all(0 < s <= full.SEGMENT for s in segments[1:])
+
+
+@given(
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    segments=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    head_dim=st.integers(1, 5),
+    held=st.integers(1, 40),
+    scored=st.booleans(),
+)
+def test_a_layout_covers_its_bytes_once(batch, heads, segments, head_dim, held, scored):
+    segments = tuple(segments[:1] if scored else segments)
+    layout = KVLayout(batch, heads, segments, head_dim, torch.float32, scored)
+    kv, meta = torch.zeros(layout.kv_bytes, dtype=torch.uint8), torch.zeros(layout.meta_bytes, dtype=torch.uint8)
+    cache = layout.view(kv, meta)
+    for tensor in (*cache.k, *cache.v):
+        assert not tensor.any(), "two tensors share bytes"
+        tensor.fill_(1.5)
+    assert (kv.view(torch.float32) == 1.5).all()
+    used = layout.used_bytes(held)
+    assert used % layout.row_bytes == 0 and used >= min(held, layout.slots) * layout.row_bytes
+    assert used // layout.row_bytes in [sum(segments[: n + 1]) for n in range(len(segments))]
+    if scored:
+        cache.score.fill_(2.5)
+        cache.position.fill_(7)
+        assert (meta.view(torch.int32) == 7).sum() == cache.position.numel() == cache.score.numel()

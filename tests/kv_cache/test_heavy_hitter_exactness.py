@@ -1,0 +1,217 @@
+"""The heavy-hitter cache against a model of sets, score ties included."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from oracle import choose_evicted, choose_kept
+
+from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
+
+
+def make_cache(rule, B, H, T, D, steps, used_before=True):
+    layout = KVLayout(B, H, rule.segments(T, steps + 1), D, torch.float32, True)
+    kv, meta = torch.zeros(layout.kv_bytes, dtype=torch.uint8), torch.zeros(layout.meta_bytes, dtype=torch.uint8)
+    cache = layout.view(kv, meta)
+    if used_before:  # what another batch or block may have left behind
+        for tensor in (*cache.k, *cache.v, cache.score):
+            tensor.fill_(float("nan"))
+        cache.position.fill_(3)
+    return cache
+
+
+def held(cache, b, h) -> list[int]:
+    return sorted(p for p in cache.position[b, h].tolist() if p >= 0)
+
+
+def assert_holds(cache, b, h, positions, k, v):
+    """The cache holds exactly these positions, each with its own key and value."""
+    assert held(cache, b, h) == sorted(positions)
+    for slot, p in enumerate(cache.position[b, h].tolist()):
+        if p >= 0:
+            assert torch.equal(cache.k[0][b, h, slot], k[b, h, p]), p
+            assert torch.equal(cache.v[0][b, h, slot], v[b, h, p]), p
+
+
+@st.composite
+def jobs(draw):
+    T = draw(st.integers(1, 14))
+    return dict(
+        B=(B := draw(st.integers(1, 3))),
+        H=draw(st.integers(1, 3)),
+        T=T,
+        lengths=[T] + [draw(st.integers(1, T)) for _ in range(B - 1)],
+        heavy=(heavy := draw(st.integers(0, 8))),
+        recent=draw(st.integers(0 if heavy else 1, 8)),
+        steps=draw(st.integers(0, 12)),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+@settings(max_examples=400)
+@given(job=jobs(), D=st.integers(1, 6), scale=st.sampled_from([0.1, 1.0, 3.0]))
+def test_random_tensors_keep_what_the_set_model_keeps(job, D, scale):
+    B, H, T, lengths, steps = (job[x] for x in ("B", "H", "T", "lengths", "steps"))
+    rule = HeavyHitterCache(job["heavy"], job["recent"])
+    generator = torch.Generator().manual_seed(job["seed"])
+    total = T + steps
+    q, k, v = (torch.randn(B, H, total, D, generator=generator) * scale for _ in range(3))
+    # each sequence's tokens follow one another; the padding between prompt and output is garbage
+    ragged = [torch.zeros(B, H, T, D).uniform_(-9, 9, generator=generator) for _ in range(3)]
+    for b, n in enumerate(lengths):
+        for padded, x in zip(ragged, (q, k, v)):
+            padded[b, :, :n] = x[b, :, :n]
+    cache = make_cache(rule, B, H, T, D, steps)
+    contexts = [rule.prefill(cache, *ragged, torch.tensor(lengths))]
+
+    kept, scores = {}, {}
+    for b, n in enumerate(lengths):
+        for h in range(H):
+            logits = (q[b, h, :n].double() @ k[b, h, :n].double().T) / D**0.5
+            logits[torch.ones(n, n, dtype=torch.bool).triu(1)] = float("-inf")
+            p = torch.softmax(logits, -1)
+            torch.testing.assert_close(contexts[0][b, h, :n].double(), p @ v[b, h, :n].double(), atol=1e-5, rtol=1e-4)
+            score = p.sum(0).tolist()
+            kept[b, h], gap = choose_kept(score, rule.heavy, rule.recent)
+            assume(gap > 1e-5)
+            scores[b, h] = dict(enumerate(score))
+            assert_holds(cache, b, h, kept[b, h], k, v)
+
+    for step in range(1, steps + 1):
+        now = [n + step - 1 for n in lengths]
+        qs, ks, vs = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (q, k, v))
+        context, slots = rule.decode(cache, qs, ks, vs, torch.tensor(lengths), step)
+        for b, t in enumerate(now):
+            for h in range(H):
+                seen = sorted(kept[b, h] | {t})
+                assert_holds(cache, b, h, seen, k, v)
+                assert cache.position[b, h, slots[b, h]] == t
+                p = torch.softmax(k[b, h, seen].double() @ q[b, h, t].double() / D**0.5, 0)
+                expected = p @ v[b, h, seen].double()
+                torch.testing.assert_close(context[b, h, 0].double(), expected, atol=1e-5, rtol=1e-4)
+                for j, given_ in zip(seen, p.tolist()):
+                    scores[b, h][j] = scores[b, h].get(j, 0.0) + given_
+                goes, gap = choose_evicted(set(seen), scores[b, h], t, rule.heavy, rule.recent)
+                assume(gap > 1e-5)
+                kept[b, h] = set(seen) - {goes}
+
+
+def dyadic_targets(rng, i):
+    """Whom token i attends to, itself among them: 1, 2 or 4 tokens, so that each gets exactly 1, 1/2 or 1/4."""
+    others = rng.sample(range(i), min(rng.choice([0, 0, 1, 1, 3]), i))
+    return {i, *(others[:1] if len(others) == 2 else others)}
+
+
+@settings(max_examples=400)
+@given(job=jobs())
+def test_exact_ties_go_as_the_set_model_says(job):
+    """Keys are orthogonal and large, queries are sums of keys: a query gives each of its targets the same share and
+    the others exactly 0, so that many scores are equal to the last bit."""
+    B, H, T, lengths, steps = (job[x] for x in ("B", "H", "T", "lengths", "steps"))
+    rule = HeavyHitterCache(job["heavy"], job["recent"])
+    rng = random.Random(job["seed"])
+    total = D = T + steps
+    large = (250 * D**0.5) ** 0.5
+    k = (torch.eye(total) * large).expand(B, H, total, D).clone()
+    v = torch.arange(total, dtype=torch.float32)[:, None].expand(B, H, total, D).clone()
+    targets = {(b, h, i): dyadic_targets(rng, i) for b in range(B) for h in range(H) for i in range(total)}
+    q = torch.zeros(B, H, total, D)
+    for (b, h, i), chosen in targets.items():
+        q[b, h, i, list(chosen)] = large
+    cache = make_cache(rule, B, H, T, D, steps)
+    rule.prefill(cache, q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.tensor(lengths))
+
+    kept, scores = {}, {}
+    for b, n in enumerate(lengths):
+        for h in range(H):
+            score = [0.0] * n
+            for i in range(n):
+                for j in targets[b, h, i]:
+                    score[j] += 1 / len(targets[b, h, i])
+            kept[b, h], _ = choose_kept(score, rule.heavy, rule.recent)
+            scores[b, h] = {j: np.float32(s) for j, s in enumerate(score)}
+            assert_holds(cache, b, h, kept[b, h], k, v)
+
+    for step in range(1, steps + 1):
+        now = [n + step - 1 for n in lengths]
+        qs, ks, vs = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (q, k, v))
+        rule.decode(cache, qs, ks, vs, torch.tensor(lengths), step)
+        for b, t in enumerate(now):
+            for h in range(H):
+                seen = kept[b, h] | {t}
+                assert_holds(cache, b, h, seen, k, v)
+                attended = targets[b, h, t] & seen
+                for j in attended:
+                    share = np.float32(1) / np.float32(len(attended))
+                    scores[b, h][j] = scores[b, h].get(j, np.float32(0)) + share
+                scores[b, h].setdefault(t, np.float32(0))
+                goes, _ = choose_evicted(seen, scores[b, h], t, rule.heavy, rule.recent)
+                kept[b, h] = seen - {goes}
+
+
+def test_of_equal_scores_the_earlier_token_stays_in_prefill_and_goes_in_decode():
+    """Every token attends only to itself: all scores are 1."""
+    rule = HeavyHitterCache(2, 1)
+    n, D = 6, 16
+    k = (torch.eye(D) * 100)[None, None]
+    cache = make_cache(rule, 1, 1, n, D, 3)
+    rule.prefill(cache, k[:, :, :n], k[:, :, :n], k[:, :, :n], torch.tensor([n]))
+    assert held(cache, 0, 0) == [0, 1, 5]
+    kept = [[0, 1, 5, 6], [1, 5, 6, 7], [5, 6, 7, 8]]  # the token that goes leaves when the next one comes
+    for step, expected in enumerate(kept, 1):
+        new = k[:, :, n + step - 1][:, :, None]
+        rule.decode(cache, new, new, new, torch.tensor([n]), step)
+        assert held(cache, 0, 0) == expected
+
+
+def test_equal_keys_everywhere():
+    """Uniform attention: the earliest tokens have the highest sums, and of the kept the newest goes."""
+    rule = HeavyHitterCache(3, 2)
+    n, D = 8, 4
+    x = torch.ones(1, 2, n, D)
+    cache = make_cache(rule, 1, 2, n, D, 4)
+    rule.prefill(cache, x, x, x, torch.tensor([n]))
+    for h in range(2):
+        assert held(cache, 0, h) == [0, 1, 2, 6, 7]
+    for step in range(1, 5):
+        rule.decode(cache, x[:, :, :1], x[:, :, :1], x[:, :, :1], torch.tensor([n]), step)
+        now = n + step - 1
+        for h in range(2):
+            assert held(cache, 0, h) == [0, 1, 2, now - 2, now - 1, now]
+
+
+@given(heavy=st.integers(0, 9), recent=st.integers(0, 9), prompt=st.integers(1, 12), gen=st.integers(1, 12))
+def test_slots_hold_the_budget_and_never_more_than_the_text(heavy, recent, prompt, gen):
+    slots = sum(HeavyHitterCache(heavy, recent).segments(prompt, gen))
+    assert slots <= heavy + recent + 1
+    assert slots >= min(heavy + recent + 1, prompt + gen - 1)
+    assert slots <= prompt + gen
+
+
+def test_a_nan_sequence_stays_alone():
+    """Its scores and choices are its own affair; the neighbours' caches are as without it."""
+    rule = HeavyHitterCache(2, 2)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 9, 4, generator=generator) for _ in range(3))
+    lengths = torch.tensor([9, 7, 5])
+
+    def go(q, k, v):
+        cache = make_cache(rule, 3, 2, 9, 4, 4)
+        contexts = [rule.prefill(cache, q, k, v, lengths)]
+        contexts += [rule.decode(cache, *(x[:, :, i : i + 1] for x in (q, k, v)), lengths, i)[0] for i in range(1, 5)]
+        return cache, contexts
+
+    clean, expected = go(q, k, v)
+    for x in (q, k, v):
+        x[1] = float("nan")
+    cache, contexts = go(q, k, v)
+    for b in (0, 2):
+        assert torch.equal(cache.position[b], clean.position[b])
+        assert torch.equal(cache.score[b], clean.score[b])
+        assert torch.equal(contexts[0][b, :, : lengths[b]], expected[0][b, :, : lengths[b]])
+        for got, wanted in zip(contexts[1:], expected[1:]):
+            assert torch.equal(got[b], wanted[b])

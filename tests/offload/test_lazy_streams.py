@@ -1,0 +1,182 @@
+"""The order that events ask for is enough: on a fake CUDA whose copies run as late as events allow, tokens are the same.
+
+Every copy of a lane waits in a queue until somebody waits for an event behind it. So a staging buffer that is filled
+anew too early, or a copy to RAM that is read before it has come, changes the tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, llm
+from h2o_flexgen.offload import activations, kv_store, memory, weights
+from h2o_flexgen.offload import device as device_module
+from h2o_flexgen.offload.device import Device
+
+_lock = threading.RLock()
+_here = threading.local()
+
+
+class Stream:
+    def __init__(self):
+        self.queue, self.done = [], 0
+
+    def add(self, work):
+        with _lock:
+            self.queue.append(work)
+
+    def run_to(self, end):
+        with _lock:
+            while self.done < end:
+                work, self.queue[self.done] = self.queue[self.done], None
+                self.done += 1
+                work()
+
+
+class Event:
+    def __init__(self, stream):
+        self.stream = stream
+        self.end = len(stream.queue) if stream else 0
+
+    def synchronize(self):
+        if self.stream:
+            self.stream.run_to(self.end)
+
+
+class Flush(TorchDispatchMode):
+    """Whatever else a lane computes comes after its copies."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            _here.stream.run_to(len(_here.stream.queue))
+        return func(*args, **(kwargs or {}))
+
+
+class LazyDevice(Device):
+    def __init__(self, name="auto"):
+        super().__init__("cpu")
+        self.is_cuda = True
+
+    def buffer(self, nbytes):
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def host_buffer(self, nbytes):
+        return device_module._host_buffer(nbytes)
+
+    def start(self, most_bytes):
+        pass
+
+    def free_bytes(self):
+        return memory.ram_available()
+
+    def reset_peaks(self):
+        memory.reset_peak()
+
+    def peak_bytes(self):
+        return 0
+
+    def release_cached(self):
+        pass
+
+    def synchronize(self):
+        for stream in streams:
+            stream.run_to(len(stream.queue))
+
+    def record(self):
+        return Event(getattr(_here, "stream", None))
+
+    def wait(self, event):
+        if event is None:
+            return
+        if getattr(_here, "stream", None) is None:
+            event.synchronize()  # compute runs at once
+        else:
+            _here.stream.add(event.synchronize)
+
+    def stall_on(self, future, kind):
+        if future is not None:
+            self.wait(future.result())
+
+
+streams: list[Stream] = []
+
+
+class LazyLane(device_module.Lane):
+    def __init__(self, device, name, overlap=True):
+        device.is_cuda = False
+        super().__init__(device, name, overlap)
+        device.is_cuda = True
+        self._stream = Stream()
+        streams.append(self._stream)
+
+    def _run(self, job, after):
+        _here.stream = self._stream
+        try:
+            self.device.wait(after)
+            with Flush():
+                job()
+            return self.device.record()
+        finally:
+            _here.stream = None
+
+
+def lazy_copy(dst, src):
+    stream = getattr(_here, "stream", None)
+    if stream is None:
+        dst.copy_(src)
+    else:
+        stream.add(lambda: _plain_copy(dst, src))
+
+
+def _plain_copy(dst, src):
+    outer, _here.stream = getattr(_here, "stream", None), None
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            dst.copy_(src)
+    finally:
+        _here.stream = outer
+
+
+@pytest.fixture
+def lazy(monkeypatch):
+    streams.clear()
+    monkeypatch.setattr(llm, "Device", LazyDevice)
+    monkeypatch.setattr(llm, "Lane", LazyLane)
+    for module in (activations, kv_store, weights):
+        monkeypatch.setattr(module, "copy", lazy_copy)
+    yield
+
+
+PERCENTS = [
+    (100, 0, 100, 0, 100, 0),
+    (0, 100, 0, 100, 0, 100),
+    (0, 0, 0, 0, 0, 0),
+    (34, 33, 34, 33, 34, 33),
+    (0, 50, 0, 50, 0, 50),
+    (50, 0, 50, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@pytest.mark.parametrize("percent", PERCENTS)
+@pytest.mark.parametrize("cpu_compute", [False, True], ids=["", "cpu-compute"])
+def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(
+    lazy, tiny, percent, overlap, budget, cpu_compute
+):
+    model = tiny("opt")
+    budgets = (None, None) if budget is None else budget
+    lengths = [5, 17, 9, 30, 12, 22, 7]
+    prompts = model.clear_cut_prompts(lengths, 20, [budgets])
+    wanted = [t.tokens for t in model.references(prompts, 20, *budgets)]
+    policy = Policy(2, 2, percent, overlap=overlap, cpu_cache_compute=cpu_compute, prefill_tokens=30)
+    kv_budget = None if budget is None else KVBudget.from_size(*budget)
+    with LLM(str(model.folder), policy, kv_budget, dtype="float32", progress=False) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+            assert [o.outputs[0].token_ids for o in outputs] == wanted
+    assert percent[0] == 100 or any(stream.done for stream in streams)

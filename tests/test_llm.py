@@ -1,0 +1,409 @@
+"""A prompt's output is its own: not its neighbours', not the batch's, not the job's before it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import zoo
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
+from h2o_flexgen.kv_cache import full
+
+ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
+MIXED = (33, 33, 33, 33, 33, 33)
+SAMPLED = dict(temperature=0.8, top_p=0.95, seed=11)
+LENGTHS = [5, 17, 9, 21, 1, 12, 3, 8, 21, 2, 14]
+
+
+def facts(output):
+    return output.token_ids, output.finish_reason
+
+
+def assert_alike(one, other, atol=1e-4):
+    assert facts(one) == facts(other)
+    assert one.logprobs == pytest.approx(other.logprobs, abs=atol)
+
+
+def with_eos(tiny_model, tmp_path, eos):
+    """The same model, in a folder whose config ends at these tokens."""
+    import shutil
+
+    from transformers import OPTConfig
+
+    folder = tmp_path / f"eos_{eos}".replace(" ", "")
+    shutil.copytree(tiny_model.folder, folder)
+    config = OPTConfig.from_pretrained(folder)
+    config.eos_token_id = eos
+    config.save_pretrained(folder)
+    return zoo.Tiny(tiny_model.name, tiny_model.hf, folder)
+
+
+# the others of the job
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "budget",
+    [None, (4, 4), KVBudget.from_ratio(0.2), KVBudget.from_ratio(0.0, 0.3)],
+    ids=["full", "h2o", "ratio", "window"],
+)
+def test_a_prompt_does_not_depend_on_the_others_of_the_job(tiny, run, budget, sampling):
+    """Alone, and in jobs of other lengths, orders and batch sizes: same tokens, same log-probabilities. The place in
+    the job decides the random numbers, so it is kept; the longest prompt decides what a ratio means, so it stays."""
+    model = tiny()
+    (prompt,) = model.clear_cut_prompts([9], 16, [(4, 4), (None, None)])
+    longest, *others = model.prompts([24, 13, 2, 24, 7, 18, 1, 11, 5], seed=5)
+    short = model.prompts([1, 1, 2, 3], seed=6)
+    jobs = [
+        ([prompt, longest], dict(gpu_batch_size=1)),
+        ([prompt, longest], dict(gpu_batch_size=2)),
+        ([prompt, longest, *others], dict(gpu_batch_size=4, num_gpu_batches=2)),
+        ([prompt, *others, longest], dict(gpu_batch_size=10)),
+        ([prompt, *short, longest], dict(gpu_batch_size=3, prefill_tokens=7)),
+        ([prompt, longest, *others, *short], dict(gpu_batch_size=5, num_gpu_batches=3, percent=MIXED)),
+        ([prompt, longest, *reversed(others)], dict(gpu_batch_size=3, num_gpu_batches=2, percent=ALL_DISK)),
+    ]
+    first = run(model, *jobs[0][:1], 16, budget, sampling=sampling, **jobs[0][1])[0]
+    for prompts, policy in jobs[1:]:
+        assert_alike(run(model, prompts, 16, budget, sampling=sampling, **policy)[0], first)
+    if not isinstance(budget, KVBudget):
+        assert_alike(run(model, [prompt], 16, budget, sampling=sampling)[0], first)
+
+
+@pytest.mark.parametrize("budget", [None, (3, 4)], ids=["full", "h2o"])
+def test_the_order_of_the_prompts_does_not_matter(tiny, run, budget):
+    model = tiny("untied")
+    prompts = model.clear_cut_prompts(LENGTHS, 12, [budget or (None, None)])
+    references = [r.tokens for r in model.references(prompts, 12, *(budget or ()))]
+    order = list(range(len(prompts)))
+    for seed in range(3):
+        random.Random(seed).shuffle(order)
+        outputs = run(model, [prompts[n] for n in order], 12, budget, gpu_batch_size=3, num_gpu_batches=2)
+        assert [o.token_ids for o in outputs] == [references[n] for n in order]
+
+
+def test_equal_prompts_get_equal_outputs(tiny, run):
+    model = tiny()
+    (prompt,) = model.clear_cut_prompts([7], 10)
+    outputs = run(model, [prompt] * 5, 10, gpu_batch_size=2)
+    assert {tuple(o.token_ids) for o in outputs} == {tuple(model.reference(prompt, 10).tokens)}
+
+
+def test_sampled_texts_differ_by_place_and_by_seed_only(tiny, run):
+    model = tiny()
+    (prompt,) = model.prompts([7])
+    hot = dict(temperature=2.0)
+    outputs = run(model, [prompt] * 4, 12, sampling=hot, gpu_batch_size=3)
+    again = run(model, [prompt] * 4, 12, sampling=hot, gpu_batch_size=2, percent=ALL_DISK)
+    other = run(model, [prompt] * 4, 12, sampling={**hot, "seed": 1}, gpu_batch_size=3)
+    texts = [tuple(o.token_ids) for o in outputs]
+    assert len(set(texts)) == 4
+    assert [tuple(o.token_ids) for o in again] == texts
+    assert not set(texts) & {tuple(o.token_ids) for o in other}
+
+
+def test_the_budget_of_a_ratio_comes_from_the_longest_prompt_of_the_job(tiny, run):
+    """Not of the batch: every sequence here is a batch of its own."""
+    model = tiny()
+    prompts = model.clear_cut_prompts([21, 17, 9, 5], 16, [(4, 6)])
+    outputs = run(model, prompts, 16, KVBudget.from_ratio(0.2, 0.3), gpu_batch_size=1)
+    assert [o.token_ids for o in outputs] == [r.tokens for r in model.references(prompts, 16, 4, 6)]
+
+
+# any policy at all
+
+
+@st.composite
+def policies(draw):
+    percent = []
+    for _ in range(3):
+        gpu = draw(st.sampled_from([0, 20, 33, 50, 80, 100]))
+        percent += [gpu, draw(st.sampled_from([c for c in (0, 33, 50, 67, 100) if c + gpu <= 100]))]
+    return dict(
+        percent=tuple(percent),
+        gpu_batch_size=draw(st.integers(1, 5)),
+        num_gpu_batches=draw(st.integers(1, 4)),
+        overlap=draw(st.booleans()),
+        cpu_cache_compute=draw(st.booleans()),
+        prefill_tokens=draw(st.sampled_from([1, 12, 30, 2048])),
+    )
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(
+    policy=policies(),
+    name=st.sampled_from(["opt", "one_layer", "350m_style", "untied", "deep"]),
+    budget=st.sampled_from([None, (4, 4), (0, 3), (3, 0)]),
+    count=st.integers(1, len(LENGTHS)),
+    max_tokens=st.integers(1, 24),
+    stop=st.booleans(),
+)
+def test_any_policy_and_any_early_stop(tiny, run, tmp_path_factory, policy, name, budget, count, max_tokens, stop):
+    """With early stops, batches leave the schedule while their caches are being fetched."""
+    model = tiny(name)
+    prompts = model.clear_cut_prompts(LENGTHS, 24, [(None, None), (4, 4), (0, 3), (3, 0)])[:count]
+    references = [r.tokens[:max_tokens] for r in model.references(prompts, 24, *(budget or ()))]
+    expected = [(tokens, "length") for tokens in references]
+    if stop:
+        every = sorted(token for tokens in references for token in tokens)
+        ends = every[len(every) // 3]  # a token that many of the outputs have
+        model = with_eos(model, tmp_path_factory.mktemp("eos"), ends)
+        expected = [cut(tokens, {ends}) for tokens in references]
+    outputs = run(model, prompts, max_tokens, budget, ignore_eos=not stop, **policy)
+    assert [facts(o) for o in outputs] == expected
+
+
+def choose_ends(references, wanted):
+    """Two tokens to end at, such that the outputs cut there are as `wanted`."""
+    every = sorted({token for tokens in references for token in tokens})
+    for a in every:
+        for b in every:
+            if a < b and wanted([cut(tokens, {a, b}) for tokens in references]):
+                return {a, b}
+    raise AssertionError("no such tokens")
+
+
+def cut(tokens, ends):
+    for n, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: n + 1], "stop"
+    return tokens, "length"
+
+
+@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK, MIXED], ids=str)
+@pytest.mark.parametrize("cpu_cache_compute", [False, True])
+@pytest.mark.parametrize("segment", [1, 5, 16])
+def test_a_full_cache_of_many_segments(tiny, run, monkeypatch, percent, cpu_cache_compute, segment):
+    monkeypatch.setattr(full, "SEGMENT", segment)
+    model = tiny()
+    prompts = model.clear_cut_prompts(LENGTHS, 24)
+    outputs = run(
+        model, prompts, 24, percent=percent, cpu_cache_compute=cpu_cache_compute, gpu_batch_size=3, num_gpu_batches=2
+    )
+    assert [o.token_ids for o in outputs] == [r.tokens for r in model.references(prompts, 24)]
+
+
+# early stop
+
+
+@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK, MIXED], ids=str)
+@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_sequence_ends_at_eos(tiny, run, tmp_path, percent, budget, overlap):
+    model = tiny()
+    prompts = model.clear_cut_prompts(LENGTHS, 24, [budget or (None, None)])
+    references = [r.tokens for r in model.references(prompts, 24, *(budget or ()))]
+    ends = choose_ends(
+        references,
+        lambda outputs: (
+            {1, 24} < {len(tokens) for tokens, _ in outputs}
+            and sum(reason == "stop" for _, reason in outputs) > len(outputs) // 2
+        ),
+    )
+    expected = [cut(tokens, ends) for tokens in references]
+    stopping = with_eos(model, tmp_path, sorted(ends))
+    policy = dict(gpu_batch_size=2, num_gpu_batches=3, percent=percent, overlap=overlap)
+    outputs = run(stopping, prompts, 24, budget, ignore_eos=False, **policy)
+    assert [facts(o) for o in outputs] == expected
+    assert [len(o.logprobs) for o in outputs] == [len(tokens) for tokens, _ in expected]
+    ignoring = run(stopping, prompts, 24, budget, ignore_eos=True, **policy)
+    assert [facts(o) for o in ignoring] == [(tokens, "length") for tokens in references]
+
+
+def test_one_eos_token_in_the_config_is_enough(tiny, run, tmp_path):
+    model = tiny()
+    prompts = model.clear_cut_prompts([9], 24)
+    tokens = model.reference(prompts[0], 24).tokens
+    outputs = run(with_eos(model, tmp_path, tokens[4]), prompts, 24, ignore_eos=False)
+    assert facts(outputs[0]) == cut(tokens, {tokens[4]})
+
+
+@pytest.mark.parametrize("percent", [ALL_GPU, ALL_DISK], ids=str)
+def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path, percent, monkeypatch):
+    from h2o_flexgen.engine.engine import Engine
+
+    model = tiny()
+    prompts = model.clear_cut_prompts([20, 19, 12, 11, 4, 3], 24)
+    references = [r.tokens for r in model.references(prompts, 24)]
+
+    def last_steps(outputs):
+        lengths = [len(tokens) for tokens, _ in outputs]
+        return [max(lengths[2 * k : 2 * k + 2]) for k in range(3)]
+
+    ends = choose_ends(references, lambda outputs: len({*last_steps(outputs), 24}) == 4)
+    lengths = [len(cut(tokens, ends)[0]) for tokens in references]
+    seen = []
+    step = Engine._step
+    monkeypatch.setattr(Engine, "_step", lambda self, s, w: (seen.append(tuple(s)), step(self, s, w))[1])
+    stopping = with_eos(model, tmp_path, sorted(ends))
+    with LLM(str(stopping.folder), Policy(2, 3, percent), dtype="float32", device="cpu", progress=False) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=24))
+    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+    last = last_steps([cut(tokens, ends) for tokens in references])
+    layers = model.hf.config.num_hidden_layers + 2
+    assert seen == [(i, j, k) for i in range(max(last)) for j in range(layers) for k in range(3) if i < last[k]]
+
+
+@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK, MIXED], ids=str)
+@pytest.mark.parametrize("budget", [None, (4, 4), (40, 40)], ids=["full", "h2o", "h2o_all"])
+def test_one_token(tiny, run, percent, budget):
+    model = tiny()
+    prompts = model.clear_cut_prompts(LENGTHS, 1)
+    outputs = run(model, prompts, 1, budget, percent=percent, gpu_batch_size=2, num_gpu_batches=2)
+    assert [facts(o) for o in outputs] == [(r.tokens, "length") for r in model.references(prompts, 1)]
+
+
+def test_the_longest_output_that_the_positions_allow(tiny, run):
+    model = tiny("one_layer")
+    most = model.hf.config.max_position_embeddings
+    prompts = model.prompts([most - 3, most - 4])
+    for budget in (None, (9, 9)):
+        outputs = run(model, prompts, 3, budget, gpu_batch_size=2)
+        assert [o.token_ids for o in outputs] == [r.tokens for r in model.references(prompts, 3, *(budget or ()))]
+    with pytest.raises(UserError, match="positions"):
+        run(model, prompts, 4)
+
+
+# one LLM, many jobs
+
+
+@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+def test_one_llm_runs_different_jobs_one_after_the_other(tiny, budget):
+    """Other lengths, counts and outputs; other placements; overlap on and off; the same jobs again."""
+    model = tiny()
+    jobs = [
+        (LENGTHS, 12, dict(gpu_batch_size=3, num_gpu_batches=2)),
+        ([2], 1, dict(gpu_batch_size=3, num_gpu_batches=2)),
+        ([30, 25, 3], 20, dict(gpu_batch_size=3, num_gpu_batches=2, percent=ALL_DISK)),
+        (LENGTHS, 5, dict(gpu_batch_size=3, num_gpu_batches=2, percent=ALL_DISK)),
+        (LENGTHS[:5], 12, dict(gpu_batch_size=2, num_gpu_batches=1, percent=ALL_DISK, overlap=False)),
+        ([1, 1, 1], 24, dict(gpu_batch_size=1, num_gpu_batches=2, percent=MIXED, overlap=True)),
+        (LENGTHS, 12, dict(gpu_batch_size=4, percent=ALL_CPU, cpu_cache_compute=True)),
+        (LENGTHS, 12, dict(gpu_batch_size=3, num_gpu_batches=2)),
+    ]
+    kv_budget = KVBudget.from_size(*budget) if budget else None
+    with LLM(str(model.folder), Policy(), kv_budget, device="cpu", dtype="float32", progress=False) as llm:
+        for lengths, max_tokens, policy in jobs * 2:
+            prompts = model.clear_cut_prompts(lengths, 24, [budget or (None, None)])
+            llm.policy = Policy(**policy)
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+            references = [r.tokens[:max_tokens] for r in model.references(prompts, 24, *(budget or ()))]
+            assert [o.outputs[0].token_ids for o in outputs] == references
+        llm.close()
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert [o.outputs[0].token_ids for o in outputs] == [tokens[:3] for tokens in references]
+
+
+def test_policy_auto_gives_the_same_tokens(tiny):
+    model = tiny()
+    prompts = model.clear_cut_prompts(LENGTHS, 12)
+    with LLM(str(model.folder), device="cpu", dtype="float32", progress=False) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+    assert [o.outputs[0].token_ids for o in outputs] == [r.tokens for r in model.references(prompts, 12)]
+
+
+def test_outputs_come_in_the_order_of_the_prompts_and_each_is_announced_once(tiny):
+    model = tiny()
+    prompts = model.clear_cut_prompts(LENGTHS, 5)
+    prompts.insert(2, [])
+    prompts.insert(5, [model.vocab_size])
+    announced = []
+    with LLM(str(model.folder), Policy(2, 2), device="cpu", dtype="float32", progress=False) as llm:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        outputs = llm.generate(prompts, params, skip_errors=True, on_output=announced.append)
+        with pytest.raises(UserError, match="prompt 2"):
+            llm.generate(prompts, params)
+    assert [o.index for o in outputs] == list(range(len(prompts)))
+    assert sorted(o.index for o in announced) == list(range(len(prompts)))
+    assert [n for n, o in enumerate(outputs) if o.error] == [2, 5]
+    for n, output in enumerate(outputs):
+        assert output.prompt_token_ids == ([] if n in (2, 5) else prompts[n])
+        if n not in (2, 5):
+            assert output.outputs[0].token_ids == model.reference(prompts[n], 5).tokens
+
+
+# a sequence whose numbers overflow
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
+    """poisoned(token) -> a model whose hidden states overflow to NaN where the token is in the text."""
+    made = {}
+
+    def get(token: int) -> zoo.Tiny:
+        if token not in made:
+            folder = tmp_path_factory.mktemp("poisoned")
+            model = zoo.build("untied_projected", folder, do_layer_norm_before=True, num_hidden_layers=3)
+            with torch.no_grad():
+                model.hf.model.decoder.embed_tokens.weight[token] = 3e38
+                model.hf.lm_head.weight[token] = 0  # nobody says it
+            model.hf.save_pretrained(folder)
+            made[token] = zoo.Tiny("poisoned", model.hf, folder)
+        return made[token]
+
+    return get
+
+
+def healthy_prompts(model, token, lengths, max_tokens, budget):
+    prompts = []
+    for place, n in enumerate(lengths):
+        for seed in range(200):
+            (prompt,) = model.prompts([n], seed=1000 * place + seed)
+            if token in prompt:
+                continue
+            trace = model.reference(prompt, max_tokens, *(budget or ()))
+            if token not in trace.tokens and trace.margin > zoo.MARGIN and trace.slack > zoo.SLACK:
+                prompts.append(prompt)
+                break
+    assert len(prompts) == len(lengths)
+    return prompts
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize("token", [7, 0], ids=["", "the_token_that_pads"])
+@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dict(percent=ALL_GPU, gpu_batch_size=3, num_gpu_batches=2),
+        dict(percent=ALL_CPU, gpu_batch_size=3, num_gpu_batches=2),
+        dict(percent=ALL_CPU, gpu_batch_size=3, num_gpu_batches=2, cpu_cache_compute=True),
+        dict(percent=ALL_DISK, gpu_batch_size=3, num_gpu_batches=2),
+        dict(percent=ALL_DISK, gpu_batch_size=12, prefill_tokens=24),
+        dict(percent=MIXED, gpu_batch_size=1, num_gpu_batches=3),
+    ],
+    ids=["gpu", "cpu", "cpu_attention", "disk", "disk_micro", "mixed_one_by_one"],
+)
+def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, policy, budget, token, overlap):
+    monkeypatch.setattr(full, "SEGMENT", 4)
+    model = poisoned(token)
+    prompts = healthy_prompts(model, token, LENGTHS, 18, budget)
+    bad = {1: 16, 4: 3, 7: 0, 8: 9}  # prompt: where the token stands
+    for n, at in bad.items():
+        prompts.insert(n, prompts[n][:at] + [token] + prompts[n][at:])
+    kv_budget = KVBudget.from_size(*budget) if budget else None
+    params = SamplingParams(max_tokens=18, ignore_eos=True)
+    with LLM(
+        str(model.folder), Policy(overlap=overlap, **policy), kv_budget, device="cpu", dtype="float32", progress=False
+    ) as llm:
+        for _ in range(2):  # what is left in the buffers must not show in the next job either
+            outputs = llm.generate(prompts, params)
+            for n, output in enumerate(outputs):
+                if n in bad:
+                    assert output.error and not output.outputs, n
+                else:
+                    assert output.error is None, n
+                    trace = model.reference(prompts[n], 18, *(budget or ()))
+                    assert output.outputs[0].token_ids == trace.tokens, n
+                    assert output.outputs[0].logprobs == pytest.approx(trace.logprobs, abs=1e-4), n
+
+
+def test_a_job_in_which_everything_overflows_says_so(poisoned):
+    model = poisoned(7)
+    with LLM(str(model.folder), Policy(2), device="cpu", dtype="float32", progress=False) as llm:
+        with pytest.raises(UserError, match="NaN"):
+            llm.generate([[7], [7, 7], [1, 7, 3]], SamplingParams(max_tokens=4))

@@ -1,0 +1,198 @@
+"""In fp32 the tokens are those of transformers (full cache) and of the oracle (H2O), wherever the bytes live."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+
+from h2o_flexgen.kv_cache import HeavyHitterCache
+from h2o_flexgen.offload.kv_store import log_rows
+
+LENGTHS = [5, 17, 9, 21, 1, 12, 3]
+BUDGET = (4, 4)
+
+
+def assert_same(outputs, references, atol=1e-4):
+    for n, (output, reference) in enumerate(zip(outputs, references, strict=True)):
+        assert output.token_ids == reference.tokens, f"prompt {n}"
+        assert output.finish_reason == "length"
+        assert output.logprobs == pytest.approx(reference.logprobs, abs=atol), f"prompt {n}"
+
+
+def transformers_tokens(model, prompt, max_tokens):
+    with torch.inference_mode():
+        out = model.hf.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=1,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+# every kind of OPT
+
+
+@pytest.mark.parametrize("name", zoo.CONFIGS)
+def test_full_cache_gives_the_tokens_of_transformers(tiny, run, name):
+    model = tiny(name)
+    prompts = model.clear_cut_prompts(LENGTHS, 20)
+    outputs = run(model, prompts, 20, gpu_batch_size=3, num_gpu_batches=2)
+    assert [o.token_ids for o in outputs] == [transformers_tokens(model, p, 20) for p in prompts]
+    assert_same(outputs, model.references(prompts, 20))
+
+
+@pytest.mark.parametrize("name", zoo.CONFIGS)
+def test_h2o_gives_the_tokens_of_the_oracle(tiny, run, name):
+    model = tiny(name)
+    prompts = model.clear_cut_prompts(LENGTHS, 20, [BUDGET])
+    references = model.references(prompts, 20, *BUDGET)
+    assert all(count > 0 for r in references for layer in r.evicted for count in layer)
+    assert any(r.tokens != f.tokens for r, f in zip(references, model.references(prompts, 20)))
+    outputs = run(model, prompts, 20, BUDGET, gpu_batch_size=4, num_gpu_batches=1)
+    assert_same(outputs, references)
+
+
+@pytest.mark.parametrize("name", zoo.CONFIGS)
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+def test_every_kind_of_opt_runs_from_disk(tiny, run, name, budget):
+    model = tiny(name)
+    prompts = model.clear_cut_prompts(LENGTHS, 12, [budget or (None, None)])
+    outputs = run(model, prompts, 12, budget, gpu_batch_size=2, num_gpu_batches=2, percent=(0, 0, 0, 0, 0, 0))
+    assert_same(outputs, model.references(prompts, 12, *(budget or ())))
+
+
+# wherever the bytes live
+
+POLICIES = {
+    "all_gpu": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7),
+    "all_gpu_one_by_one": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=1, num_gpu_batches=2),
+    "all_cpu": dict(percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=3, num_gpu_batches=2),
+    "all_cpu_attention_there": dict(
+        percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=3, num_gpu_batches=2, cpu_cache_compute=True
+    ),
+    "all_disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=3, num_gpu_batches=2),
+    "all_disk_one_batch": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=7),
+    "all_disk_micro": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=5, num_gpu_batches=2, prefill_tokens=10),
+    "thirds": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=2, num_gpu_batches=3),
+    "thirds_attention_there": dict(
+        percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=2, num_gpu_batches=4, cpu_cache_compute=True
+    ),
+    "thirds_micro": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=4, num_gpu_batches=2, prefill_tokens=25),
+    "weights_gpu_disk": dict(percent=(50, 0, 100, 0, 100, 0), gpu_batch_size=4),
+    "weights_cpu_disk": dict(percent=(0, 50, 100, 0, 100, 0), gpu_batch_size=4, num_gpu_batches=2),
+    "weights_disk": dict(percent=(0, 0, 100, 0, 100, 0), gpu_batch_size=2, num_gpu_batches=2),
+    "cache_gpu_cpu": dict(percent=(100, 0, 50, 50, 100, 0), gpu_batch_size=2, num_gpu_batches=4),
+    "cache_gpu_disk": dict(percent=(100, 0, 50, 0, 100, 0), gpu_batch_size=2, num_gpu_batches=4),
+    "cache_cpu_disk": dict(percent=(100, 0, 0, 50, 100, 0), gpu_batch_size=3, num_gpu_batches=3),
+    "cache_cpu_disk_attention_there": dict(
+        percent=(100, 0, 0, 50, 100, 0), gpu_batch_size=3, num_gpu_batches=3, cpu_cache_compute=True
+    ),
+    "cache_disk": dict(percent=(100, 0, 0, 0, 100, 0), gpu_batch_size=6, num_gpu_batches=2, prefill_tokens=1),
+    "cache_cpu": dict(percent=(100, 0, 0, 100, 100, 0), gpu_batch_size=1, num_gpu_batches=7),
+    "activations_disk": dict(percent=(100, 0, 100, 0, 0, 0), gpu_batch_size=3, num_gpu_batches=2, prefill_tokens=21),
+    "activations_cpu": dict(percent=(100, 0, 100, 0, 0, 100), gpu_batch_size=4, num_gpu_batches=1, prefill_tokens=30),
+    "activations_mixed": dict(percent=(100, 0, 100, 0, 34, 33), gpu_batch_size=1, num_gpu_batches=5),
+    "everything_mixed": dict(percent=(20, 70, 10, 60, 50, 10), gpu_batch_size=3, num_gpu_batches=3, prefill_tokens=40),
+}
+LONG = 42
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+def test_tokens_do_not_depend_on_the_policy(tiny, run, policy, overlap, budget):
+    model = tiny()
+    prompts = model.clear_cut_prompts(LENGTHS, LONG, [(None, None), BUDGET])
+    outputs = run(model, prompts, LONG, budget, overlap=overlap, **policy)
+    assert_same(outputs, model.references(prompts, LONG, *(budget or ())))
+
+
+def test_the_long_outputs_fold_the_logs_of_disk_pieces_several_times():
+    for slots in (max(LENGTHS) + LONG - 1, sum(BUDGET) + 1):
+        assert (LONG - 1) // (log_rows(slots) + 1) >= 3
+
+
+# budgets at their edges
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["gpu", "disk"])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        (0, 6),
+        (6, 0),
+        (1, 0),
+        (0, 1),
+        (1, 1),
+        (3, 1),
+        (1, 7),
+        (2, 5),
+        (6, 6),
+        (10, 11),
+        (10, 12),
+        (13, 20),
+        (19, 20),
+        (20, 20),
+        (20, 21),
+        (40, 40),
+        (0, 60),
+        (60, 0),
+    ],
+    ids=lambda b: f"{b[0]}+{b[1]}",
+)
+def test_budgets_at_their_edges(tiny, run, budget, disk):
+    model = tiny("one_layer")
+    prompts = model.clear_cut_prompts(LENGTHS, 20, [budget])
+    percent = (0, 0, 0, 0, 0, 0) if disk else (100, 0, 100, 0, 100, 0)
+    outputs = run(model, prompts, 20, budget, gpu_batch_size=3, num_gpu_batches=2, percent=percent, prefill_tokens=30)
+    assert_same(outputs, model.references(prompts, 20, *budget))
+
+
+def test_a_budget_that_holds_everything_is_the_full_cache(tiny, run):
+    model = tiny("one_head")
+    prompts = model.clear_cut_prompts(LENGTHS, 20)
+    outputs = run(model, prompts, 20, (20, 20), gpu_batch_size=4)
+    assert_same(outputs, model.references(prompts, 20))
+
+
+@pytest.mark.parametrize("n", range(6, 13))
+def test_the_prompt_that_just_fits_the_budget(tiny, run, n):
+    """Around n == heavy + recent, and with shorter and longer neighbours."""
+    model = tiny("untied")
+    prompts = model.clear_cut_prompts([n, 2, n, 20], 10, [(5, 4)])
+    outputs = run(model, prompts, 10, (5, 4), gpu_batch_size=4)
+    assert_same(outputs, model.references(prompts, 10, 5, 4))
+
+
+# what is kept, not only what is said
+
+
+@pytest.mark.parametrize("budget", [(4, 4), (0, 5), (5, 0), (1, 1), (7, 2), (3, 30)], ids=lambda b: f"{b[0]}+{b[1]}")
+def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, budget):
+    model = tiny()
+    prompts = model.clear_cut_prompts(LENGTHS, 24, [budget])
+    order = sorted(prompts, key=len, reverse=True)
+    references = [model.reference(p, 24, *budget) for p in order]
+    layers, seen = model.hf.config.num_hidden_layers, []
+    decode = HeavyHitterCache.decode
+
+    def spy(self, cache, q, k, v, lengths, step):
+        result = decode(self, cache, q, k, v, lengths, step)
+        seen.append((step, cache.position.tolist()))
+        return result
+
+    monkeypatch.setattr(HeavyHitterCache, "decode", spy)
+    run(model, prompts, 24, budget, gpu_batch_size=len(prompts))
+    assert len(seen) == 23 * layers
+    for call, (step, position) in enumerate(seen):
+        layer = call % layers
+        for b, prompt in enumerate(order):
+            new = len(prompt) + step - 1
+            for h, held in enumerate(position[b]):
+                # the token that must go leaves when the next one comes
+                expected = references[b].kept[step - 1][layer][h] | {new}
+                assert sorted(p for p in held if p >= 0) == sorted(expected), (step, layer, b, h)

@@ -1,0 +1,132 @@
+"""Whole pieces, spread so that the bytes are near the fractions and every layer costs the same I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.opt import layers as opt_layers
+from h2o_flexgen.placement import Diffusion, place_weights, spread
+from h2o_flexgen.plan import Placement
+from h2o_flexgen.policy import TIERS, Policy
+
+
+@st.composite
+def fractions(draw):
+    gpu = draw(st.integers(0, 100))
+    cpu = draw(st.integers(0, 100 - gpu))
+    return Policy(percent=(gpu, cpu, 100, 0, 100, 0)).fractions("weights")
+
+
+def bytes_by_tier(layers, homes):
+    found = Counter()
+    for name, size in {name: size for layer in layers for name, size in layer.items()}.items():
+        found[homes[name]] += size
+    return [found[tier] for tier in TIERS]
+
+
+def decoder(n, sizes):
+    return {f"{n}.{x}": size for x, size in enumerate(sizes)}
+
+
+def opt_shaped(num_layers, width, ends):
+    sizes = [width] * 4 + [4 * width] * 2  # q, k, v, out, fc1, fc2
+    return [{"words": ends, "positions": width}, *(decoder(n, sizes) for n in range(num_layers)), {"words": ends}]
+
+
+@given(n=st.integers(1, 60), fractions=fractions())
+def test_equal_pieces_are_within_one_piece_of_their_share_at_every_point(n, fractions):
+    homes = list(spread(range(n), 5, fractions).values())
+    for end in range(1, n + 1):
+        count = Counter(homes[:end])
+        for tier, fraction in zip(TIERS, fractions):
+            assert abs(count[tier] - fraction * end) <= 1 + 1e-6
+
+
+@given(num_layers=st.integers(1, 40), width=st.integers(1, 50), ends=st.integers(1, 2000), fractions=fractions())
+def test_weights_are_near_their_fractions(num_layers, width, ends, fractions):
+    """Within the largest piece of a layer, but for the embedding, which is one piece."""
+    layers = opt_shaped(num_layers, width, ends)
+    homes = place_weights(layers, fractions)
+    assert set(homes) == {name for layer in layers for name in layer}
+    total = sum({name: size for layer in layers for name, size in layer.items()}.values())
+    largest = max(4 * width, ends)
+    for got, fraction in zip(bytes_by_tier(layers, homes), fractions):
+        assert abs(got - fraction * total) <= largest + 1e-6 * total
+
+
+@given(num_layers=st.integers(1, 40), ends=st.integers(1, 2000), tier=st.sampled_from(range(3)))
+def test_all_and_nothing_are_exact(num_layers, ends, tier):
+    layers = opt_shaped(num_layers, 10, ends)
+    one = tuple(float(t == tier) for t in range(3))
+    assert set(place_weights(layers, one).values()) == {TIERS[tier]}
+    assert set(spread(range(num_layers), 1, one).values()) == {TIERS[tier]}
+
+
+@given(num_layers=st.integers(1, 40), width=st.integers(1, 50), ends=st.integers(1, 2000), fractions=fractions())
+def test_a_tier_of_zero_percent_gets_nothing(num_layers, width, ends, fractions):
+    layers = opt_shaped(num_layers, width, ends)
+    for found in (
+        set(place_weights(layers, fractions).values()),
+        set(spread(range(num_layers), 1, fractions).values()),
+    ):
+        for tier, fraction in zip(TIERS, fractions):
+            assert fraction > 0 or tier not in found
+
+
+@given(num_layers=st.integers(2, 48), fractions=fractions())
+def test_every_layer_costs_about_the_same_io(num_layers, fractions):
+    """Bytes away from the device differ by one largest matrix at most, from layer to layer."""
+    width = 3
+    layers = opt_shaped(num_layers, width, 0)
+    homes = place_weights(layers, fractions)
+    for tier in TIERS:
+        costs = [sum(size for name, size in layer.items() if homes[name] == tier) for layer in layers[1:-1]]
+        assert max(costs) - min(costs) <= 4 * width
+
+
+@given(num_layers=st.integers(1, 30), width=st.integers(1, 50), ends=st.integers(1, 2000), fractions=fractions())
+def test_placement_is_deterministic_and_knows_no_unit(num_layers, width, ends, fractions):
+    layers = opt_shaped(num_layers, width, ends)
+    homes = place_weights(layers, fractions)
+    assert place_weights([dict(layer) for layer in layers], fractions) == homes
+    scaled = [{name: 1024 * size for name, size in layer.items()} for layer in layers]
+    assert place_weights(scaled, fractions) == homes
+
+
+@given(sizes=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=9), max_size=20), fractions=fractions())
+def test_diffusion_never_drifts(sizes, fractions):
+    diffusion = Diffusion(fractions)
+    largest = max((s for layer in sizes for s in layer), default=0)
+    for layer in sizes:
+        tiers = diffusion.place(layer)
+        assert len(tiers) == len(layer) and set(tiers) <= set(TIERS)
+        total = sum(diffusion.placed)
+        for placed, fraction in zip(diffusion.placed, fractions):
+            assert abs(placed - fraction * total) <= largest + 1e-6 * total
+
+
+@given(
+    weights=fractions(),
+    cache=fractions(),
+    activations=fractions(),
+    batches=st.integers(1, 6),
+    layers=st.integers(1, 6),
+    projected=st.booleans(),
+    tied=st.booleans(),
+)
+def test_a_placement_gives_every_piece_a_home(weights, cache, activations, batches, layers, projected, tied):
+    config = OPTConfig(64, 16, layers, 32, 2, 32, 8 if projected else 16, tie_word_embeddings=tied)
+    shapes = [{name: shape for name, shape in (*x.streamed.values(), *x.gathered.values())} for x in opt_layers(config)]
+    percent = tuple(round(100 * f) for part in (weights, cache, activations) for f in part[:2])
+    placement = Placement.of(Policy(percent=percent), shapes, layers, batches)
+    assert set(placement.weights) == {name for layer in shapes for name in layer}
+    assert set(placement.cache) == {(layer, k) for layer in range(layers) for k in range(batches)}
+    assert len(placement.activations) == batches
+    vectors = {name for layer in shapes for name, shape in layer.items() if len(shape) == 1}
+    assert all(placement.weights[name] == "gpu" for name in vectors)
+    homes = {*placement.weights.values(), *placement.cache.values(), *placement.activations}
+    assert homes <= set(TIERS)

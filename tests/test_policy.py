@@ -1,0 +1,218 @@
+"""Policy, KVBudget and Plan: plain data that says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_flexgen import KVBudget, Policy, UserError
+from h2o_flexgen.errors import PlanError
+from h2o_flexgen.policy import GIB, Plan, gib
+
+
+@st.composite
+def policies(draw):
+    percent = []
+    for _ in range(3):
+        gpu = draw(st.integers(0, 100))
+        percent += [gpu, draw(st.integers(0, 100 - gpu))]
+    return Policy(
+        draw(st.integers(1, 999)),
+        draw(st.integers(1, 99)),
+        tuple(percent),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.integers(1, 9999)),
+    )
+
+
+@given(policy=policies())
+def test_a_policy_survives_json(policy):
+    assert Policy.from_dict(json.loads(policy.to_json())) == policy
+    assert Policy.from_dict({"policy": json.loads(policy.to_json()), "tokens_per_s": 3.5}) == policy
+
+
+@given(policy=policies())
+def test_fractions_are_what_the_percentages_say(policy):
+    for n, what in enumerate(("weights", "cache", "activations")):
+        gpu, cpu, disk = policy.fractions(what)
+        assert (gpu, cpu) == (policy.percent[2 * n] / 100, policy.percent[2 * n + 1] / 100)
+        assert sum((gpu, cpu, disk)) == pytest.approx(1) and 0 <= disk <= 1
+        if policy.percent[2 * n] + policy.percent[2 * n + 1] == 100:
+            assert disk == pytest.approx(0, abs=1e-12)
+
+
+@given(policy=policies())
+def test_block_size_is_batch_size_times_batches(policy):
+    assert policy.block_size == policy.gpu_batch_size * policy.num_gpu_batches
+
+
+def test_a_policy_is_read_from_a_file(tmp_path):
+    policy = Policy(7, 3, (10, 20, 30, 40, 50, 50), False, True, 99)
+    (tmp_path / "p.json").write_text(policy.to_json())
+    assert Policy.from_file(tmp_path / "p.json") == policy
+    (tmp_path / "searched.json").write_text(json.dumps({"policy": json.loads(policy.to_json())}))
+    assert Policy.from_file(str(tmp_path / "searched.json")) == policy
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(gpu_batch_size=0),
+        dict(num_gpu_batches=0),
+        dict(prefill_tokens=0),
+        dict(gpu_batch_size=-4),
+        dict(gpu_batch_size=2.5),
+        dict(percent=(100, 0, 100, 0)),
+        dict(percent=(100, 0, 100, 0, 100, 0, 0)),
+        dict(percent=(60, 50, 100, 0, 100, 0)),
+        dict(percent=(100, 0, 100, 1, 100, 0)),
+        dict(percent=(100, 0, 100, 0, -1, 0)),
+        dict(percent=(100, 0, 100, 0, 0, 101)),
+        dict(percent=(float("nan"), 0, 100, 0, 100, 0)),
+    ],
+    ids=str,
+)
+def test_a_policy_that_cannot_be_is_refused(changes):
+    with pytest.raises(UserError):
+        Policy(**changes)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        {"gpu_batch": 3},
+        {"percent": [100, 0, 100, 0, 100]},
+        {"percent": "100 0 100 0 100 0"},
+        {"percent": [100, 0, 100, 0, "100", 0]},
+        {"overlap": "yes"},
+        {"gpu_batch_size": True},
+        {"gpu_batch_size": "4"},
+        {"policy": {"gpu_batch": 3}},
+        {"policy": []},
+        {"policy": 3},
+        {"policy": None},
+    ],
+    ids=str,
+)
+def test_a_policy_file_that_makes_no_sense_is_refused(data, tmp_path):
+    (tmp_path / "p.json").write_text(json.dumps(data))
+    with pytest.raises(UserError):
+        Policy.from_file(tmp_path / "p.json")
+
+
+def test_a_policy_file_that_is_no_json_or_not_there_is_refused(tmp_path):
+    (tmp_path / "p.json").write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        Policy.from_file(tmp_path / "p.json")
+    (tmp_path / "q.json").write_bytes(b"\xff\xfe\x00garbage\x80")
+    with pytest.raises(UserError):
+        Policy.from_file(tmp_path / "q.json")
+    with pytest.raises(UserError, match="cannot read"):
+        Policy.from_file(tmp_path / "missing.json")
+
+
+# the KV budget
+
+
+@given(longest=st.integers(1, 4096), hh=st.floats(0, 1), recent=st.none() | st.floats(0, 1))
+def test_a_ratio_is_of_the_longest_prompt_and_at_least_one_slot(longest, hh, recent):
+    budget = KVBudget.from_ratio(hh, recent)
+    recent = hh if recent is None else recent
+    expected = tuple(max(1, int(r * longest)) if r > 0 else 0 for r in (hh, recent))
+    if expected == (0, 0):
+        with pytest.raises(UserError, match="empty"):
+            budget.slots(longest)
+    else:
+        assert budget.slots(longest) == expected
+
+
+@given(longest=st.integers(1, 4096), heavy=st.integers(0, 99), recent=st.integers(1, 99))
+def test_a_size_is_a_size_whatever_the_prompts(longest, heavy, recent):
+    assert KVBudget.from_size(heavy, recent).slots(longest) == (heavy, recent)
+    assert KVBudget(hh_ratio=0.5, recent_ratio=0.5, hh_size=heavy, recent_size=recent).slots(longest) == (heavy, recent)
+
+
+def test_the_recent_window_follows_the_heavy_hitters_unless_it_is_given():
+    assert KVBudget.from_size(7).slots(100) == (7, 7)
+    assert KVBudget(recent_size=7).slots(100) == (7, 7)
+    assert KVBudget(hh_ratio=0.2).slots(100) == (20, 20)
+    assert KVBudget(hh_ratio=0.2, recent_size=5).slots(100) == (20, 5)
+    assert KVBudget(hh_size=3, recent_ratio=0.5).slots(100) == (3, 50)
+    assert KVBudget.from_ratio(0, 0.2).slots(100) == (0, 20)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(),
+        dict(hh_ratio=-0.1),
+        dict(hh_ratio=1.1),
+        dict(recent_ratio=2),
+        dict(hh_ratio=float("nan")),
+        dict(hh_size=-1),
+        dict(hh_size=1.5),
+        dict(recent_size=-3),
+        dict(hh_size=float("nan")),
+        dict(hh_size=float("inf")),
+    ],
+    ids=str,
+)
+def test_a_budget_that_cannot_be_is_refused(values):
+    with pytest.raises(UserError):
+        KVBudget(**values)
+
+
+# the plan's verdict
+
+
+@given(
+    needs=st.lists(st.tuples(st.sampled_from(["gpu", "cpu", "disk"]), st.integers(0, 99)), max_size=9),
+    gpu=st.integers(0, 200),
+    cpu=st.integers(0, 200),
+    disk=st.integers(0, 200),
+    shared=st.booleans(),
+)
+def test_a_plan_fits_exactly_when_every_tier_fits(needs, gpu, cpu, disk, shared):
+    plan = Plan(limits={"gpu": gpu, "cpu": cpu, "disk": disk}, shared=shared)
+    if shared:
+        plan.limits["ram"] = min(gpu, cpu)
+    for n, (tier, nbytes) in enumerate(needs):
+        plan.add(tier, f"item {n}", nbytes)
+    sums = {t: sum(b for tier, b in needs if tier == t) for t in ("gpu", "cpu", "disk")}
+    fits = all(sums[t] <= plan.limits[t] for t in sums)
+    if shared:
+        fits = fits and sums["gpu"] + sums["cpu"] <= plan.limits["ram"]
+    if fits:
+        plan.check()
+        return
+    with pytest.raises(PlanError) as error:
+        plan.check()
+    message = str(error.value)
+    tier, needed, limit = plan.shortfall()
+    assert ("RAM" if tier == "ram" else f"the {tier} tier") in message
+    assert f"({needed} bytes)" in message and f"({limit} bytes)" in message
+    assert "\n" not in message
+    assert any(f"item {n}" in message for n in range(len(needs)))
+
+
+@pytest.mark.parametrize("tier", ["gpu", "cpu", "disk"])
+def test_the_error_names_the_tier_the_bytes_and_what_to_change(tier):
+    plan = Plan(limits={"gpu": GIB, "cpu": GIB, "disk": GIB})
+    plan.add(tier, "small", GIB // 4)
+    plan.add(tier, "KV cache", 3 * GIB)
+    with pytest.raises(PlanError) as error:
+        plan.check()
+    message = str(error.value)
+    assert f"the {tier} tier" in message and "3.25 GiB" in message and "1.00 GiB" in message
+    assert "KV cache" in message and "small" not in message.split("most goes to")[1]
+    assert message.rsplit(": ", 1)[1], "says what to change"
+
+
+def test_gib_reads_well_at_both_ends():
+    assert gib(GIB) == "1.00 GiB"
+    assert gib(1 << 20) == "1.00 MiB"
