@@ -109,7 +109,7 @@ def make_budget(args: argparse.Namespace) -> KVBudget | None:
 def read_prompts(path: str) -> list[str | list[int] | UserError]:
     """Rows of an input file; a row that is no prompt becomes the error that says why."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # a text may hold other line separators
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # a text may hold other line separators
     except (OSError, UnicodeDecodeError) as e:
         reason = getattr(e, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"cannot read --input-file {path}: {reason}") from None
@@ -360,7 +360,7 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
 
     try:
         outputs = llm.generate([rows[index] for index in good], params, on_output=keep)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError):
         if output_file is not None:
             output_file.finish()
         raise
@@ -377,10 +377,17 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
             Path(args.report).write_text(json.dumps(llm.report, indent=2) + "\n")
         except OSError as e:
             raise UserError(f"cannot write --report {args.report}: {e.strerror}") from None
-    # last, since who reads it may have gone
-    if output_file is None:
-        print(show(llm, outputs))
-    print(describe(llm.report), flush=True)
+    _say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.report) + "\n")
+
+
+def _say(*parts: str) -> None:
+    """To stdout, whose reader may have gone."""
+    try:
+        print(*parts, sep="", end="", flush=True)
+    except OSError as e:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is buffered fails again at exit
+        if not isinstance(e, BrokenPipeError):
+            raise UserError(f"cannot write to stdout: {e.strerror}") from None
 
 
 def _interrupt(signum, frame) -> None:
@@ -401,9 +408,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as e:
         print("interrupted", file=sys.stderr)
         return 128 + getattr(e, "signum", signal.SIGINT)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # who read stderr has gone: end as other programs do
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        return 128 + signal.SIGPIPE
     return 0
 
 

@@ -188,6 +188,10 @@ class LLM:
                 raise UserError("this model has no tokenizer: give prompt_token_ids instead of text")
             if not prompt:
                 raise UserError("the prompt is empty")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise UserError("the prompt is not valid Unicode: it holds half a surrogate pair") from None
             ids = self.tokenizer(prompt)["input_ids"]
         elif isinstance(prompt, (list, tuple)):
             ids = list(prompt)

@@ -5,9 +5,9 @@
     disk   OPT-6.7B with weights on disk under an 8 GiB memory cgroup: a decode step against reading alone and
            computing alone, for a block that is I/O bound, one that is balanced and one that is compute bound
     reads  buffered reads against O_DIRECT, alone and beside compute
-    big    OPT-30B end to end through the command line
+    opt-30b, opt-6.7b-8gib    whole runs of the command line; the latter in an 8 GiB memory cgroup
 
-Results go to docs/benchmarks/engine_SECTION.json.
+Results go to docs/benchmarks/.
 """
 
 from __future__ import annotations
@@ -448,39 +448,54 @@ def bench_reads(args) -> None:
 # big
 
 
-def bench_big(args) -> None:
+RUNS = {
+    "opt-30b": ("--model facebook/opt-30b --path _DUMMY_ --hh-ratio 0.2 --gen-len 4", None),
+    "opt-6.7b-8gib": (
+        "--model facebook/opt-6.7b --path _DUMMY_ --percent 0 0 100 0 100 0 --hh-ratio 0.2 "
+        "--gpu-batch-size 32 --num-gpu-batches 2 --prompt-len 64 --gen-len 8",
+        8 * GIB,
+    ),
+}
+
+
+def bench_run(name: str, args) -> None:
+    """One run of the command line to its end, in a memory cgroup if the run has a cap."""
+    options, cap = RUNS[name]
     folder = common.scratch()
-    options = f"--model {args.model} --path _DUMMY_ --hh-ratio 0.2 --gen-len 4"
     report = folder / "report.json"
     argv = [sys.executable, "-m", "h2o_flexgen.flex_opt", *options.split(), "--report", str(report), "--verbose"]
+    argv += ["--offload-dir", str(folder)]
+    result = {"flex_opt": f"python -m h2o_flexgen.flex_opt {options}"}
     try:
-        done = subprocess.run([*argv, "--offload-dir", str(folder)], cwd=common.ROOT)
+        if cap is None:
+            done = subprocess.run(argv, cwd=common.ROOT)
+        else:
+            with MemoryCap(cap) as memory_cap:
+                done = memory_cap.run(argv, timeout=2400, cwd=common.ROOT)
+                result["cgroup_peak_bytes"] = memory_cap.peak()
         if done.returncode:
             sys.exit(f"the run ended with {done.returncode}")
-        name = args.model.rpartition("/")[2]
-        common.save(
-            name, {"flex_opt": f"python -m h2o_flexgen.flex_opt {options}", "report": json.loads(report.read_text())}
-        )
+        common.save(name, result | {"report": json.loads(report.read_text())}, cap)
     finally:
         common.remove(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=["ram", "gemm", "disk", "disk-child", "reads", "big"])
+    parser.add_argument("section", choices=["ram", "gemm", "disk", "disk-child", "reads", *RUNS])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gen-len", type=int)
     parser.add_argument("--prompt-lens", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--model", help="disk: default facebook/opt-6.7b; big: default facebook/opt-30b")
+    parser.add_argument("--model", default="facebook/opt-6.7b", help="disk: a model of about this size")
     parser.add_argument("--cap", type=float, default=8.0, help="disk: GiB of the memory cgroup")
     parser.add_argument("--both", action="store_true", help="disk: buffered reads too")
     parser.add_argument("--buffered", dest="direct", action="store_false", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.model = args.model or {"big": "facebook/opt-30b"}.get(args.section, "facebook/opt-6.7b")
     sections = {"ram": bench_ram, "gemm": bench_gemm, "disk": bench_disk, "disk-child": bench_disk_child}
-    (sections | {"reads": bench_reads, "big": bench_big})[args.section](args)
+    runs = {name: partial(bench_run, name) for name in RUNS}
+    (sections | runs | {"reads": bench_reads})[args.section](args)
 
 
 if __name__ == "__main__":

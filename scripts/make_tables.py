@@ -117,6 +117,7 @@ TABLES = {
     "engine_disk": disk,
     "engine_gemm": gemm,
     "opt-30b": big,
+    "opt-6.7b-8gib": big,
     "disk": reads,
 }
 

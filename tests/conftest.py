@@ -5,6 +5,7 @@ from hypothesis import settings
 
 settings.register_profile("exact", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("exact")
+pytest.register_assert_rewrite("cli_tools")
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +39,7 @@ def run():
     def generate(model, prompts, max_tokens, budget=None, *, ignore_eos=True, sampling=None, **policy):
         kv_budget = KVBudget.from_size(*budget) if isinstance(budget, tuple) else budget
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **(sampling or {}))
-        with LLM(
-            str(model.folder), Policy(**policy), kv_budget, device="cpu", dtype="float32", progress=False
-        ) as llm:
+        with LLM(str(model.folder), Policy(**policy), kv_budget, device="cpu", dtype="float32", progress=False) as llm:
             outputs = llm.generate(prompts, params)
         assert [o.index for o in outputs] == list(range(len(prompts)))
         return [o.outputs[0] for o in outputs]

@@ -732,7 +732,8 @@ def test_a_plan_that_does_not_fit_the_cpu_tier(refused, model):
 
 
 def test_a_plan_that_does_not_fit_the_disk(refused, model):
-    message = refused("--model", model, *SHORT, *percent(ON_DISK), "--disk-mem", "0.00001")
+    job = ("--prompt-len", "40", "--gen-len", "8", "--gpu-batch-size", "8")
+    message = refused("--model", model, *job, *percent(ON_DISK), "--disk-mem", "0.00001")
     assert "disk tier" in message and f"{int(0.00001 * (1 << 30))} bytes" in message
     assert "--offload-dir" in message
 
@@ -746,7 +747,8 @@ def test_a_plan_that_does_not_fit_the_ram(refused, model, monkeypatch):
 
     monkeypatch.setattr(memory, "ram_available", lambda: 1 << 20)
     monkeypatch.setattr(memory, "resident", lambda: 1 << 20)
-    message = refused("--model", model, "--prompt-len", "60", "--num-prompts", "64", "--gen-len", "1", *percent(ON_GPU))
+    job = ("--prompt-len", "60", "--gen-len", "2", "--gpu-batch-size", "512")
+    message = refused("--model", model, *job, *percent(ON_GPU))
     assert "RAM" in message and "bytes" in message
 
 
@@ -867,7 +869,7 @@ def small_disk(mount):
 
 def test_a_small_disk(refused, model, small_disk, monkeypatch):
     """A real file system of 2 MiB: the plan sees that it is too small; without the plan the kernel says so."""
-    job = ("--model", model, "--prompt-len", "40", "--gen-len", "8", "--gpu-batch-size", "64", *percent(ON_DISK))
+    job = ("--model", model, "--prompt-len", "40", "--gen-len", "8", "--gpu-batch-size", "256", *percent(ON_DISK))
     message = refused(*job, "--offload-dir", small_disk)
     assert "disk tier" in message
     monkeypatch.setattr("h2o_flexgen.offload.memory.disk_free", lambda folder: 1 << 40)

@@ -402,8 +402,33 @@ def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, policy, bu
                     assert output.outputs[0].logprobs == pytest.approx(trace.logprobs, abs=1e-4), n
 
 
+def test_a_block_in_which_everything_overflows_does_not_stop_the_others(poisoned):
+    """The longest prompts come first: that all of them fail says nothing about the rest."""
+    model = poisoned(7)
+    good = healthy_prompts(model, 7, [5, 3], 6, None)
+    prompts = [[7] * 20, good[0], [7] * 19, good[1]]
+    with LLM(str(model.folder), Policy(2), device="cpu", dtype="float32", progress=False) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
+    assert outputs[0].error and outputs[2].error
+    assert [outputs[n].outputs[0].token_ids for n in (1, 3)] == [r.tokens for r in model.references(good, 6)]
+
+
 def test_a_job_in_which_everything_overflows_says_so(poisoned):
     model = poisoned(7)
-    with LLM(str(model.folder), Policy(2), device="cpu", dtype="float32", progress=False) as llm:
+    with LLM(str(model.folder), Policy(4), device="cpu", dtype="float32", progress=False) as llm:
         with pytest.raises(UserError, match="NaN"):
             llm.generate([[7], [7, 7], [1, 7, 3]], SamplingParams(max_tokens=4))
+    with LLM(str(model.folder), Policy(1), device="cpu", dtype="float32", progress=False) as llm:
+        outputs = llm.generate([[7], [7, 7], [1, 7, 3]], SamplingParams(max_tokens=4))
+    assert all(o.error and not o.outputs for o in outputs)
+
+
+@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=str)
+def test_a_checkpoint_with_nan_is_named(tiny, tmp_path, percent):
+    model = zoo.build("untied", tmp_path / "broken")
+    with torch.no_grad():
+        model.hf.model.decoder.layers[1].fc1.weight[3, 3] = float("nan")
+    model.hf.save_pretrained(model.folder)
+    with LLM(str(model.folder), Policy(1, 1, percent), device="cpu", dtype="float32", progress=False) as llm:
+        with pytest.raises(UserError, match="layers.1.fc1.weight.*NaN"):
+            llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4))

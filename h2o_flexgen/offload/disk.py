@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import shutil
@@ -165,6 +166,7 @@ class OffloadFolder:
             raise UserError(
                 f"cannot write to the offload folder {self.root} ({e.strerror}): name another --offload-dir"
             ) from None
+        atexit.register(self.close)  # for who never closes an LLM
 
     def file(self, name: str, nbytes: int, direct: bool = False) -> File:
         """A new file of `nbytes`, its space reserved."""
@@ -175,6 +177,7 @@ class OffloadFolder:
 
     def close(self) -> None:
         """Remove the folder with all its files, which nothing may use any more."""
+        atexit.unregister(self.close)
         for file in self._files:
             file.close()  # an open file would keep its space on disk
         self._files.clear()
@@ -195,7 +198,11 @@ def cache_root() -> Path:
 
 def sweep(root: Path, prefix: str = OffloadFolder.PREFIX) -> None:
     """Remove folders under `root` whose owner no longer lives."""
-    for folder in root.glob(prefix + "*"):
+    try:
+        folders = [root / name for name in os.listdir(root) if name.startswith(prefix)]
+    except OSError:
+        return  # there is none, or none of ours
+    for folder in folders:
         try:
             lock = os.open(folder / "lock", os.O_RDWR)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The order that events ask for is enough: on a fake CUDA whose copies run as late as events allow, tokens are the same.
+"""Events alone keep the order: on a fake CUDA whose copies run as late as events allow, tokens stay the same.
 
 Every copy of a lane waits in a queue until somebody waits for an event behind it. So a staging buffer that is filled
 anew too early, or a copy to RAM that is read before it has come, changes the tokens.

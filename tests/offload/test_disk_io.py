@@ -1,0 +1,189 @@
+"""Files at offsets, by several threads: whatever is asked for arrives, direct or buffered."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload.disk import DiskIO, File, OffloadFolder, wait
+
+PAGE = 4096
+SIZE = 10 * PAGE + 123
+CONTENT = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory):
+    path = tmp_path_factory.mktemp("disk") / "content"
+    path.write_bytes(CONTENT.tobytes())
+    return path
+
+
+def buffer(nbytes: int, phase: int) -> np.ndarray:
+    """A view that starts `phase` bytes into a page."""
+    return Device("cpu").host_buffer(nbytes + PAGE).numpy()[phase : phase + nbytes]
+
+
+@given(
+    offset=st.one_of(
+        st.integers(0, SIZE), st.sampled_from(range(0, SIZE, PAGE)), st.sampled_from([1, 4095, 4097, SIZE])
+    ),
+    length=st.one_of(
+        st.integers(0, SIZE), st.sampled_from(range(0, SIZE, PAGE)), st.sampled_from([1, 511, 4095, 4097])
+    ),
+    phase=st.sampled_from([0, 0, 0, 1, 512, 4095]),
+    direct=st.booleans(),
+    request_size=st.sampled_from([1, 1000, PAGE, 3 * PAGE, 1 << 22]),
+)
+def test_any_read_is_exact(content, offset, length, phase, direct, request_size):
+    """Offset, length, address and request size need not be multiples of anything."""
+    length = min(length, SIZE - offset)
+    if request_size < 1000:
+        length = min(length, 200)  # one request a byte
+    file, io = File(content, direct=True), DiskIO(threads=3, request=request_size)
+    out = buffer(length, phase)
+    wait(io.read(file, out, offset, direct))
+    assert np.array_equal(out, CONTENT[offset : offset + length])
+    assert io.read_bytes == length
+    io.close()
+    file.close()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 9_000)), min_size=1, max_size=6),
+    st.sampled_from([700, PAGE, 1 << 22]),
+)
+def test_any_write_is_exact_and_touches_nothing_else(tmp_path_factory, writes, request_size):
+    path = tmp_path_factory.mktemp("write") / "file"
+    expected = np.zeros(30_000, dtype=np.uint8)
+    file, io = File(path, writable=True), DiskIO(threads=3, request=request_size)
+    file.allocate(len(expected))
+    for n, (offset, length) in enumerate(writes):
+        data = np.full(length, n + 1, dtype=np.uint8)
+        wait(io.write(file, data, offset))
+        expected[offset : offset + length] = data
+    assert np.array_equal(np.frombuffer(path.read_bytes(), np.uint8), expected)
+    assert io.written_bytes == sum(length for _, length in writes)
+    assert file.size == len(expected)
+    io.close()
+    file.close()
+
+
+def test_arrays_of_any_type_and_shape(tmp_path):
+    file, io = File(tmp_path / "f", writable=True, direct=True), DiskIO(request=PAGE)
+    data = np.random.default_rng(1).standard_normal((3, 5, 2000)).astype(np.float32)
+    wait(io.write(file, data, 7))
+    out = np.empty_like(data)
+    wait(io.read(file, out, 7, direct=True))
+    assert np.array_equal(out, data)
+    wait(io.write(file, data[0, 0, :0], 7))
+    io.close()
+
+
+def test_a_file_system_that_refuses_direct_reads(content, monkeypatch):
+    """At open (tmpfs of old), or only at the read: ordinary reads take over."""
+    real_open, real_read = os.open, os.preadv
+
+    def no_open(path, flags, *mode, **more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_open(path, flags, *mode, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_open)
+        file = File(content, direct=True)
+    assert file.direct_fd is None
+    out = np.empty(SIZE, np.uint8)
+    file.read_at(memoryview(out), 0, direct=True)
+    assert np.array_equal(out, CONTENT)
+
+    file = File(content, direct=True)
+
+    def no_read(fd, buffers, offset):
+        if fd == file.direct_fd:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", no_read)
+    out[:] = 0
+    file.read_at(memoryview(out), 0, direct=True)
+    assert np.array_equal(out, CONTENT)
+
+
+def test_short_reads_and_writes_go_on_where_they_stopped(content, tmp_path, monkeypatch):
+    """A signal or a network file system may move less than was asked for."""
+    real_read, real_write = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: real_read(fd, [views[0][:1111]], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: real_write(fd, view[:777], at))
+    for direct in (False, True):
+        out = buffer(SIZE, 0)
+        File(content, direct=True).read_at(memoryview(out), 0, direct)
+        assert np.array_equal(out, CONTENT)
+    file = File(tmp_path / "copy", writable=True)
+    file.write_at(memoryview(CONTENT), 3)
+    assert (tmp_path / "copy").read_bytes() == b"\0\0\0" + CONTENT.tobytes()
+
+
+def test_all_requests_end_before_the_first_error_is_raised(tmp_path, monkeypatch):
+    """No thread may still write into a buffer whose owner has been told that the read failed."""
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * 8 * PAGE)
+    file, io = File(path), DiskIO(threads=2, request=PAGE)
+    ended, real = [], os.preadv
+
+    def read(fd, views, offset):
+        try:
+            if offset == PAGE:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(fd, views, offset)
+        finally:
+            ended.append(offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    with pytest.raises(UserError, match="cannot read .*Input/output error"):
+        wait(io.read(file, np.empty(8 * PAGE, np.uint8), 0))
+    assert sorted(ended) == [n * PAGE for n in range(8)]
+    io.close()
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(UserError, match="cannot open .*No such file"):
+        File(tmp_path / "none")
+
+
+def test_files_give_their_descriptors_back(tmp_path):
+    """By close, and when nobody holds them any more: a deleted file that is still open keeps its space on disk."""
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = open_files()
+    file = File(tmp_path / "f", writable=True, direct=True)
+    assert open_files() == before + 2
+    file.close()
+    file.close()
+    assert open_files() == before
+    file = File(tmp_path / "f", writable=True, direct=True)
+    del file
+    assert open_files() == before
+    folder = OffloadFolder(tmp_path / "root")
+    file = folder.file("kv", 5 * PAGE, direct=True)
+    folder.close()
+    assert file.fd is None and open_files() == before
+
+
+def test_a_file_of_the_offload_folder_has_its_space_reserved(tmp_path):
+    folder = OffloadFolder(tmp_path / "root")
+    file = folder.file("kv", 1 << 20)
+    stat = os.fstat(file.fd)
+    assert stat.st_size == 1 << 20 and stat.st_blocks * 512 >= 1 << 20
+    assert stat.st_mode & 0o777 == 0o600
+    assert folder.file("empty", 0).size == 0
+    folder.close()

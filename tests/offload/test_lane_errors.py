@@ -1,0 +1,164 @@
+"""An error in a thread beside compute reaches the caller, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from cli_tools import PROMPTS
+
+from h2o_flexgen import LLM, Policy, SamplingParams
+from h2o_flexgen.errors import Interrupted, UserError
+from h2o_flexgen.offload.activations import ActivationStore
+from h2o_flexgen.offload.device import Device, Lane
+from h2o_flexgen.offload.disk import DiskIO, File
+from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.weights import WeightStore
+
+pytest_plugins = ["cli_tools"]
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
+def overlap(request) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def lane(overlap):
+    lane = Lane(Device("cpu"), "test", overlap)
+    yield lane
+    lane.close()
+
+
+def test_an_error_is_in_the_future_and_the_lane_goes_on(lane):
+    done = []
+    before = lane.submit(lambda: done.append(1))
+    failed = lane.submit(lambda: 1 / 0)
+    after = lane.submit(lambda: done.append(2))
+    after.result()
+    before.result()
+    assert done == [1, 2]
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+    with pytest.raises(ZeroDivisionError):
+        lane.device.stall_on(failed, "weights")
+
+
+def test_jobs_run_in_order_one_at_a_time(lane):
+    running, order = [], []
+
+    def job(n):
+        running.append(n)
+        assert running == [n]
+        order.append(n)
+        running.remove(n)
+
+    for future in [lane.submit(lambda n=n: job(n)) for n in range(50)]:
+        future.result()
+    assert order == list(range(50))
+
+
+def test_an_interrupt_in_a_job_of_the_main_thread_is_not_put_away():
+    lane = Lane(Device("cpu"), "test", overlap=False)
+
+    def interrupted():
+        raise Interrupted(2)
+
+    with pytest.raises(Interrupted):
+        lane.submit(interrupted)
+
+
+def test_a_lane_may_change_tensors_that_compute_made(lane):
+    """Compute runs in inference mode, which is a thread's own: what it makes, no other mode may change."""
+    with torch.inference_mode():
+        slot = torch.zeros(4)
+        half = torch.ones(4, dtype=torch.float16)
+        lane.submit(lambda: slot.copy_(half)).result()
+    assert slot.tolist() == [1, 1, 1, 1]
+
+
+def test_closing_waits_for_the_running_job_and_drops_the_rest():
+    lane = Lane(Device("cpu"), "test", overlap=True)
+    started, go, done = threading.Event(), threading.Event(), []
+
+    def first():
+        started.set()
+        go.wait(30)
+        done.append(1)
+
+    lane.submit(first)
+    waiting = lane.submit(lambda: done.append(2))
+    started.wait(30)
+    closer = threading.Thread(target=lane.close)
+    closer.start()
+    while not waiting.cancelled():
+        pass
+    go.set()
+    closer.join(30)
+    assert done == [1]
+
+
+#: where a job can fail, and the policy under which it gets there
+PLACES = {
+    "weights": (WeightStore, "_fill", (0, 0, 100, 0, 100, 0)),
+    "weights in RAM": (WeightStore, "_fill", (0, 100, 100, 0, 100, 0)),
+    "rows of the embedding": (WeightStore, "rows", (0, 0, 100, 0, 100, 0)),
+    "cache load": (KVStore, "_load", (100, 0, 0, 0, 100, 0)),
+    "cache load from RAM": (KVStore, "_load", (100, 0, 0, 100, 100, 0)),
+    "cache store": (KVStore, "_store_all", (100, 0, 0, 0, 100, 0)),
+    "cache step": (KVStore, "_store_step", (100, 0, 0, 0, 100, 0)),
+    "activation load": (ActivationStore, "_load", (100, 0, 100, 0, 0, 0)),
+    "activation store": (ActivationStore, "_store", (100, 0, 100, 0, 0, 0)),
+    "disk read": (File, "read_at", (0, 0, 0, 0, 0, 0)),
+    "disk write": (File, "write_at", (0, 0, 0, 0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("after", [0, 7])
+@pytest.mark.parametrize("place", list(PLACES))
+def test_an_error_anywhere_reaches_the_caller(model, tmp_path, monkeypatch, place, overlap, after):
+    """At its first call or a later one: the error itself comes out, threads end, and the folder goes."""
+    owner, name, six = PLACES[place]
+    real, calls = getattr(owner, name), iter(range(10**9))
+
+    def failing(*args, **more):
+        if next(calls) >= after:
+            raise RuntimeError("the disk fell off")
+        return real(*args, **more)
+
+    threads = threading.active_count()
+    options = {"device": "cpu", "dtype": "float32", "progress": False, "offload_dir": tmp_path / "off"}
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(str(model), Policy(1, 3, six, overlap), **options) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing)
+            with pytest.raises(RuntimeError, match="the disk fell off"):
+                llm.generate(PROMPTS, params)
+        assert next(calls) > after
+        assert threading.active_count() == threads
+        assert not (tmp_path / "off").exists() or os.listdir(tmp_path / "off") == []
+        assert len(llm.generate(PROMPTS, params)) == len(PROMPTS)
+    assert not (tmp_path / "off").exists() or os.listdir(tmp_path / "off") == []
+
+
+def test_a_pool_that_is_closed_takes_no_more(tmp_path):
+    io = DiskIO()
+    io.close()
+    file = File(tmp_path / "f", writable=True)
+    with pytest.raises(RuntimeError):
+        io.write(file, torch.zeros(4).numpy(), 0)
+
+
+def test_the_cause_is_told_not_what_follows_from_it(model, tmp_path, monkeypatch):
+    """When one write fails, later loads of the same piece fail too; the user sees the write's error."""
+
+    def full(fd, data, offset):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with LLM(str(model), Policy(1, 3, (0,) * 6), progress=False, offload_dir=tmp_path) as llm:
+        with pytest.raises(UserError, match="cannot write to the offload folder"):
+            llm.generate(PROMPTS, SamplingParams(max_tokens=3))
+    assert os.listdir(tmp_path) == []
