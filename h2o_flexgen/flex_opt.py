@@ -392,7 +392,7 @@ def _say(*parts: str) -> None:
 
 def _interrupt(signum, frame) -> None:
     for s in (signal.SIGINT, signal.SIGTERM):  # a second one must not disturb the clearing up
-        signal.signal(s, signal.SIG_IGN)
+        signal.signal(s, lambda signum, frame: None)  # not SIG_IGN: Python complains if one is on its way already
     raise Interrupted(signum)
 
 

@@ -165,6 +165,12 @@ class Engine:
             k = following.k
             self.caches.prefetch(following.j - 1, k, self._held(k, following.i))
 
+    def _prefetch_hidden(self, step: Step) -> None:
+        """The next batch's hidden states, if they are at home already."""
+        following = self.schedule.after(step)
+        if following is not None and following.j > 0:
+            self.activations.prefetch(following.k, 0, 0)
+
     def _takes_slot(self, step: Step) -> bool:
         """Whether a step fills or loads one of the two cache slots. They are used in turn: fetching past a prefill
         step that has yet to fill one would give away the slot in use."""
@@ -205,6 +211,8 @@ class Engine:
             if m + 1 < len(batch.micro):
                 after = batch.micro[m + 1][0] * batch.longest * self.config.hidden_size
                 self.activations.prefetch(k, m + 1, after * self.dtype.itemsize)
+            else:
+                self._prefetch_hidden(step)
             if cache is None:
                 last = hidden[torch.arange(end - begin), lengths - 1]
                 self._choose(step, w, batch.sequences[begin:end], last)
@@ -227,6 +235,7 @@ class Engine:
             self.activations.put(k, 0, 0, self._embed(ids, positions, w))
             return
         hidden = self.activations.get(k, 0, 0)
+        self._prefetch_hidden(step)
         if j == self.num_layers - 1:
             self._prefetch(step)
             self._choose(step, w, batch.sequences, hidden[:, 0].contiguous())

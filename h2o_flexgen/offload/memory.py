@@ -26,16 +26,15 @@ def _cgroup_folders() -> list[tuple[Path, int]]:
         return []
     found = []
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        _, controllers, path = (line.split(":", 2) + ["none", ""])[:3]
+        if controllers != "" and "memory" not in controllers.split(","):
             continue
         version = 1 if controllers else 2
-        roots = [Path("/sys/fs/cgroup/memory")] if controllers else [Path("/sys/fs/cgroup")]
-        for root in roots:
-            folder = root / path.lstrip("/")
-            # inside a container the path is the host's, while the mount shows our own group at its root
-            chain = [folder, *folder.parents] if folder.exists() else [root]
-            found += [(f, version) for f in chain if f == root or root in f.parents]
+        root = Path("/sys/fs/cgroup/memory") if controllers else Path("/sys/fs/cgroup")
+        folder = root / path.lstrip("/")
+        # inside a container the path is the host's, while the mount shows our own group at its root
+        chain = [folder, *folder.parents] if folder.exists() else [root]
+        found += [(f, version) for f in chain if f == root or root in f.parents]
     return found
 
 

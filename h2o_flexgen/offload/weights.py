@@ -165,7 +165,11 @@ class WeightStore:
         for target, host, stored in jobs:
             if host is not None and stored is not None:
                 phase = stored.offset % PAGE
-                copy(target, host[phase : phase + stored.nbytes].view(stored.dtype).view(stored.shape))
+                data = host[phase : phase + stored.nbytes]
+                if phase % stored.dtype.itemsize:  # the format asks for no alignment
+                    copy(host[: stored.nbytes], data)
+                    data = host[: stored.nbytes]
+                copy(target, data.view(stored.dtype).view(stored.shape))
                 self.cpu_to_gpu_bytes += target.nbytes
         self._host_free[slot] = self.device.record()
 

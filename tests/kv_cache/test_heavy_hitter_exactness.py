@@ -168,6 +168,16 @@ def test_of_equal_scores_the_earlier_token_stays_in_prefill_and_goes_in_decode()
         assert held(cache, 0, 0) == expected
 
 
+def test_hundreds_of_equal_scores():
+    """More than a sort may swap: the earliest stay, in prefill, whatever the length."""
+    n = 300
+    x = (torch.eye(n) * 100)[None, None]
+    rule = HeavyHitterCache(120, 7)
+    cache = make_cache(rule, 1, 1, n, n, 1)
+    rule.prefill(cache, x, x, x, torch.tensor([n]))
+    assert held(cache, 0, 0) == [*range(120), *range(n - 7, n)]
+
+
 def test_equal_keys_everywhere():
     """Uniform attention: the earliest tokens have the highest sums, and of the kept the newest goes."""
     rule = HeavyHitterCache(3, 2)

@@ -1,0 +1,336 @@
+"""However a checkpoint is stored, the tokens are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from cli_tools import ON_CPU, ON_DISK, ON_GPU, TINY, percent, tiny_state, write_model
+from safetensors.torch import load_file, save_file
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.offload import checkpoint
+from h2o_flexgen.offload.checkpoint import Checkpoint
+
+pytest_plugins = ["cli_tools"]
+
+HOMES = {"gpu": ON_GPU, "cpu": ON_CPU, "disk": ON_DISK, "mixed": ("40", "30", "100", "0", "100", "0")}
+
+
+def causal_lm():
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    lm = OPTForCausalLM(OPTConfig(**TINY, dropout=0.0))
+    state = tiny_state()
+    missing, unexpected = lm.load_state_dict(state, strict=False)
+    assert missing in ([], ["lm_head.weight"]) and not unexpected
+    return lm.eval()
+
+
+def with_config(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+def split(state: dict) -> tuple[dict, dict]:
+    names = sorted(state)
+    return {n: state[n] for n in names[::2]}, {n: state[n] for n in names[1::2]}
+
+
+def write_bins(folder: Path, state: dict) -> Path:
+    """A `.bin` checkpoint in two shards."""
+    with_config(folder)
+    weight_map = {}
+    for n, part in enumerate(split(state)):
+        file = f"pytorch_model-{n + 1:05}-of-00002.bin"
+        torch.save(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def single(folder):
+    write_model(folder)
+
+
+def saved_by_transformers(folder):
+    causal_lm().save_pretrained(folder)
+
+
+def sharded_by_transformers(folder):
+    causal_lm().save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+
+
+def saved_from_the_bare_model(folder):
+    causal_lm().model.save_pretrained(folder)
+    assert not any(name.startswith("model.") for name in load_file(folder / "model.safetensors"))
+
+
+def names_of_the_decoder_alone(folder):
+    write_model(folder, {name.removeprefix("model.decoder."): t for name, t in tiny_state().items()})
+
+
+def with_a_tied_head(folder):
+    state = tiny_state()
+    write_model(folder, state | {"lm_head.weight": state["model.decoder.embed_tokens.weight"].clone()})
+
+
+def bin_single(folder):
+    torch.save(tiny_state(), with_config(folder) / "pytorch_model.bin")
+
+
+def bin_with_a_tied_head(folder):
+    state = tiny_state()
+    state["lm_head.weight"] = state["model.decoder.embed_tokens.weight"]
+    torch.save(state, with_config(folder) / "pytorch_model.bin")
+
+
+def bin_of_before_torch_1_6(folder):
+    torch.save(tiny_state(), with_config(folder) / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+
+def bin_sharded(folder):
+    write_bins(folder, tiny_state())
+
+
+def bin_of_the_decoder(folder):
+    torch.save(tiny_state(prefix=""), with_config(folder) / "pytorch_model.bin")
+
+
+def transposed_bin(folder):
+    """Tensors that are not contiguous."""
+    state = {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in tiny_state().items()}
+    torch.save(state, with_config(folder) / "pytorch_model.bin")
+
+
+def safetensors_beside_a_garbage_bin(folder):
+    write_model(folder)
+    (folder / "pytorch_model.bin").write_text("never read")
+
+
+def with_tensors_nobody_asked_for(folder):
+    write_model(folder, tiny_state() | {"model.extra": torch.ones(3, dtype=torch.int64), "other": torch.ones(2)})
+
+
+FORMS = (
+    single,
+    saved_by_transformers,
+    sharded_by_transformers,
+    saved_from_the_bare_model,
+    names_of_the_decoder_alone,
+    with_a_tied_head,
+    bin_single,
+    bin_with_a_tied_head,
+    bin_of_before_torch_1_6,
+    bin_sharded,
+    bin_of_the_decoder,
+    transposed_bin,
+    safetensors_beside_a_garbage_bin,
+    with_tensors_nobody_asked_for,
+)
+
+
+@pytest.fixture(scope="session")
+def reference() -> list[list[int]]:
+    """Tokens by transformers."""
+    from cli_tools import PROMPTS
+
+    lm = causal_lm()
+    with torch.inference_mode():
+        out = []
+        for prompt in PROMPTS:
+            ids = list(prompt)
+            while len(ids) < len(prompt) + 6 and (len(ids) == len(prompt) or ids[-1] != TINY["eos_token_id"]):
+                ids.append(int(lm(torch.tensor([ids])).logits[0, -1].argmax()))
+            out.append(ids[len(prompt) :])
+    return out
+
+
+def tokens(rows: list[dict]) -> list[list[int]]:
+    return [row["token_ids"] for row in rows]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_every_form_gives_the_tokens_of_transformers(generate, reference, tmp_path, form):
+    form(tmp_path / "model")
+    for home in HOMES.values():
+        assert tokens(generate("--model", tmp_path / "model", *percent(home))) == reference
+
+
+def test_weights_apart_from_their_tokenizer_and_config(generate, reference, model, tmp_path):
+    assert tokens(generate("--model", tmp_path / "not-there", "--path", model)) == reference
+
+
+# other types than that of the computation
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
+def test_a_checkpoint_of_another_type_is_converted_on_its_way(generate, tmp_path, dtype, overlap):
+    state = tiny_state(dtype=dtype)
+    stored = write_model(tmp_path / "stored", state)
+    same = write_model(tmp_path / "fp32", {name: t.float() for name, t in state.items()})
+    expected = generate("--model", same)
+    for home in HOMES.values():
+        batches = ("--gpu-batch-size", 2, "--num-gpu-batches", 2)
+        assert generate("--model", stored, *percent(home), overlap, *batches) == expected
+
+
+def test_types_may_be_mixed_in_one_checkpoint(generate, tmp_path):
+    types = (torch.float16, torch.float32, torch.bfloat16)
+    state = {name: t.to(types[n % 3]) for n, (name, t) in enumerate(tiny_state().items())}
+    stored = write_model(tmp_path / "stored", state)
+    same = write_model(tmp_path / "fp32", {name: t.float() for name, t in state.items()})
+    expected = generate("--model", same)
+    for home in HOMES.values():
+        assert generate("--model", stored, *percent(home)) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_type_of_computation_runs_from_disk(cli, tmp_path, dtype):
+    """`--dtype auto` may differ from the checkpoint's: the case of every OPT checkpoint (fp16) on a CPU."""
+    stored = write_model(tmp_path / "stored", tiny_state(dtype=torch.float16))
+    job = ("--model", stored, "--dtype", dtype, "--device", "cpu", "--prompt-len", 6, "--gen-len", 4)
+    for overlap in ("--overlap", "--no-overlap"):
+        code, _, err = cli(*job, *percent(ON_DISK), overlap, "--offload-dir", tmp_path / "offload")
+        assert code == 0, err
+
+
+# where the bytes lie in the file
+
+
+def shift(path: Path, padding: int) -> None:
+    """Pad the header by spaces, so that the data start at another byte."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = raw[8 : 8 + length].rstrip() + b" " * padding
+    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_data_at_any_byte(generate, tmp_path, dtype):
+    """The format asks for no alignment; older writers gave none."""
+    state = tiny_state(dtype=dtype)
+    expected = generate("--model", write_model(tmp_path / "fp32", {n: t.float() for n, t in state.items()}))
+    folder = write_model(tmp_path / "stored", state)
+    starts = set()
+    for padding in range(8):
+        save_file(state, folder / "model.safetensors")
+        shift(folder / "model.safetensors", padding)
+        starts.add(next(iter(Checkpoint(folder).tensors.values())).offset % 8)
+        assert generate("--model", folder, *percent(ON_DISK)) == expected
+    assert len(starts) == 8
+
+
+def test_data_that_end_with_the_file(tmp_path):
+    """The last tensor's pages reach beyond the end of the file."""
+    folder = write_model(tmp_path / "m")
+    tensors = Checkpoint(folder).tensors.values()
+    last = max(tensors, key=lambda t: t.offset)
+    assert last.offset + last.nbytes == (folder / "model.safetensors").stat().st_size
+    assert (last.offset + last.nbytes) % 4096
+
+
+# conversion of .bin
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "converted"
+
+
+@pytest.fixture
+def loads(monkeypatch) -> list[str]:
+    """Names of the shards that were unpickled."""
+    seen, real = [], checkpoint._load_bin
+    monkeypatch.setattr(checkpoint, "_load_bin", lambda shard: seen.append(shard.name) or real(shard))
+    return seen
+
+
+def folders(home: Path) -> list[str]:
+    return sorted(p.name for p in home.iterdir() if p.is_dir())
+
+
+def test_a_bin_is_converted_once(tmp_path, home, loads):
+    folder = write_bins(tmp_path / "model", tiny_state())
+    first = Checkpoint(folder)
+    assert len(loads) == 2
+    made = folders(home)
+    assert len(made) == 1 and not made[0].endswith(".partial")
+    assert Checkpoint(folder).tensors.keys() == first.tensors.keys()
+    assert len(loads) == 2 and folders(home) == made
+
+
+def test_another_bin_in_the_same_place_is_converted_anew(tmp_path, home, loads):
+    folder = with_config(tmp_path / "model")
+    torch.save(tiny_state(), folder / "pytorch_model.bin")
+    Checkpoint(folder)
+    state = {name: t + 1 for name, t in tiny_state().items()}
+    torch.save(state, folder / "pytorch_model.bin")
+    os.utime(folder / "pytorch_model.bin", (1, 1))
+    stored = Checkpoint(folder).tensors["decoder.layers.0.fc1.weight"]
+    assert len(loads) == 2
+    out = torch.empty(stored.shape)
+    stored.file.read_at(memoryview(out.numpy()).cast("B"), stored.offset)
+    assert torch.equal(out, state["model.decoder.layers.0.fc1.weight"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, UserError("garbage")])
+def test_a_conversion_that_is_interrupted_leaves_nothing(tmp_path, home, monkeypatch, error):
+    folder = write_bins(tmp_path / "model", tiny_state())
+    real, calls = checkpoint._load_bin, iter(range(10))
+
+    def interrupted(shard):
+        if next(calls) == 1:
+            assert any(name.endswith(".partial") for name in folders(home))
+            raise error
+        return real(shard)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_load_bin", interrupted)
+        with pytest.raises(error if isinstance(error, type) else type(error)):
+            Checkpoint(folder)
+    assert folders(home) == []
+    Checkpoint(folder)
+    assert len(folders(home)) == 1
+
+
+def test_a_conversion_that_was_killed_is_made_anew(tmp_path, home, loads, generate, reference):
+    folder = write_bins(tmp_path / "model", tiny_state())
+    Checkpoint(folder)
+    (made,) = folders(home)
+    (home / made).rename(home / f"{made}.partial")
+    (home / f"{made}.partial" / "pytorch_model-00002-of-00002.safetensors").unlink()
+    assert tokens(generate("--model", folder)) == reference
+    assert folders(home) == [made] and len(loads) == 4
+
+
+def test_two_conversions_at_the_same_time_are_one(tmp_path, home, loads):
+    import threading
+
+    folder = write_bins(tmp_path / "model", tiny_state())
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(len(Checkpoint(folder).tensors))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [len(tiny_state())] * 3
+    assert len(loads) == 2 and len(folders(home)) == 1
+
+
+def test_a_converted_file_that_has_gone_is_told(tmp_path, home):
+    folder = write_bins(tmp_path / "model", tiny_state())
+    Checkpoint(folder)
+    (made,) = folders(home)
+    shutil.rmtree(home / made)
+    assert len(Checkpoint(folder).tensors) == len(tiny_state())

@@ -1,0 +1,276 @@
+"""A job that is stopped, politely or not: partial outputs are kept, temporary files go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_tools import FP32, ON_DISK, TINY, last_line, percent, read_rows, read_until, start, write_prompts
+
+from h2o_flexgen import flex_opt
+from h2o_flexgen.errors import Interrupted
+from h2o_flexgen.offload.disk import sweep
+
+pytest_plugins = ["cli_tools"]
+
+#: a random model whose job, all on disk, would take minutes
+SLOW = TINY | {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "word_embed_proj_dim": 256,
+    "ffn_dim": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+}
+GEN_LEN = 1000
+#: two blocks of four, lengths of their own: the longer prompts come first
+PROMPTS = [[10 + (7 * n + m) % 400 for m in range(40 + 10 * (n % 4) + 100 * (n >= 4))] for n in range(8)]
+FIRST, SECOND = {4, 5, 6, 7}, {0, 1, 2, 3}
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("slow")
+    (folder / "config.json").write_text(json.dumps(SLOW))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(slow) -> list[list[int]]:
+    """The first 12 tokens of every prompt, by a job that nobody stops."""
+    from h2o_flexgen import LLM, SamplingParams
+
+    with LLM(str(slow), path="_DUMMY_", device="cpu", dtype="float32", progress=False) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture
+def job(slow, tmp_path):
+    """Start the slow job as a process; whatever becomes of the test, it ends."""
+    running = []
+    rows = write_prompts(tmp_path / "in.jsonl", PROMPTS)
+
+    def begin(*options, gen_len: int = GEN_LEN, prompts: tuple = ("--input-file", rows)) -> subprocess.Popen:
+        process = start(
+            *("--model", slow, "--path", "_DUMMY_", *FP32, *prompts, "--gen-len", gen_len),
+            *("--ignore-eos", "--gpu-batch-size", 2, "--num-gpu-batches", 2, *percent(ON_DISK)),
+            *("--offload-dir", tmp_path / "offload", *options),
+        )
+        running.append(process)
+        return process
+
+    yield begin
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def end(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out.decode(), err.decode(errors="replace")
+
+
+def private_folder(tmp_path: Path) -> Path:
+    """The folder of the one job that runs."""
+    (folder,) = (tmp_path / "offload").iterdir()
+    return folder
+
+
+def assert_clean(tmp_path: Path, *files: str) -> None:
+    """Nothing is left but the input and what is named."""
+    assert list((tmp_path / "offload").iterdir()) == []
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == sorted(["in.jsonl", *files])
+
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
+def test_stopped_in_prefill(job, tmp_path, number):
+    """No token is there yet, so that no output file is made."""
+    files = ("--output-file", tmp_path / "out.jsonl", "--report", tmp_path / "report.json")
+    process = job(*files, prompts=("--prompt-len", 1500), gen_len=500)  # seconds of prefill
+    read_until(process, "block 1/1 prefill 2/")
+    folder = private_folder(tmp_path)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {p.name for p in folder.iterdir()} == {"lock", "weights", "kv_cache", "activations"}
+    process.send_signal(number)
+    code, out, err = end(process)
+    assert code == 128 + number
+    assert last_line(err) == "interrupted" and "Traceback" not in err and out == ""
+    assert_clean(tmp_path)
+
+
+def test_stopped_in_decode_all_that_was_generated_is_kept(job, tmp_path):
+    process = job("--output-file", tmp_path / "out.jsonl", "--overlap")
+    read_until(process, "block 1/2 token ")
+    process.send_signal(signal.SIGINT)
+    code, out, err = end(process)
+    assert code == 130
+    assert last_line(err) == "interrupted" and "Traceback" not in err and out == ""
+    assert_clean(tmp_path, "out.jsonl")
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert {row["index"] for row in rows} == FIRST
+    assert all(list(row) == ["index", "text", "token_ids", "finish_reason"] for row in rows)
+    assert {row["finish_reason"] for row in rows} == {"abort"}
+    assert all(1 <= len(row["token_ids"]) < GEN_LEN for row in rows)
+
+
+@pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
+def test_stopped_in_the_second_block_the_first_is_whole(job, whole, tmp_path, overlap):
+    """Rows in the order of the input, and their tokens those that the whole job would have given."""
+    gen_len = 12
+    process = job("--output-file", tmp_path / "out.jsonl", overlap, gen_len=gen_len)
+    read_until(process, "block 2/2 prefill 17/")
+    process.send_signal(signal.SIGTERM)
+    code, out, err = end(process)
+    if code == 0:
+        pytest.skip("the second block was done before the signal came")
+    assert code == 143
+    assert last_line(err) == "interrupted" and "Traceback" not in err and out == ""
+    assert_clean(tmp_path, "out.jsonl")
+    rows = read_rows(tmp_path / "out.jsonl")
+    indices = [row["index"] for row in rows]
+    assert indices == sorted(indices) and FIRST <= set(indices)
+    for row in rows:
+        if row["index"] in FIRST:
+            assert row["finish_reason"] == "length" and len(row["token_ids"]) == gen_len
+        else:
+            assert row["finish_reason"] in ("abort", "length") and 1 <= len(row["token_ids"]) <= gen_len
+    for row in rows:
+        assert row["token_ids"] == whole[row["index"]][: len(row["token_ids"])]
+
+
+def test_an_impatient_user(job, tmp_path):
+    """Further signals do not disturb the clearing up."""
+    process = job("--output-file", tmp_path / "out.jsonl")
+    read_until(process, "block 1/2 token ")
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        if process.poll() is None:
+            process.send_signal(number)
+    code, out, err = end(process)
+    assert code in (130, 143)  # of several that wait, the kernel hands out the lowest number first, or not
+    assert last_line(err) == "interrupted" and "Traceback" not in err
+    assert_clean(tmp_path, "out.jsonl")
+    assert len(read_rows(tmp_path / "out.jsonl")) == len(FIRST)
+
+
+def test_killed_then_started_again(job, tmp_path):
+    """Nothing can be cleared up when the kernel kills; the next start does it, and runs."""
+    process = job("--output-file", tmp_path / "out.jsonl")
+    read_until(process, "block 1/2 token ")
+    folder = private_folder(tmp_path)
+    process.kill()
+    assert end(process)[0] == -signal.SIGKILL
+    left = {p.name: p.stat().st_blocks * 512 for p in folder.iterdir()}
+    assert left["weights"] > 1 << 20 and left["kv_cache"] > 1 << 20
+    process = job("--output-file", tmp_path / "out.jsonl", gen_len=2)
+    read_until(process, "prefill 1/")
+    assert private_folder(tmp_path) != folder
+    code, _, err = end(process)
+    assert code == 0, err
+    assert_clean(tmp_path, "out.jsonl")
+    assert len(read_rows(tmp_path / "out.jsonl")) == len(PROMPTS)
+
+
+def test_killed_in_the_second_block_the_first_blocks_rows_are_there(job, tmp_path):
+    process = job("--output-file", tmp_path / "out.jsonl", gen_len=3)
+    read_until(process, "block 2/2 prefill 1/")
+    process.kill()
+    if end(process)[0] == 0:
+        pytest.skip("the job was done before the signal came")
+    assert not (tmp_path / "out.jsonl").exists()
+    rows = read_rows(tmp_path / "out.jsonl.partial")
+    assert {row["index"] for row in rows} == FIRST
+
+
+def test_two_jobs_at_the_same_time(job, whole, tmp_path):
+    """One starts beside the other and is killed hard; the other's files and tokens are untouched."""
+    one = job("--output-file", tmp_path / "one.jsonl", gen_len=12)
+    read_until(one, "block 1/2 prefill 1/")
+    mine = private_folder(tmp_path)
+    two = job("--output-file", tmp_path / "two.jsonl")
+    read_until(two, "block 1/2 prefill 1/")
+    beside = one.poll() is None
+    two.kill()
+    end(two)
+    code, _, err = end(one)
+    assert code == 0, err
+    assert [row["token_ids"] for row in read_rows(tmp_path / "one.jsonl")] == whole
+    assert not mine.exists()
+    # what the killed one left goes with the next start
+    assert len(list((tmp_path / "offload").iterdir())) == 1
+    sweep(tmp_path / "offload")
+    assert list((tmp_path / "offload").iterdir()) == []
+    if not beside:
+        pytest.skip("the one was done before the other began")
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
+def test_stopped_before_the_model_is_there(cli, model, monkeypatch, number):
+    """In this process: the signal comes while the weights' headers are read."""
+    from h2o_flexgen.offload.checkpoint import Checkpoint
+
+    monkeypatch.setattr(Checkpoint, "_index", lambda self, path: signal.raise_signal(number))
+    code, out, err = cli("--model", model)
+    assert (code, out, err) == (128 + number, "", "interrupted\n")
+
+
+def test_a_signal_during_the_clearing_up_is_ignored(signals):
+    signal.signal(signal.SIGINT, flex_opt._interrupt)
+    signal.signal(signal.SIGTERM, flex_opt._interrupt)
+    with pytest.raises(Interrupted) as raised:
+        signal.raise_signal(signal.SIGTERM)
+    assert raised.value.signum == signal.SIGTERM
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("home", [ON_DISK, ("100", "0", "100", "0", "100", "0")], ids=["disk", "gpu"])
+def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, monkeypatch, home):
+    """In this process, at every call of the progress bar in turn: prefill, decode, either block."""
+    from h2o_flexgen.llm import LLM
+
+    rows, target = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9], [10], [11]]), tmp_path / "out.jsonl"
+    files = ("--input-file", rows, "--output-file", target, "--offload-dir", tmp_path / "offload")
+    argv = ("--model", model, *FP32, "--gen-len", 3, "--gpu-batch-size", 2, "--ignore-eos", *percent(home), *files)
+    assert cli(*argv)[0] == 0
+    whole = read_rows(target)
+    real, steps = LLM._progress, 2 * 3 * 5  # blocks, tokens, layers
+
+    for stop in range(steps):
+        target.unlink(missing_ok=True)
+        seen = iter(range(steps + 1))
+
+        def progress(self, *args, seen=seen, stop=stop):
+            show = real(self, *args)
+
+            def interrupted(*step):
+                if next(seen) == stop:
+                    raise Interrupted(signal.SIGINT)
+                show(*step)
+
+            return interrupted
+
+        monkeypatch.setattr(LLM, "_progress", progress)
+        code, _, err = cli(*argv)
+        assert code == 130 and last_line(err) == "interrupted"
+        generated = (stop + 1) // 5  # tokens per row that were done, over both blocks
+        found = read_rows(target) if target.exists() else []
+        expected = [
+            row | {"token_ids": row["token_ids"][:n], "finish_reason": "length" if n == 3 else "abort"}
+            for row in whole
+            if (n := min(3, max(0, generated - 3 * (row["index"] >= 2))))
+        ]
+        # a block whose last token is there but which has not ended counts as finished too
+        assert found == expected, stop
+        assert not (tmp_path / "offload").exists() or os.listdir(tmp_path / "offload") == []
+        assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.sorted"))
