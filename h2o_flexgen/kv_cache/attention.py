@@ -6,10 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: elements of one chunk of probabilities: what stays in the processor's cache, or fills a GPU
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-#: queries of one chunk: fewer save more of the masked half, more make larger products
-QUERY_CHUNK = 256
+from h2o_flexgen.plan import CHUNK_ELEMENTS, QUERY_CHUNK
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
