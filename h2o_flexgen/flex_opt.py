@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--verbose", action="store_true", help="print the policy and the memory plan before the run")
 
     add = parser.add_argument_group("KV budget (H2O); without these the cache is full").add_argument
-    add("--hh-ratio", type=float, help="heavy hitters as a fraction of the longest prompt")
+    add("--hh-ratio", type=float, help="heavy hitters as a fraction of the longest prompt (default: 0)")
     add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
     add("--hh-size", type=int, help="heavy hitters in slots")
     add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
@@ -74,6 +74,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-gpu-batches", type=int, help="batches per block (default: 1)")
     add("--overlap", action=argparse.BooleanOptionalAction, default=None, help="move data while computing")
     add("--cpu-cache-compute", action="store_true", default=None, help="attention on the CPU for caches there")
+    for what in ("weight", "cache"):
+        add(f"--compress-{what}", action="store_true", help="not built yet: ends with an error")
     add("--gpu-mem", type=float, metavar="GIB", help="use at most this much of the compute device's memory")
     add("--cpu-mem", type=float, metavar="GIB", help="use at most this much RAM for the cpu tier")
     add("--disk-mem", type=float, metavar="GIB", help="use at most this much disk")
@@ -176,6 +178,10 @@ class OutputFile:
         self.rows[row["index"]] = row
         try:
             if self._file is None:
+                if self.partial.exists():
+                    kept = self.partial.with_name(self.partial.name + "~")
+                    os.replace(self.partial, kept)
+                    print(f"rows of a job that was killed are kept in {kept}", file=sys.stderr)
                 self._file = open(self.partial, "w", encoding="utf-8")
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
@@ -215,7 +221,7 @@ def _check_writable(option: str, path: Path) -> None:
 def _check_distinct(args: argparse.Namespace) -> None:
     """No two of the files may be one: the second to be written would destroy the first."""
     seen = {}
-    for option in ("--input-file", "--output-file", "--report"):
+    for option in ("--input-file", "--policy", "--output-file", "--report"):
         path = getattr(args, option.strip("-").replace("-", "_"))
         if path is None:
             continue
@@ -279,6 +285,8 @@ def show(llm, outputs: list, most: int = 3) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.compress_weight or args.compress_cache:
+        raise UserError("compression of weights and cache is not built yet: leave --compress-weight and -cache out")
     for name in ("prompt_len", "gen_len", "num_prompts", "gpu_batch_size", "num_gpu_batches"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -337,29 +345,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _generate(llm, rows: list, params, output_file: OutputFile | None, args: argparse.Namespace) -> None:
-    good = [index for index, row in enumerate(rows) if not isinstance(row, UserError)]
-    errors = {index: str(row) for index, row in enumerate(rows) if isinstance(row, UserError)}
-    for index in list(good):
-        try:
-            llm.admit(rows[index], params.max_tokens)
-        except UserError as e:
-            if args.input_file is None:
-                raise
-            errors[index] = str(e)
-            good.remove(index)
-    if not good:
-        first = min(errors)
-        raise UserError(f"none of the {len(rows)} rows can be run; row {first}: {errors[first]}")
-
     def keep(output) -> None:
         if output_file is not None:
-            if not output_file.rows:
-                for index, error in errors.items():
-                    output_file.add({"index": index, "error": error})
-            output_file.add(row_of(good[output.index], output))
+            output_file.add(row_of(output.index, output))
 
     try:
-        outputs = llm.generate([rows[index] for index in good], params, on_output=keep)
+        # a bad row keeps its place: what the others get must not depend on it
+        outputs = llm.generate(rows, params, skip_errors=args.input_file is not None, on_output=keep)
     except (KeyboardInterrupt, BrokenPipeError):
         if output_file is not None:
             output_file.finish()
@@ -368,10 +360,13 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
         if output_file is not None and output_file.rows and str(output_file.partial) not in str(e):
             raise UserError(f"{e}; finished rows are in {output_file.partial}") from None
         raise
+    errors = [output for output in outputs if output.error is not None]
+    if errors and not llm.report:
+        raise UserError(f"none of the {len(rows)} rows can be run; row {errors[0].index}: {errors[0].error}")
     if output_file is not None:
         output_file.finish()
     if errors:
-        print(f"{len(errors)} rows could not be run; row {min(errors)}: {errors[min(errors)]}", file=sys.stderr)
+        print(f"{len(errors)} rows could not be run; row {errors[0].index}: {errors[0].error}", file=sys.stderr)
     if args.report is not None:
         try:
             Path(args.report).write_text(json.dumps(llm.report, indent=2) + "\n")
@@ -400,6 +395,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 must not end a job
     try:
         run(make_parser().parse_args(argv))
     except UserError as e:

@@ -24,7 +24,7 @@ from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root, sweep
 from h2o_flexgen.offload.kv_store import KVStore, log_rows
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, plan_memory
+from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_memory
 from h2o_flexgen.policy import KVBudget, Plan, Policy
 
 #: of what a tier has, this much may be planned for
@@ -99,11 +99,15 @@ class LLM:
         progress: bool = True,
         on_plan: Callable[[Policy, Plan], None] | None = None,
     ):
-        self.model_name = model or "demo_model"
+        self.model_name = model or (path if path not in (None, DUMMY) else "demo_model")
         self.device = Device(device)
         self.dtype = self.device.dtype(dtype)
         self.kv_budget = kv_budget
-        self.policy = Policy.from_file(policy) if isinstance(policy, str) and policy != "auto" else policy
+        self.policy = Policy.from_file(policy) if isinstance(policy, (str, Path)) and policy != "auto" else policy
+        if not isinstance(self.policy, Policy) and self.policy != "auto":
+            raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
+        if kv_budget is not None and not isinstance(kv_budget, KVBudget):
+            raise UserError(f"kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), not {kv_budget!r}")
         self._auto = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute)
         self._caps = {"gpu": gpu_mem, "cpu": cpu_mem, "disk": disk_mem}
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
@@ -118,9 +122,9 @@ class LLM:
             self.tokenizer = None
             self.config = self._dummy_config(model)
         else:
-            folder = find_model(model, path)
-            self.config = OPTConfig.from_folder(folder)
-            self.tokenizer = load_tokenizer(folder)
+            folder, home = find_model(model, path)
+            self.config = OPTConfig.from_folder(home)
+            self.tokenizer = load_tokenizer(home)
         _check_activation(self.config)
         self.layers = opt.layers(self.config)
         self._shapes = [
@@ -132,6 +136,7 @@ class LLM:
         else:
             self.source = Checkpoint(folder)
         self.source.check(needed)
+        self._stored_dtypes = {self.source.stored_dtype(name) for name in needed}
         self.eos_ids = frozenset() if path == DUMMY else self.config.eos_ids
 
         if self.device.is_cuda:
@@ -178,7 +183,7 @@ class LLM:
     # prompts
 
     def encode(self, prompt: str | Seq[int]) -> list[int]:
-        """Token ids of a prompt that can be run.
+        """Token ids of a prompt that can be run. A UserError stands for a prompt that could not be read.
 
         Raises:
             UserError: empty, of a wrong type, no tokenizer for text, or an id outside the vocabulary.
@@ -195,6 +200,8 @@ class LLM:
             ids = self.tokenizer(prompt)["input_ids"]
         elif isinstance(prompt, (list, tuple)):
             ids = list(prompt)
+        elif isinstance(prompt, UserError):
+            raise prompt
         else:
             raise UserError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
         if not ids:
@@ -236,7 +243,7 @@ class LLM:
             prompts: texts, or lists of token ids.
             skip_errors: a prompt that cannot be run becomes an output with `error` instead of raising.
             on_output: called with every finished output as soon as its block is done, and on an interrupt with
-                what there is of the block that was running ("abort").
+                what there is of the block that was running ("abort"); not at all if no prompt can be run.
 
         Raises:
             UserError: a prompt that cannot be run, or a job for which there is no memory.
@@ -256,10 +263,6 @@ class LLM:
                 continue
             sequences.append(Sequence(index, ids))
             outputs[index] = RequestOutput(index, text, ids)
-        if on_output is not None:
-            for output in outputs.values():
-                if output.error is not None:
-                    on_output(output)
         if sequences:
             self._run(sequences, params, outputs, on_output)
         return [outputs[index] for index in range(len(prompts))]
@@ -304,6 +307,9 @@ class LLM:
                 self.config, self.device, self.dtype, rule, weights, caches, activations, params, self.eos_ids
             )
             self._before = self._moved(None, None)
+            for output in outputs.values():
+                if output.error is not None and on_output is not None:
+                    on_output(output)
             for n, current in enumerate(blocks):
                 engine.on_progress = self._progress(bar, n, len(blocks))
                 batches = make_batches(current, policy.gpu_batch_size, policy.prefill_tokens)
@@ -334,7 +340,8 @@ class LLM:
     def _completion(self, s: Sequence) -> CompletionOutput:
         text = ""
         if self.tokenizer is not None:
-            text = self.tokenizer.decode(s.tokens, skip_special_tokens=True)
+            # code has blanks before brackets and dots that a clean-up would take away
+            text = self.tokenizer.decode(s.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return CompletionOutput(0, text, s.tokens, s.logprobs, s.finish_reason)
 
     def _progress(self, bar: tqdm, block: int, blocks: int) -> Callable[[int, int, int], None]:
@@ -353,11 +360,11 @@ class LLM:
     def _rule(self, workload: Workload) -> CacheRule:
         if self.kv_budget is None:
             return FullCache()
-        return HeavyHitterCache(*self.kv_budget.slots(workload.longest))
+        most = self.config.max_position_embeddings
+        return HeavyHitterCache(*(min(slots, most) for slots in self.kv_budget.slots(workload.longest)))
 
     def _count_shapes(self, workload: Workload, rule: CacheRule) -> Shapes:
         slots = sum(rule.segments(workload.longest, workload.gen_len))
-        first = self.layers[1].streamed["q.weight"][0]
         return Shapes(
             config=self.config,
             layers=self._shapes,
@@ -365,8 +372,8 @@ class LLM:
             slots=slots,
             budget=rule.budget if rule.scored else None,
             compute_itemsize=self.dtype.itemsize,
-            stored_itemsize=self.source.stored_dtype(first).itemsize,
-            converts=self.source.stored_dtype(first) != self.dtype,
+            stored_itemsize=max(dtype.itemsize for dtype in self._stored_dtypes),
+            converts=self._stored_dtypes != {self.dtype} or not self.source.is_aligned(),
             cuda=self.device.is_cuda,
             dummy=isinstance(self.source, DummyCheckpoint),
             log_rows=log_rows(slots),
@@ -473,12 +480,12 @@ class LLM:
         )
         row = config.hidden_size * size
         longest = workload.longest
-        piece = max(max(1, policy.prefill_tokens // longest) * longest, policy.prefill_tokens, sizes[0]) * row
+        piece = max(micro_tokens(policy, longest, sizes[0]), sizes[0]) * row
         activations = ActivationStore(
             self.device,
             placement.activations,
             sizes[0] * longest * row,
-            min(piece, sizes[0] * longest * row),
+            piece,
             self._io,
             self._lanes[1],
             self._lanes[2],
@@ -551,7 +558,7 @@ def spill_order(cuda: bool):
         caches = [(100, 0, 100, 0), (50, 0, 100, 0), (0, 0, 100, 0), (0, 0, 0, 0)]
     for cache in caches:
         for gpu in range(100, -1, -5):
-            for cpu in range(100 - gpu, -1, -10) if cuda else (0,):
+            for cpu in sorted({100 - gpu, (100 - gpu) // 2, 0}, reverse=True) if cuda else (0,):
                 yield (gpu, cpu, *cache)
 
 

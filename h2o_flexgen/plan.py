@@ -4,7 +4,7 @@ policy search count with the same functions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.placement import place_weights, spread
@@ -17,8 +17,8 @@ HEAD_ROWS = 128
 #: of one chunk; measured on 2 cores in bf16, prompts of 64 to 2048 tokens: 256 queries are within 10 % of the best
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 QUERY_CHUNK = 256
-#: activation functions other than relu make a second tensor of the inner width
-_INPLACE = ("relu",)
+#: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
+_INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Shapes:
     cuda: bool
     dummy: bool = False
     log_rows: int = 0
-    extra: dict[str, int] = field(default_factory=dict)
 
 
-def micro_batch(policy: Policy, prompt_len: int) -> int:
-    """Sequences per prefill micro-batch."""
-    return max(1, min(policy.gpu_batch_size, policy.prefill_tokens // prompt_len))
+def micro_tokens(policy: Policy, longest: int, batch: int) -> int:
+    """The most tokens, padding included, of a prefill micro-batch of prompts of up to `longest` tokens; a single
+    sequence may exceed `policy.prefill_tokens`."""
+    return max(longest, min(policy.prefill_tokens, batch * longest))
 
 
 def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
@@ -137,9 +137,9 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
     _plan_cache(plan, policy, shapes, placement, batches, overlap)
 
     # hidden states
-    micro = micro_batch(policy, P)
     E = config.hidden_size
-    piece = micro * P * E * size
+    tokens = micro_tokens(policy, P, batches[0])
+    piece = tokens * E * size
     for k, home in enumerate(placement.activations):
         plan.add(home, f"activations of batch {k}", max(batches[k] * P, batches[k]) * E * size)
     if any(home != "gpu" for home in placement.activations):
@@ -147,12 +147,10 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
         if shapes.cuda and "disk" in placement.activations:
             plan.add("cpu", "activation staging", 2 * piece)
 
-    prefill = _prefill_workspace(shapes, micro, P)
+    prefill = _prefill_workspace(shapes, tokens, P)
     decode = _decode_workspace(shapes, batches[0])
     head = min(batches[0], HEAD_ROWS) * config.vocab_size * (size + 8)
     plan.add("gpu", "workspace of a layer or the head", max(prefill, decode, head))
-    for what, nbytes in shapes.extra.items():
-        plan.add(host, what, nbytes)
     return plan
 
 
@@ -212,24 +210,22 @@ def _plan_cache(
         plan.add("gpu", "KV log", on_disk * shapes.log_rows * row)
 
 
-def _prefill_workspace(shapes: Shapes, micro: int, P: int) -> int:
+def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     config, size = shapes.config, shapes.compute_itemsize
     E, ffn = config.hidden_size, config.ffn_dim
-    tokens = micro * P
-    inner = ffn * (1 if config.activation_function in _INPLACE else 2)
+    inner = ffn * _INNER_TENSORS.get(config.activation_function, 4)
     mlp = tokens * (3 * E + inner) * size
     attention = tokens * 7 * E * size
     if shapes.budget is not None:
         H = config.num_attention_heads
-        kept = min(shapes.budget, P)
         # three copies in (B*H, T, D) shape; scores; the sort's keys and indices; the rows that are kept
         attention += tokens * 3 * E * size + tokens * H * (4 + 4 + 4 + 8)
-        attention += micro * kept * E * size
+        attention += tokens * E * size
         # a chunk of logits, and its probabilities in fp32 beside those of the chunk before
         queries = min(QUERY_CHUNK, P) * P
-        attention += min(micro * H * queries, max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], queries)) * (
-            size + 8
-        )
+        attention += min(
+            tokens * H * min(QUERY_CHUNK, P), max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], queries)
+        ) * (size + 8)
     return max(mlp, attention)
 
 

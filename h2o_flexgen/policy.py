@@ -22,7 +22,8 @@ class KVBudget:
     """The fixed number of KV slots per sequence, layer and head (H2O, arXiv 2306.14048, section 4).
 
     Either ratios of the longest prompt of the job, or sizes in slots. A size wins over a ratio, and
-    the recent window follows the heavy hitters where only they are given.
+    the recent window is as large as the heavy hitters where only they are given; without heavy hitters it is a
+    local window.
 
     Raises:
         UserError: a ratio outside [0, 1], a negative size, or nothing given at all.
@@ -63,10 +64,9 @@ class KVBudget:
         """
         heavy = self._count(self.hh_size, self.hh_ratio, longest_prompt)
         recent = self._count(self.recent_size, self.recent_ratio, longest_prompt)
-        if heavy is None:
-            heavy = recent
         if recent is None:
             recent = heavy
+        heavy = heavy or 0
         if heavy + recent == 0:
             raise UserError("the KV budget is empty: heavy and recent slots cannot both be 0")
         return heavy, recent
@@ -223,4 +223,7 @@ class Plan:
         for tier in TIERS:
             limit = self.limits.get(tier)
             lines.append(f"  {tier:<5}{gib(self.needed(tier)):>12}  of {gib(limit) if limit is not None else '?'}")
+        if self.shared and "ram" in self.limits:
+            both = self.needed("gpu") + self.needed("cpu")
+            lines.append(f"  RAM  {gib(both):>12}  of {gib(self.limits['ram'])}, gpu and cpu together")
         return "\n".join(lines)

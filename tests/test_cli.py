@@ -461,10 +461,11 @@ def test_half_a_download_is_gone_on_with(hub, model, monkeypatch, missing):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name: ["a.bin", "model.safetensors"])
-    assert source.find_model("someone/tiny-opt") == snapshot
-    assert len(asked) == 1 and "*.safetensors*" in asked[0] and not any("bin" in p for p in asked[0])
-    assert source.find_model("someone/tiny-opt") == snapshot
-    assert len(asked) == 1  # now it is whole
+    assert source.find_model("someone/tiny-opt") == (snapshot, snapshot)
+    assert len(asked) == 2 and not any("bin" in p or "safetensors" in p for p in asked[0])  # the config comes first
+    assert "*.safetensors*" in asked[1] and not any("bin" in p for p in asked[1])
+    assert source.find_model("someone/tiny-opt") == (snapshot, snapshot)
+    assert len(asked) == 2  # now it is whole
 
 
 def test_half_a_sharded_download_is_gone_on_with(hub, model, tmp_path):
@@ -481,7 +482,7 @@ def test_half_a_sharded_download_is_gone_on_with(hub, model, tmp_path):
 def test_a_folder_wins_over_the_hub(hub, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model, tmp_path / "someone" / "tiny-opt")
-    assert source.find_model("someone/tiny-opt") == Path("someone/tiny-opt")
+    assert source.find_model("someone/tiny-opt") == (Path("someone/tiny-opt"),) * 2
 
 
 def test_code_in_a_tokenizer_is_not_run_nor_asked_about(model, tmp_path, monkeypatch):

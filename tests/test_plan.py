@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen import LLM, Policy
+from h2o_flexgen.engine.engine import Sequence, make_batches
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
-from h2o_flexgen.plan import Workload, batch_sizes, micro_batch
+from h2o_flexgen.plan import Workload, batch_sizes, micro_tokens
 from h2o_flexgen.policy import TIERS
 
 NO_LIMITS = dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60)
@@ -128,9 +129,11 @@ def test_batches_of_the_first_block(workload, size, batches, tokens):
     found = batch_sizes(len(workload.prompt_lens), policy)
     assert sum(found) == min(len(workload.prompt_lens), policy.block_size)
     assert len(found) <= batches and all(n == size for n in found[:-1]) and 0 < found[-1] <= size
-    micro = micro_batch(policy, workload.longest)
-    assert micro == 1 or micro * workload.longest <= tokens
-    assert 1 <= micro <= size
+    most = micro_tokens(policy, workload.longest, found[0])
+    block = [Sequence(n, [1] * length) for n, length in enumerate(workload.prompt_lens[: policy.block_size])]
+    for batch in make_batches(block, size, tokens):
+        for begin, end in batch.micro:
+            assert batch.prompt_ids(begin, end).numel() <= most
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -139,7 +139,7 @@ def test_a_size_is_a_size_whatever_the_prompts(longest, heavy, recent):
 
 def test_the_recent_window_follows_the_heavy_hitters_unless_it_is_given():
     assert KVBudget.from_size(7).slots(100) == (7, 7)
-    assert KVBudget(recent_size=7).slots(100) == (7, 7)
+    assert KVBudget(recent_size=7).slots(100) == (0, 7)  # a local window
     assert KVBudget(hh_ratio=0.2).slots(100) == (20, 20)
     assert KVBudget(hh_ratio=0.2, recent_size=5).slots(100) == (20, 5)
     assert KVBudget(hh_size=3, recent_ratio=0.5).slots(100) == (3, 50)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 
+#: colder than this nothing but the most likely token has a chance, and dividing by it would overflow
+GREEDY_BELOW = 1e-6
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -36,6 +39,10 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self):
+        for name in ("top_k", "max_tokens", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UserError(f"{name} must be a whole number, not {value!r}")
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise UserError(f"temperature must be 0 or more, not {self.temperature}")
         if self.top_k < 0:
@@ -62,7 +69,7 @@ def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int
     """
     logits = logits.float()
     log_total = logits.logsumexp(-1)
-    if params.temperature == 0:
+    if params.temperature < GREEDY_BELOW:
         tokens = logits.argmax(-1)
     else:
         tokens = _draw(logits / params.temperature, params, indices, step)

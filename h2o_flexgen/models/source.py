@@ -7,24 +7,37 @@ import os
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.config import OPTConfig
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 
 
-def find_model(model: str | None, path: str | None = None) -> Path:
-    """The folder of a model: a local one, the demo model (None), or a snapshot of a Hugging Face repository,
-    taken from the local cache if it is there and downloaded otherwise.
+def find_model(model: str | None, path: str | None = None) -> tuple[Path, Path]:
+    """The folders of a model's weights, and of its configuration and tokenizer.
+
+    `model` is a local folder, None for the demo model, or a Hugging Face repository, taken from the local cache if
+    it is there and downloaded otherwise. With `path` the weights come from there, and the rest too unless `model`
+    is a local folder that has it.
 
     Raises:
         UserError: there is no such folder, or the hub does not have it or cannot be reached.
     """
-    if path is not None:
-        folder = _expand(path)
-        if not os.path.isdir(folder):
-            raise UserError(f"--path {path}: no such folder")
-        return folder
+    if path is None:
+        folder = _find(model)
+        return folder, folder
+    weights = _expand(path)
+    if not os.path.isdir(weights):
+        raise UserError(f"--path {path}: no such folder")
+    if model is not None and os.path.isdir(_expand(model)):
+        return weights, _expand(model)
+    if (weights / "config.json").exists():
+        return weights, weights
+    return weights, _find(model) if model is not None else weights
+
+
+def _find(model: str | None) -> Path:
     if model is None:
         if not (DEMO_MODEL / "config.json").exists():
             raise UserError("the demo model is not in this installation: name a --model")
@@ -66,9 +79,13 @@ def _snapshot(name: str) -> Path:
     except Exception:
         pass  # not there yet, or not whole
     try:
+        small = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
+        OPTConfig.from_folder(small)  # before gigabytes of a model that cannot be run
         files = HfApi().list_repo_files(name)
         kind = "*.safetensors*" if any(f.endswith(".safetensors") for f in files) else "pytorch_model*.bin*"
         return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, kind]))
+    except UserError:
+        raise
     except Exception as e:
         raise UserError(
             f"cannot get the model {name!r}: neither a local folder nor to be had from the Hugging Face hub "

@@ -108,6 +108,10 @@ class Checkpoint:
     def stored_dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].dtype
 
+    def is_aligned(self) -> bool:
+        """Whether every tensor lies at a multiple of its item size, so that it can be used where it was read."""
+        return all(stored.offset % stored.dtype.itemsize == 0 for stored in self.tensors.values())
+
     def on_disk(self, names: list[str], dtype: torch.dtype, make_file, io: DiskIO) -> dict[str, Stored]:
         """The tensors where they already lie: nothing is copied."""
         return {name: self.tensors[name] for name in names}
@@ -146,6 +150,9 @@ class DummyCheckpoint:
 
     def stored_dtype(self, name: str) -> torch.dtype:
         return self.dtype
+
+    def is_aligned(self) -> bool:
+        return True
 
     def on_disk(self, names: list[str], dtype: torch.dtype, make_file, io: DiskIO) -> dict[str, Stored]:
         """Write the tensors to a file of the offload folder, one after the other."""
@@ -248,8 +255,9 @@ def _converted(folder: Path, shards: list[Path]) -> list[Path]:
         with open(root / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
+                for left in root.glob("*.partial"):  # conversions that were killed
+                    shutil.rmtree(left, ignore_errors=True)
                 partial = target.with_suffix(".partial")
-                shutil.rmtree(partial, ignore_errors=True)  # a conversion that was killed
                 partial.mkdir()
                 try:
                     for shard in tqdm(shards, desc="converting .bin to safetensors", unit="shard"):
