@@ -137,28 +137,35 @@ def _parse_row(line: str) -> str | list[int] | UserError:
 
 
 def builtin_prompts(llm, count: int, length: int) -> list[list[int]]:
-    """`count` prompts of exactly `length` tokens: source text of the standard library, cut to length or repeated up
-    to it; random ids for a model without tokenizer."""
+    """`count` prompts of exactly `length` tokens: what stands before the body of a function of the standard library,
+    repeated if it is too short; random ids for a model without tokenizer."""
     if llm.tokenizer is None:
         import random
 
         rng = random.Random(0)
         return [[rng.randrange(4, llm.config.vocab_size) for _ in range(length)] for _ in range(count)]
+    first = llm.tokenizer("")["input_ids"][:length]  # what the tokenizer puts before every text
+    prompts = []
+    for n in range(count):
+        again, module = divmod(n, len(_PROMPT_MODULES))
+        text = _source_before_a_body(_PROMPT_MODULES[module], again, 4 * length)
+        ids = llm.tokenizer(text[-8 * length - 2000 :])["input_ids"][len(first) :]
+        left = length - len(first)
+        prompts.append(first + (ids * (1 + left // len(ids)))[-left:] if left else first)
+    return prompts
+
+
+def _source_before_a_body(module: str, which: int, least: int) -> str:
+    """The text of a module up to the body of one of its functions, at least `least` characters long if it can be."""
     import importlib
     import inspect
+    import re
 
-    prompts, texts = [], {}
-    for n in range(count):
-        name = _PROMPT_MODULES[n % len(_PROMPT_MODULES)]
-        if name not in texts:
-            texts[name] = llm.tokenizer(inspect.getsource(importlib.import_module(name))[: 8 * length + 2000])[
-                "input_ids"
-            ]
-        ids = texts[name]
-        start = (n // len(_PROMPT_MODULES)) * 7  # another round starts elsewhere in the text
-        body = (ids[1 + start :] or ids) * (1 + length // max(1, len(ids) - 1 - start))
-        prompts.append((ids[:1] + body)[:length])
-    return prompts
+    text = inspect.getsource(importlib.import_module(module))
+    ends = [match.end() for match in re.finditer(r"^ *def [^\n]*:\n", text, re.MULTILINE)]
+    ends = [end for end in ends if end >= least] or ends or [len(text)]
+    again, at = divmod(which, len(ends))
+    return text[: ends[at] - 7 * again]  # more prompts than functions: end a little earlier
 
 
 class OutputFile:
