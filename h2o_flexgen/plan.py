@@ -5,6 +5,7 @@ policy search count with the same functions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.placement import place_weights, spread
@@ -33,19 +34,6 @@ class Workload:
         return self.prompt_lens[0]
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-
 @dataclass
 class Placement:
     """Homes of all pieces under a policy.
@@ -63,7 +51,7 @@ class Placement:
     @classmethod
     def of(cls, policy: Policy, layers: list[dict[str, tuple[int, ...]]], num_decoder: int, batches: int) -> Placement:
         """`layers`: {name: shape} of everything each layer needs, embedding first, head last."""
-        matrices = [{n: TensorSpec(n, s).numel for n, s in layer.items() if len(s) > 1} for layer in layers]
+        matrices = [{n: prod(s) for n, s in layer.items() if len(s) > 1} for layer in layers]
         homes = {n: "gpu" for layer in layers for n, s in layer.items() if len(s) == 1}
         homes |= place_weights(matrices, policy.fractions("weights"))
         keys = [(layer, k) for layer in range(num_decoder) for k in range(batches)]
@@ -112,12 +100,14 @@ def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
     return sizes
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
-def _span(nbytes: int) -> int:
-    return _aligned(nbytes) + PAGE
+def slot_span(nbytes: int) -> int:
+    """Room for a tensor at any phase within a page, in whole pages."""
+    return aligned(nbytes) + PAGE
 
 
 def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: Placement, baseline: int) -> Plan:
@@ -159,7 +149,7 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int
     every = {n: s for layer in shapes.layers for n, s in layer.items()}
     by_tier = {"gpu": 0, "cpu": 0, "disk": 0}
     for name, shape in every.items():
-        by_tier[placement.weights[name]] += TensorSpec(name, shape).numel * size
+        by_tier[placement.weights[name]] += prod(shape) * size
     plan.add("gpu", "weights", by_tier["gpu"])
     plan.add("cpu", "weights", by_tier["cpu"])
     if shapes.dummy:  # a real checkpoint already lies on disk
@@ -168,14 +158,14 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int
     converts = shapes.converts or shapes.cuda
     slot = host = 0
     for layer in shapes.streamed:
-        away = [TensorSpec(n, s).numel for n, s in layer.items() if placement.weights[n] != "gpu"]
-        disk = [TensorSpec(n, s).numel for n, s in layer.items() if placement.weights[n] == "disk"]
-        slot = max(slot, sum(_span(n * size) for n in away))
-        host = max(host, sum(_span(n * shapes.stored_itemsize) for n in disk) if converts else 0)
+        away = [prod(s) for n, s in layer.items() if placement.weights[n] != "gpu"]
+        disk = [prod(s) for n, s in layer.items() if placement.weights[n] == "disk"]
+        slot = max(slot, sum(slot_span(n * size) for n in away))
+        host = max(host, sum(slot_span(n * shapes.stored_itemsize) for n in disk) if converts else 0)
     plan.add("gpu", "weight slots", overlap * slot)
     plan.add("cpu" if shapes.cuda else "gpu", "weight staging", overlap * host)
     if shapes.cuda and shapes.converts:  # a copy to CUDA changes its dtype there
-        on_disk = [TensorSpec(n, s).numel for n, s in every.items() if placement.weights[n] == "disk"]
+        on_disk = [prod(s) for n, s in every.items() if placement.weights[n] == "disk"]
         plan.add("gpu", "weight conversion", max(on_disk, default=0) * shapes.stored_itemsize)
 
 

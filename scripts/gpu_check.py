@@ -15,11 +15,13 @@ bench    OPT-6.7B with random weights under a 16 GB cap, 512 + 32 tokens, full c
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -397,6 +399,7 @@ def few_layers(model: str, layers: int) -> str:
 
     config = asdict(OPTConfig.named(model)) | {"num_hidden_layers": layers, "model_type": "opt"}
     folder = Path(tempfile.mkdtemp(prefix="h2o_flexgen-check-config-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -496,7 +499,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models and a part of the tests: about 4 minutes")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one (may be given again)")
-    parser.add_argument("--out", type=Path, help="default: $OUT/gpu_check.json, or docs/benchmarks/gpu_check.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "gpu_check.json")
     parser.add_argument("--seconds", type=float, default=TOTAL, help="for everything together")
     args = parser.parse_args()
     try:
@@ -507,8 +510,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_check: no CUDA device here, nothing to check", file=sys.stderr)
         return 2
-    default = Path(os.environ["OUT"]) if os.environ.get("OUT") else ROOT / "docs" / "benchmarks"
-    results = Results(args.out or default / "gpu_check.json")
+    results = Results(args.out)
     start = time.monotonic()
     results.set("command", shlex.join(["python", "scripts/gpu_check.py", *sys.argv[1:]]))
     results.set("date", datetime.now(timezone.utc).isoformat(timespec="seconds"))

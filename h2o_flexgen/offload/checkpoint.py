@@ -10,6 +10,7 @@ import shutil
 import struct
 import zlib
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.device import aligned, as_numpy
+from h2o_flexgen.offload.device import as_numpy
 from h2o_flexgen.offload.disk import DiskIO, File, cache_root, wait
+from h2o_flexgen.plan import aligned
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
@@ -34,7 +36,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        return numel(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class Checkpoint:
@@ -159,14 +161,14 @@ class DummyCheckpoint:
         offsets, end = {}, 0
         for name in names:
             offsets[name] = end
-            end += aligned(numel(self.shapes[name]) * self.dtype.itemsize)
+            end += aligned(prod(self.shapes[name]) * self.dtype.itemsize)
         if not names:
             return {}
         file = make_file("weights", end)
         with tqdm(total=end, unit="B", unit_scale=True, desc="writing random weights", leave=False) as bar:
             for name in names:
                 shape, offset = self.shapes[name], offsets[name]
-                count = numel(shape)
+                count = prod(shape)
                 if len(shape) == 1:
                     wait(io.write(file, as_numpy(self._vector(name, count)), offset))
                     continue
@@ -197,13 +199,6 @@ class DummyCheckpoint:
 
     def close(self) -> None:
         pass
-
-
-def numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _canonical(name: str) -> str:

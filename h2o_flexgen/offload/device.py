@@ -18,8 +18,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import memory
-
-PAGE = 4096
+from h2o_flexgen.plan import PAGE, aligned
 
 
 def _cpu_has_bf16() -> bool:
@@ -267,10 +266,6 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
     if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.view(torch.int16)
     return tensor.numpy()
-
-
-def aligned(nbytes: int, to: int = PAGE) -> int:
-    return -(-nbytes // to) * to
 
 
 def _host_buffer(nbytes: int) -> Tensor:

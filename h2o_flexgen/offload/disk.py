@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.device import PAGE
+from h2o_flexgen.plan import PAGE
 
 #: one request; larger ones gained nothing, smaller ones cost processor time (docs/benchmarks/disk.json)
 REQUEST = 4 << 20

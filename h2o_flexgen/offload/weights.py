@@ -8,6 +8,7 @@ disk  read into the slot (CPU), or through a host buffer into the slot (CUDA, or
 from __future__ import annotations
 
 from concurrent.futures import Future
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, Stored, numel
-from h2o_flexgen.offload.device import PAGE, Device, Lane, aligned, as_numpy, copy, finish
+from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, Stored
+from h2o_flexgen.offload.device import Device, Lane, as_numpy, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
+from h2o_flexgen.plan import PAGE, aligned, slot_span
 
 Spec = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -66,13 +68,13 @@ class WeightStore:
         self._loading: dict[int, tuple[Future | None, int, dict[str, Tensor]]] = {}
 
     def _load(self, names: list[tuple[str, tuple[int, ...]]], source, progress: bool) -> None:
-        total = sum(numel(shape) for _, shape in names) * self.dtype.itemsize
+        total = sum(prod(shape) for _, shape in names) * self.dtype.itemsize
         with tqdm(
             total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress, leave=False
         ) as bar:
             for name, shape in names:
                 on_cpu_tier = self.homes[name] == "cpu"
-                nbytes = numel(shape) * self.dtype.itemsize
+                nbytes = prod(shape) * self.dtype.itemsize
                 make = self.device.host_buffer if on_cpu_tier or not self.device.is_cuda else _plain
                 host = make(nbytes).view(self.dtype).view(shape)
                 source.read(name, host, self.io)
@@ -102,7 +104,7 @@ class WeightStore:
         )
 
     def _slot_bytes(self, spec: Spec) -> int:
-        return sum(slot_span(numel(shape) * self.dtype.itemsize) for _, _, shape in self._streams(spec))
+        return sum(slot_span(prod(shape) * self.dtype.itemsize) for _, _, shape in self._streams(spec))
 
     def _host_bytes(self, spec: Spec) -> int:
         return sum(
@@ -133,7 +135,7 @@ class WeightStore:
         self._turn = (self._turn + 1) % len(self._slots)
         views, jobs, at, host_at = {}, [], 0, 0
         for short, name, shape in streams:
-            nbytes = numel(shape) * self.dtype.itemsize
+            nbytes = prod(shape) * self.dtype.itemsize
             stored = self.stored.get(name)
             # a direct read lands at the phase its bytes have in the file, so that pages match pages
             phase = stored.offset % PAGE if stored is not None and self._is_direct(name) else 0
@@ -239,11 +241,6 @@ def is_finite(tensor: Tensor) -> bool:
         if not (torch.isfinite(low) and torch.isfinite(high)):
             return False
     return True
-
-
-def slot_span(nbytes: int) -> int:
-    """Room for a tensor at any phase within a page, in whole pages."""
-    return aligned(nbytes) + PAGE
 
 
 def _clip(span: Tensor, stored: Stored, phase: int):
