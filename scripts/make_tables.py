@@ -35,17 +35,20 @@ def where(data: dict) -> str:
 
 
 def ram(data: dict) -> str:
-    rows = [
-        [r["prompt_len"], r["system"], f"{r['prefill_seconds']:.1f}", f"{r['decode_seconds']:.1f}", r["tokens"]]
-        for r in (
-            row
-            | {"tokens": f"{data['workload']['batch'] * (data['workload']['gen_len'] - 1) / row['decode_seconds']:.0f}"}
-            for row in data["rows"]
-        )
-    ]
-    table = markdown(["prompt", "system", "prefill, s", "decode, s", "decode, tokens/s"], rows)
-    ratios = markdown(["ratio of medians", ""], [[k, f"{v:.2f}x"] for k, v in data["ratios"].items()])
     w = data["workload"]
+    rows = [
+        [
+            r["prompt_len"],
+            r["system"],
+            f"{r['prefill_seconds']:.1f}",
+            f"{r['decode_step_seconds']:.3f}",
+            f"{w['batch'] / r['decode_step_seconds']:.0f}",
+            r["rounds"],
+        ]
+        for r in data["rows"]
+    ]
+    table = markdown(["prompt", "system", "prefill, s", "decode step, s", "decode, tokens/s", "rounds"], rows)
+    ratios = markdown(["ratio of medians", ""], [[k, f"{v:.2f}x"] for k, v in data["ratios"].items()])
     return f"{w['model']}, batch {w['batch']}, {w['gen_len']} tokens out.\n\n{table}\n\n{ratios}\n\n{where(data)}"
 
 
@@ -113,7 +116,8 @@ def reads(data: dict) -> str:
 
 
 TABLES = {
-    "engine_ram": ram,
+    "engine_ram_512_1024": ram,
+    "engine_ram_1024": ram,
     "engine_disk": disk,
     "engine_gemm": gemm,
     "opt-30b": big,

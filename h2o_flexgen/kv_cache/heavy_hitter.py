@@ -70,25 +70,26 @@ class HeavyHitterCache(CacheRule):
     ) -> tuple[Tensor, Tensor]:
         now = lengths + step - 1
         S = cache.k[0].shape[2]
-        slots = self._free_slot(cache, now)
+        held = lengths.clamp(max=self.budget) + step  # tokens in the cache, this one included
+        slots = self._free_slot(cache, now, may_be_empty=int(held.min()) <= S)
         cache.write(slots, k[:, :, 0], v[:, :, 0])
         at = slots[..., None]
         cache.score.scatter_(2, at, 0.0)
         newest = now.to(torch.int32).to(k.device, non_blocking=True)
         cache.position.scatter_(2, at, newest[:, None, None].expand(at.shape))
-        held = lengths.clamp(max=self.budget) + step
         empty = cache.position < 0 if int(held.min()) < S else None
         context, p = cached_attention(q, cache.k, cache.v, empty)
         cache.score += p
         return context, slots
 
-    def _free_slot(self, cache: KVTensors, now: Tensor) -> Tensor:
+    def _free_slot(self, cache: KVTensors, now: Tensor, may_be_empty: bool) -> Tensor:
         """(B, H): an empty slot, or else that of the token with the lowest score outside the recent window.
 
         The choice is the one due at the end of the step before, when token now - 1 was the newest.
         """
         first_recent = (now - self.recent).to(cache.position.device, non_blocking=True)[:, None, None]
         score = cache.score.masked_fill(cache.position >= first_recent, float("inf"))
-        score.masked_fill_(cache.position < 0, float("-inf"))
+        if may_be_empty:
+            score.masked_fill_(cache.position < 0, float("-inf"))
         lowest = score.amin(-1, keepdim=True)
         return cache.position.masked_fill(score > lowest, _LATE).argmin(-1)
