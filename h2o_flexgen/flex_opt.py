@@ -145,13 +145,19 @@ def builtin_prompts(llm, count: int, length: int) -> list[list[int]]:
         rng = random.Random(0)
         return [[rng.randrange(4, llm.config.vocab_size) for _ in range(length)] for _ in range(count)]
     first = llm.tokenizer("")["input_ids"][:length]  # what the tokenizer puts before every text
-    prompts = []
+    prompts, seen = [], set()
     for n in range(count):
         again, module = divmod(n, len(_PROMPT_MODULES))
         text = _source_before_a_body(_PROMPT_MODULES[module], again, 4 * length)
         ids = llm.tokenizer(text[-8 * length - 2000 :])["input_ids"][len(first) :]
         left = length - len(first)
-        prompts.append(first + (ids * (1 + left // len(ids)))[-left:] if left else first)
+        for end in range(len(ids), max(0, len(ids) - 32), -1):  # earlier, if another prompt is the same
+            body = ids[:end]
+            prompt = first + (body * (1 + left // end))[-left:] if left else first
+            if tuple(prompt) not in seen:
+                break
+        seen.add(tuple(prompt))
+        prompts.append(prompt)
     return prompts
 
 
@@ -162,7 +168,8 @@ def _source_before_a_body(module: str, which: int, least: int) -> str:
     import re
 
     text = inspect.getsource(importlib.import_module(module))
-    ends = [match.end() for match in re.finditer(r"^ *def [^\n]*:\n", text, re.MULTILINE)]
+    # up to the colon: the line's end and the indentation behind it may be one token, which is the model's to choose
+    ends = [match.end() for match in re.finditer(r"^ *def [^\n]*:$", text, re.MULTILINE)]
     ends = [end for end in ends if end >= least] or ends or [len(text)]
     again, at = divmod(which, len(ends))
     return text[: ends[at] - 7 * again]  # more prompts than functions: end a little earlier
