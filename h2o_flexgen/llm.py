@@ -390,7 +390,7 @@ class LLM:
             found = {"gpu": ram, "cpu": ram}
         found["disk"] = int(MARGIN * memory.disk_free(self.offload_root))
         if self._weights is not None and self.folder is not None:
-            found["disk"] += sum(f.stat().st_size for f in self.folder.path.iterdir())
+            found["disk"] += self.folder.size()
         limits = {t: min(found[t], cap) if (cap := self._caps[t]) is not None else found[t] for t in found}
         if not self.device.is_cuda:
             limits["ram"] = ram
@@ -517,7 +517,7 @@ class LLM:
         stalls = self.device.stall_seconds
         ram = memory.peak_resident()
         cpu_pool = self.plan.needed("cpu")
-        disk = sum(f.stat().st_size for f in self.folder.path.iterdir()) if self.folder else 0
+        disk = self.folder.size() if self.folder else 0
         peak = (
             {"gpu": self.device.peak_bytes(), "cpu": ram, "disk": disk}
             if self.device.is_cuda

@@ -175,6 +175,10 @@ class OffloadFolder:
         file.allocate(nbytes)
         return file
 
+    def size(self) -> int:
+        """Bytes of the files in the folder."""
+        return sum(file.stat().st_size for file in self.path.iterdir())
+
     def close(self) -> None:
         """Remove the folder with all its files, which nothing may use any more."""
         atexit.unregister(self.close)
