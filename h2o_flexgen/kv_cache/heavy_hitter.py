@@ -87,9 +87,10 @@ class HeavyHitterCache(CacheRule):
 
         The choice is the one due at the end of the step before, when token now - 1 was the newest.
         """
-        first_recent = (now - self.recent).to(cache.position.device, non_blocking=True)[:, None, None]
-        score = cache.score.masked_fill(cache.position >= first_recent, float("inf"))
+        first_recent = (now - self.recent).to(cache.position.device, torch.int32, non_blocking=True)[:, None, None]
+        # torch.where: on a CPU masked_fill takes twice as long
+        score = torch.where(cache.position >= first_recent, float("inf"), cache.score)
         if may_be_empty:
             score.masked_fill_(cache.position < 0, float("-inf"))
         lowest = score.amin(-1, keepdim=True)
-        return cache.position.masked_fill(score > lowest, _LATE).argmin(-1)
+        return torch.where(score <= lowest, cache.position, _LATE).argmin(-1)
