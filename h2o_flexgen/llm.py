@@ -22,7 +22,7 @@ from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
 from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root, sweep
-from h2o_flexgen.offload.kv_store import KVStore, log_rows
+from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_memory
 from h2o_flexgen.policy import KVBudget, Plan, Policy
@@ -364,19 +364,16 @@ class LLM:
         return HeavyHitterCache(*(min(slots, most) for slots in self.kv_budget.slots(workload.longest)))
 
     def _count_shapes(self, workload: Workload, rule: CacheRule) -> Shapes:
-        slots = sum(rule.segments(workload.longest, workload.gen_len))
-        return Shapes(
-            config=self.config,
-            layers=self._shapes,
-            streamed=[dict(layer.streamed.values()) for layer in self.layers],
-            slots=slots,
-            budget=rule.budget if rule.scored else None,
+        return Shapes.of(
+            self.config,
+            self.layers,
+            rule,
+            workload,
             compute_itemsize=self.dtype.itemsize,
             stored_itemsize=max(dtype.itemsize for dtype in self._stored_dtypes),
             converts=self._stored_dtypes != {self.dtype} or not self.source.is_aligned(),
             cuda=self.device.is_cuda,
             dummy=isinstance(self.source, DummyCheckpoint),
-            log_rows=log_rows(slots),
         )
 
     def limits(self) -> dict[str, int]:

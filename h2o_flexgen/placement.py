@@ -48,10 +48,18 @@ def _nearest(sizes: tuple[float, ...], due: tuple[float, ...]) -> tuple[int, ...
     return min(product(range(3), repeat=len(sizes)), key=error)
 
 
-def spread(keys: Iterable, size: float, fractions: tuple[float, float, float]) -> dict:
+def spread(keys: Iterable, fractions: tuple[float, float, float]) -> dict:
     """Homes of equal pieces, in order: {key: tier}."""
+    keys = list(keys)
+    return dict(zip(keys, _pattern(len(keys), fractions)))
+
+
+@lru_cache(maxsize=1024)
+def _pattern(count: int, fractions: tuple[float, float, float]) -> tuple[str, ...]:
+    if 1 in fractions:
+        return (TIERS[fractions.index(1)],) * count
     diffusion = Diffusion(fractions)
-    return {key: diffusion.place([size])[0] for key in keys}
+    return tuple(diffusion.place([1])[0] for _ in range(count))
 
 
 def place_weights(layers: list[dict[str, int]], fractions: tuple[float, float, float]) -> dict[str, str]:

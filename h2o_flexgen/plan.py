@@ -5,7 +5,7 @@ policy search count with the same functions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.placement import place_weights, spread
@@ -49,15 +49,24 @@ class Placement:
     activations: list[str]
 
     @classmethod
-    def of(cls, policy: Policy, layers: list[dict[str, tuple[int, ...]]], num_decoder: int, batches: int) -> Placement:
-        """`layers`: {name: shape} of everything each layer needs, embedding first, head last."""
-        matrices = [{n: prod(s) for n, s in layer.items() if len(s) > 1} for layer in layers]
-        homes = {n: "gpu" for layer in layers for n, s in layer.items() if len(s) == 1}
-        homes |= place_weights(matrices, policy.fractions("weights"))
+    def of(
+        cls,
+        policy: Policy,
+        layers: list[dict[str, tuple[int, ...]]],
+        num_decoder: int,
+        batches: int,
+        weights: dict[str, str] | None = None,
+    ) -> Placement:
+        """`layers`: {name: shape} of everything each layer needs, embedding first, head last. `weights`: their homes,
+        if they are known from another policy with the same percentages."""
+        if weights is None:
+            matrices = [{n: prod(s) for n, s in layer.items() if len(s) > 1} for layer in layers]
+            weights = {n: "gpu" for layer in layers for n, s in layer.items() if len(s) == 1}
+            weights |= place_weights(matrices, policy.fractions("weights"))
         keys = [(layer, k) for layer in range(num_decoder) for k in range(batches)]
-        cache = spread(keys, 1, policy.fractions("cache"))
-        activations = spread(range(batches), 1, policy.fractions("activations"))
-        return cls(homes, cache, [activations[k] for k in range(batches)])
+        cache = spread(keys, policy.fractions("cache"))
+        activations = spread(range(batches), policy.fractions("activations"))
+        return cls(weights, cache, [activations[k] for k in range(batches)])
 
 
 @dataclass
@@ -67,21 +76,56 @@ class Shapes:
     Attributes:
         layers: {name: shape} per layer as for `Placement.of`.
         streamed: {name: shape} per layer of what is needed whole (the embedding only gathers rows).
-        slots: KV slots per sequence and head; budget: heavy + recent, or None for a full cache.
+        segments: KV slots per sequence and head, by segment; budget: heavy + recent, or None for a full cache.
         stored_itemsize: bytes per number in the checkpoint; compute_itemsize: in the computation.
     """
 
     config: OPTConfig
     layers: list[dict[str, tuple[int, ...]]]
     streamed: list[dict[str, tuple[int, ...]]]
-    slots: int
+    segments: tuple[int, ...]
     budget: int | None
     compute_itemsize: int
     stored_itemsize: int
     converts: bool
     cuda: bool
     dummy: bool = False
-    log_rows: int = 0
+
+    @property
+    def slots(self) -> int:
+        return sum(self.segments)
+
+    @property
+    def log_rows(self) -> int:
+        return log_rows(self.slots)
+
+    @property
+    def row_bytes(self) -> int:
+        """K and V of one token of one sequence in one layer."""
+        return 2 * self.config.hidden_size * self.compute_itemsize
+
+    @property
+    def meta_bytes(self) -> int:
+        """Scores and positions of one sequence in one layer."""
+        return 8 * self.config.num_attention_heads * self.slots if self.budget is not None else 0
+
+    @classmethod
+    def of(cls, config: OPTConfig, layers: list, rule, workload: Workload, **sizes) -> Shapes:
+        """`layers` as a model lists them (`models.opt.layers`), `rule` as in kv_cache; `sizes` are the other fields."""
+        return cls(
+            config=config,
+            layers=[dict((*layer.streamed.values(), *layer.gathered.values())) for layer in layers],
+            streamed=[dict(layer.streamed.values()) for layer in layers],
+            segments=rule.segments(workload.longest, workload.gen_len),
+            budget=rule.budget if rule.scored else None,
+            **sizes,
+        )
+
+
+def log_rows(slots: int) -> int:
+    """Tokens the log of a cache piece on disk holds: reading n/2 rows a step and writing slots/n balance at
+    sqrt(2 slots)."""
+    return max(1, isqrt(2 * slots))
 
 
 def micro_tokens(policy: Policy, longest: int, batch: int) -> int:
@@ -100,6 +144,13 @@ def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
     return sizes
 
 
+def prefill_pairs(length: int) -> int:
+    """Pairs of query and key that attention over a prompt computes for one head: chunks of queries, each over all
+    keys up to its end."""
+    ends = [min(begin + QUERY_CHUNK, length) for begin in range(0, length, QUERY_CHUNK)]
+    return sum((end - begin) * end for begin, end in zip([0, *ends], ends))
+
+
 def aligned(nbytes: int) -> int:
     """Up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
@@ -115,7 +166,7 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
 
     `baseline` is what the process holds already (interpreter and libraries), in bytes of RAM.
     """
-    config, size = shapes.config, shapes.compute_itemsize
+    size = shapes.compute_itemsize
     plan = Plan(shared=not shapes.cuda)
     host = "cpu" if shapes.cuda else "gpu"  # whose RAM the process itself is counted to
     overlap = 2 if policy.overlap else 1
@@ -127,7 +178,7 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
     _plan_cache(plan, policy, shapes, placement, batches, overlap)
 
     # hidden states
-    E = config.hidden_size
+    E = shapes.config.hidden_size
     tokens = micro_tokens(policy, P, batches[0])
     piece = tokens * E * size
     for k, home in enumerate(placement.activations):
@@ -137,11 +188,17 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
         if shapes.cuda and "disk" in placement.activations:
             plan.add("cpu", "activation staging", 2 * piece)
 
-    prefill = _prefill_workspace(shapes, tokens, P)
-    decode = _decode_workspace(shapes, batches[0])
-    head = min(batches[0], HEAD_ROWS) * config.vocab_size * (size + 8)
-    plan.add("gpu", "workspace of a layer or the head", max(prefill, decode, head))
+    plan.add("gpu", "workspace of a layer or the head", workspace_bytes(policy, shapes, P, batches[0]))
     return plan
+
+
+def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batch: int) -> int:
+    """What computing a layer or the head takes on the device, for batches of `batch` prompts of up to `longest`
+    tokens."""
+    prefill = _prefill_workspace(shapes, micro_tokens(policy, longest, batch), longest)
+    decode = _decode_workspace(shapes, batch)
+    head = min(batch, HEAD_ROWS) * shapes.config.vocab_size * (shapes.compute_itemsize + 8)
+    return max(prefill, decode, head)
 
 
 def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int) -> None:
@@ -172,10 +229,7 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int
 def _plan_cache(
     plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], overlap: int
 ) -> None:
-    config, size = shapes.config, shapes.compute_itemsize
-    scored = shapes.budget is not None
-    row = 2 * config.hidden_size * size  # K and V of one token of one sequence
-    meta = 8 * config.num_attention_heads * shapes.slots if scored else 0
+    row, meta = shapes.row_bytes, shapes.meta_bytes
     kv = {"gpu": 0, "cpu": 0, "disk": 0}
     metas = {"gpu": 0, "cpu": 0, "disk": 0}
     on_disk = 0

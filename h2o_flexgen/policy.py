@@ -194,6 +194,13 @@ class Plan:
                 return tier, self.needed(tier), self.limits[tier]
         return None
 
+    def missing(self) -> int:
+        """Bytes beyond the limits, of all tiers."""
+        needed = {tier: self.needed(tier) for tier in TIERS}
+        if self.shared:
+            needed["ram"] = needed["gpu"] + needed["cpu"]
+        return sum(max(0, needed[tier] - limit) for tier, limit in self.limits.items() if tier in needed)
+
     def check(self) -> None:
         """Raises PlanError, naming the tier, the bytes needed and there, and what to change."""
         short = self.shortfall()

@@ -12,7 +12,6 @@ every step.
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -20,13 +19,9 @@ from torch import Tensor
 
 from h2o_flexgen.offload.device import Device, Lane, Ring, as_numpy, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
+from h2o_flexgen.plan import log_rows
 
 Key = tuple[int, int]
-
-
-def log_rows(slots: int) -> int:
-    """Tokens a disk piece's log holds: reading n/2 rows a step and writing slots/n balance at sqrt(2 slots)."""
-    return max(1, math.isqrt(2 * slots))
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""From a hardware profile and a job to a policy: cost model, linear program, outer search."""

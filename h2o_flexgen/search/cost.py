@@ -1,0 +1,345 @@
+"""How long a block takes under a policy, on hardware as profiled. Pure Python.
+
+The model follows the engine: per layer, compute and four kinds of traffic run beside each other, and the slowest of
+them decides (FlexGen, arXiv 2303.06865, section 4.3, with this engine's lanes). Every quantity is linear in what lies
+on each tier, so that the same functions cost a placement and write down the linear program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+from h2o_flexgen.plan import HEAD_ROWS, Placement, Shapes, Workload, batch_sizes, prefill_pairs
+from h2o_flexgen.policy import Policy
+from h2o_flexgen.search.profile import Profile
+
+#: the batches of a block: sequences, and tokens of the longest prompt
+Batches = Sequence[tuple[int, int]]
+#: blocks of a job that are costed at most
+_MOST_BLOCKS = 32
+
+
+class Away(NamedTuple):
+    """How much of something is at home on the cpu and disk tiers: bytes of weights, or sequences times layers.
+    Numbers, or expressions of a linear program."""
+
+    cpu: float = 0.0
+    disk: float = 0.0
+
+
+class Lane(NamedTuple):
+    """Bytes on each link, moved one after the other."""
+
+    read: float = 0.0  # disk to cpu
+    write: float = 0.0  # cpu to disk
+    into: float = 0.0  # cpu to gpu
+    out: float = 0.0  # gpu to cpu
+
+    def __add__(self, other: Lane) -> Lane:
+        return Lane(*(a + b for a, b in zip(self, other)))
+
+
+@dataclass
+class Flows:
+    """What one or several layers take: seconds of compute, and the bytes of each lane of the engine."""
+
+    compute: float
+    weights_from_cpu: Lane
+    weights_from_disk: Lane
+    load: Lane
+    store: Lane
+
+    @property
+    def total(self) -> Lane:
+        return self.weights_from_cpu + self.weights_from_disk + self.load + self.store
+
+
+@dataclass
+class Prediction:
+    """What a policy costs.
+
+    Attributes:
+        prefill_seconds, decode_seconds: of the first, full block.
+        job_prefill_seconds, job_decode_seconds: of all blocks.
+        terms: per phase ("prefill", "decode") the seconds of the first block that each resource is busy.
+    """
+
+    prefill_seconds: float
+    decode_seconds: float
+    job_prefill_seconds: float
+    job_decode_seconds: float
+    block_size: int
+    gen_len: int
+    num_prompts: int
+    terms: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def block_seconds(self) -> float:
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def job_seconds(self) -> float:
+        return self.job_prefill_seconds + self.job_decode_seconds
+
+    @property
+    def block_tokens_per_s(self) -> float:
+        return self.block_size * self.gen_len / self.block_seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole job."""
+        return self.num_prompts * self.gen_len / self.job_seconds
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that is busy longest."""
+        phase = "decode" if self.decode_seconds >= self.prefill_seconds else "prefill"
+        return max(self.terms[phase].items(), key=lambda item: item[1])[0]
+
+
+class CostModel:
+    """Costs policies for one model, job and machine."""
+
+    def __init__(self, profile: Profile, shapes: Shapes, workload: Workload):
+        self.profile, self.shapes, self.workload = profile, shapes, workload
+        config = shapes.config
+        self.kind = "full" if shapes.budget is None else "h2o"
+        self.num_decoder = config.num_hidden_layers
+        self.hidden_bytes = config.hidden_size * shapes.compute_itemsize
+        matrices = [sum(prod(s) for s in layer.values() if len(s) > 1) for layer in shapes.streamed]
+        self.layer_size, self.head_size = matrices[1], matrices[-1]  # numbers in a decoder layer and in the head
+        #: bytes that must pass through the device in a step
+        self.streamed_bytes = sum(matrices) * shapes.compute_itemsize
+        self._stored = shapes.stored_itemsize / shapes.compute_itemsize
+        self._batch_compute = lru_cache(maxsize=None)(self._batch_compute)
+        self._prefill_batch = lru_cache(maxsize=None)(self._prefill_batch)
+
+    # compute
+
+    def _product(self, numbers: int, rows: int) -> float:
+        """Seconds of the product of `rows` rows and a matrix, or several, of so many numbers."""
+        return 2 * numbers * rows / self.profile.layer_rate(self.shapes.config.hidden_size, rows)
+
+    def _batch_compute(self, batch: int) -> float:
+        """A decode step of one batch through a decoder layer, without attention."""
+        return self._product(self.layer_size, batch) + self.profile.step_seconds
+
+    def _prefill_batch(self, batch: int, length: int, prefill_tokens: int) -> float:
+        """The same for prompts of `length` tokens in micro-batches, with attention."""
+        config = self.shapes.config
+        rows = min(batch, max(1, prefill_tokens // length))
+        sizes = [rows] * (batch // rows) + [batch % rows] * (batch % rows > 0)
+        flops = 4 * config.hidden_size * prefill_pairs(length)
+        rate = self.profile.attention_rate("prefill", self.kind, config.head_dim)
+        return sum(
+            self._product(self.layer_size, n * length) + n * flops / rate + self.profile.step_seconds for n in sizes
+        )
+
+    def head_compute(self, batch: int) -> float:
+        """From the last hidden states of a batch to tokens."""
+        parts = [HEAD_ROWS] * (batch // HEAD_ROWS) + [batch % HEAD_ROWS] * (batch % HEAD_ROWS > 0)
+        logits = batch * self.shapes.config.vocab_size * self.profile.logit_seconds
+        return sum(self._product(self.head_size, n) for n in parts) + logits
+
+    def prefill_compute(self, policy: Policy, batches: Batches) -> float:
+        """One decoder layer, all batches."""
+        return sum(self._prefill_batch(b, length, policy.prefill_tokens) for b, length in batches)
+
+    def decode_compute(self, policy: Policy, batches: Batches, slots: int, cache: Away, layers: int = 1):
+        """`layers` decoder layers, all batches; `cache.cpu` sequences times layers may be attended to on the CPU."""
+        products = layers * sum(self._batch_compute(b) for b, _ in batches)
+        sequences = layers * sum(b for b, _ in batches)
+        nbytes = slots * self.shapes.row_bytes
+        rate = self.profile.attention_rate("decode", self.kind, self.shapes.config.head_dim)
+        if not self._attends_on_cpu(policy):
+            return products + sequences * nbytes / rate
+        slow = self.profile.attention_rate("cpu", self.kind, self.shapes.config.head_dim)
+        return products + (sequences - cache.cpu) * nbytes / rate + cache.cpu * nbytes / slow
+
+    def _attends_on_cpu(self, policy: Policy) -> bool:
+        return policy.cpu_cache_compute and self.shapes.cuda and self.profile.cpu_attention is not None
+
+    # traffic
+
+    def _weights(self, away: Away) -> tuple[Lane, Lane]:
+        """`away`: bytes in the type of the computation."""
+        converts = self.shapes.cuda or self.shapes.converts
+        return Lane(into=away.cpu), Lane(read=self._stored * away.disk, into=away.disk if converts else 0.0)
+
+    def _activations(self, away: Away, nbytes: float) -> tuple[Lane, Lane]:
+        """Hidden states of `nbytes` a sequence, to the device and home, between two layers."""
+        bus = 1 if self.shapes.cuda else 0
+        crossing = nbytes * (away.cpu + bus * away.disk)
+        return Lane(read=nbytes * away.disk, into=crossing), Lane(write=nbytes * away.disk, out=crossing)
+
+    def prefill_flows(self, compute, length: int, weights: Away, cache: Away, activations: Away) -> Flows:
+        """`length`: of the longest prompt."""
+        shapes = self.shapes
+        kept = shapes.slots if shapes.budget is not None else length
+        kv, bus = kept * shapes.row_bytes, 1 if shapes.cuda else 0
+        store = Lane(
+            write=cache.disk * kv,
+            out=(cache.cpu + bus * cache.disk) * kv + (cache.cpu + cache.disk) * shapes.meta_bytes,
+        )
+        into, home = self._activations(activations, length * self.hidden_bytes)
+        return Flows(compute, *self._weights(weights), into, store + home)
+
+    def decode_flows(self, policy: Policy, compute, slots: int, weights: Away, cache: Away, activations: Away) -> Flows:
+        """`slots`: those in use, which are read; one is written, and a piece on disk is folded now and then."""
+        shapes = self.shapes
+        row, meta, bus = shapes.row_bytes, shapes.meta_bytes, 1 if shapes.cuda else 0
+        kv, log = slots * row, shapes.log_rows
+        used_there = 0 if policy.cpu_cache_compute else 1
+        read = cache.disk * (kv + log * row / 2)
+        fold = cache.disk * (kv / (log + 1))
+        load = Lane(
+            read=read,
+            into=used_there * cache.cpu * (kv + meta) + cache.disk * (meta + log * row / 2) + bus * cache.disk * kv,
+        )
+        store = Lane(
+            write=cache.disk * row + fold,
+            out=used_there * cache.cpu * (row + meta) + cache.disk * (row + meta) + bus * fold,
+        )
+        if self._attends_on_cpu(policy):
+            size = self.hidden_bytes
+            load, store = load + Lane(into=cache.cpu * size), store + Lane(out=cache.cpu * 3 * size)
+        into, home = self._activations(activations, self.hidden_bytes)
+        return Flows(compute, *self._weights(weights), load + into, store + home)
+
+    def seconds(self, flows: Flows, overlap: bool) -> dict[str, float]:
+        """What the flows take, by resource: the largest of these is the time, with overlap or without."""
+        links = self.profile.links
+        read, write, into, out = (
+            1 / links[name].bytes_per_s for name in ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
+        )
+
+        def lane(x: Lane):
+            return x.read * read + x.write * write + x.into * into + x.out * out
+
+        total = flows.total
+        from_disk, from_cpu = lane(flows.weights_from_disk), lane(flows.weights_from_cpu)
+        # reads from disk run beside copies out of RAM
+        staged = from_cpu + flows.weights_from_disk.into * into
+        if not overlap:
+            rest = flows.compute + lane(flows.load) + lane(flows.store)
+            return {"all in turn (disk)": rest + from_disk, "all in turn": rest + staged}
+        lost = sum(
+            bytes_ * links[name].compute_seconds_per_byte
+            for name, bytes_ in zip(("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"), total)
+        )
+        return {
+            "compute": flows.compute + lost,
+            "disk": total.read * read + total.write * write,
+            "cpu to gpu": total.into * into,
+            "gpu to cpu": total.out * out,
+            "weights from disk": from_disk,
+            "weights": staged,
+            "cache and activations in": lane(flows.load),
+            "cache and activations out": lane(flows.store),
+        }
+
+    def slot_groups(self, length: int) -> list[tuple[int, int]]:
+        """[(slots in use, decode steps with so many)] of a block whose longest prompt has `length` tokens."""
+        steps = self.workload.gen_len - 1
+        if steps == 0:
+            return []
+        if self.shapes.budget is not None:
+            return [(self.shapes.slots, steps)]
+        groups, end = [], 0
+        for segment in (length, *self.shapes.segments[1:]):
+            begin, end = end, end + segment
+            count = min(end, length + steps) - max(begin, length)
+            if count > 0:
+                groups.append((end, count))
+        return groups
+
+    def batches(self, policy: Policy, begin: int) -> Batches:
+        """Of the block that begins with prompt `begin`."""
+        lens = self.workload.prompt_lens
+        sizes = batch_sizes(len(lens) - begin, policy)
+        starts = [begin, *(begin + n for n in accumulate(sizes))]
+        return [(size, lens[start]) for size, start in zip(sizes, starts)]
+
+    # a policy
+
+    def predict(self, policy: Policy, placement: Placement) -> Prediction:
+        """The time of the first block and of the job."""
+        N = len(self.workload.prompt_lens)
+        starts = range(0, N, policy.block_size)
+        every = -(-len(starts) // _MOST_BLOCKS)  # of a job of very many blocks, some stand for all
+        prefill = decode = 0.0
+        first, known = None, {}
+        for start in starts[::every]:
+            batches = tuple(self.batches(policy, start))
+            if batches not in known:
+                known[batches] = self._block(policy, placement, batches)
+            found = known[batches]
+            first = first or found
+            prefill, decode = prefill + found[0], decode + found[1]
+        scale = len(starts) / len(starts[::every])
+        size = min(N, policy.block_size)
+        return Prediction(first[0], first[1], prefill * scale, decode * scale, size, self.workload.gen_len, N, first[2])
+
+    def _block(self, policy: Policy, placement: Placement, batches: Batches) -> tuple[float, float, dict]:
+        sizes, length = [b for b, _ in batches], batches[0][1]
+        away = self._weights_away(placement)
+        cache = self._cache_away(placement, sizes)
+        acts = _away(placement.activations, sizes)
+        terms = {"prefill": Counter(), "decode": Counter()}
+
+        def spend(phase: str, times: int, flows: Flows) -> float:
+            seconds = self.seconds(flows, policy.overlap)
+            for name, value in seconds.items():
+                terms[phase][name] += times * value
+            return times * max(seconds.values())
+
+        # layers that are alike are costed once
+        alike = Counter(zip(away[1:-1], cache))
+        ends = (away[0], away[-1])
+        compute = self.prefill_compute(policy, batches)
+        prefill = sum(
+            spend("prefill", n, self.prefill_flows(compute, length, w, c, acts)) for (w, c), n in alike.items()
+        )
+        head = sum(map(self.head_compute, sizes))
+        nothing = Away()
+        for w, work in zip(ends, (0.0, head)):
+            prefill += spend("prefill", 1, self.prefill_flows(work, length, w, nothing, nothing))
+        first = next((w for w in away if w.cpu or w.disk), nothing)  # nothing runs beside the very first
+        prefill += max(self.seconds(Flows(0.0, *self._weights(first), Lane(), Lane()), policy.overlap).values())
+        decode = 0.0
+        for slots, count in self.slot_groups(length):
+            for (w, c), n in alike.items():
+                work = self.decode_compute(policy, batches, slots, c)
+                decode += spend("decode", count * n, self.decode_flows(policy, work, slots, w, c, acts))
+            for w, work in zip(ends, (0.0, head)):
+                decode += spend("decode", count, self.decode_flows(policy, work, 0, w, nothing, nothing))
+        return prefill, decode, terms
+
+    def _weights_away(self, placement: Placement) -> list[Away]:
+        size = self.shapes.compute_itemsize
+        found = []
+        for layer in self.shapes.streamed:
+            sums = {"gpu": 0, "cpu": 0, "disk": 0}
+            for name, shape in layer.items():
+                if len(shape) > 1:
+                    sums[placement.weights[name]] += prod(shape) * size
+            found.append(Away(sums["cpu"], sums["disk"]))
+        return found
+
+    def _cache_away(self, placement: Placement, sizes: list[int]) -> list[Away]:
+        """Sequences of each decoder layer whose cache is away."""
+        keys = range(len(sizes))
+        return [_away([placement.cache[layer, k] for k in keys], sizes) for layer in range(self.num_decoder)]
+
+
+def _away(homes: list[str], sizes: list[int]) -> Away:
+    sums = {"gpu": 0, "cpu": 0, "disk": 0}
+    for home, size in zip(homes, sizes):
+        sums[home] += size
+    return Away(sums["cpu"], sums["disk"])

@@ -1,0 +1,325 @@
+"""The policy with the highest predicted throughput: a linear program over the nine placement fractions inside, an
+enumeration of batch sizes outside (FlexGen, arXiv 2303.06865, section 4.3).
+
+The linear program is a relaxation: every placement of whole pieces is a point of it, and its seconds are a lower bound
+of the cost model's. So a pair of batch sizes whose bound is no better than what is already found cannot hold the best
+policy, and leaving it out gives what the whole grid would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+import pulp
+
+from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, plan_memory, workspace_bytes
+from h2o_flexgen.policy import TIERS, Plan, Policy
+from h2o_flexgen.search.cost import Away, CostModel, Prediction
+from h2o_flexgen.search.profile import Profile
+
+BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
+NUM_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
+KINDS = ("weights", "cache", "activations")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy, its costs and its bytes."""
+
+    policy: Policy
+    prediction: Prediction
+    placement: Placement
+    plan: Plan
+
+
+class Search:
+    """Policies for one model, job and machine.
+
+    Args:
+        shapes, workload, limits: as for the memory plan; `limits` may hold "ram" for gpu and cpu together.
+        baseline: bytes of RAM the process holds; workspace: bytes of the device its libraries hold.
+        max_latency: the most seconds a block may take.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        shapes: Shapes,
+        workload: Workload,
+        limits: dict[str, int],
+        baseline: int = 0,
+        workspace: int = 0,
+        max_latency: float | None = None,
+    ):
+        self.profile, self.shapes, self.limits = profile, shapes, limits
+        # the plan must hold for the longest prompts; the search takes all to be as long
+        self.workload = Workload((workload.longest,) * len(workload.prompt_lens), workload.gen_len)
+        self.cost = CostModel(profile, shapes, self.workload)
+        self.baseline, self.workspace, self.max_latency = baseline, workspace, max_latency
+        self._weights: dict[tuple, dict[str, str]] = {}
+        self._seen: dict[Policy, Candidate] = {}
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.workload.prompt_lens)
+
+    # one policy
+
+    def candidate(self, policy: Policy) -> Candidate:
+        """Cost and bytes of a policy, whether it fits or not."""
+        if policy not in self._seen:
+            key = policy.fractions("weights")
+            batches = len(batch_sizes(self.num_prompts, policy))
+            placement = Placement.of(policy, self.shapes.layers, self.cost.num_decoder, batches, self._weights.get(key))
+            self._weights[key] = placement.weights
+            plan = plan_memory(policy, self.shapes, self.workload, placement, self.baseline)
+            plan.add("gpu", "workspace of matrix products", self.workspace)
+            plan.limits = self.limits
+            self._seen[policy] = Candidate(policy, self.cost.predict(policy, placement), placement, plan)
+        return self._seen[policy]
+
+    def _missing(self, c: Candidate) -> float:
+        """Bytes, or seconds of latency, by which a policy is beyond the limits; 0 if it fits."""
+        missing = c.plan.missing()
+        if self.max_latency is not None:
+            missing += max(0.0, c.prediction.block_seconds - self.max_latency)
+        return missing
+
+    def _score(self, c: Candidate) -> tuple[float, float]:
+        return self._missing(c), c.prediction.job_seconds / self.num_prompts
+
+    # the search
+
+    def best(
+        self,
+        batch_size: int | None = None,
+        num_batches: int | None = None,
+        cpu_compute: bool | None = None,
+        overlap: bool = True,
+        exhaustive: bool = False,
+    ) -> Candidate:
+        """The policy with the highest predicted throughput of the job.
+
+        Args:
+            batch_size, num_batches, cpu_compute: given ones are not searched.
+            exhaustive: cost every pair of batch sizes, for tests of the pruning.
+
+        Raises:
+            PlanError: nothing fits; says which tier is short, and by how much.
+            UserError: nothing is fast enough for `max_latency`.
+        """
+        cpu_choices = [cpu_compute] if cpu_compute is not None else [False, True] if self.shapes.cuda else [False]
+        pairs = [
+            Policy(b, k, (0, 0, 0, 0, 0, 0), overlap, cpu)
+            for b, k in self._pairs(batch_size, num_batches)
+            for cpu in cpu_choices
+        ]
+        # the cheapest bound first, which no linear program is needed for
+        bounds = sorted(((self._quick_bound(p), n) for n, p in enumerate(pairs)), key=lambda x: (x[0], -x[1]))
+        best: Candidate | None = None
+        for bound, n in bounds:
+            if bound == float("inf") or (best is not None and bound >= self._score(best)[1] and not exhaustive):
+                break
+            solved = self._relaxed(pairs[n], None if best is None or exhaustive else self._score(best)[1])
+            if solved is None:
+                continue
+            found = self._rounded(pairs[n], solved)
+            if self._missing(found) == 0 and (best is None or self._score(found) < self._score(best)):
+                best = found
+        if best is None:
+            self._explain(pairs)
+        return self._improved(best)
+
+    def _pairs(self, batch_size: int | None, num_batches: int | None) -> Iterator[tuple[int, int]]:
+        N = self.num_prompts
+        sizes = [batch_size] if batch_size else [*(b for b in BATCH_SIZES if b < N), min(N, BATCH_SIZES[-1])]
+        for b in sizes:
+            most = ceil(N / b)
+            if num_batches:
+                yield b, num_batches
+                continue
+            # blocks that share the prompts evenly waste nothing on the last one
+            even = {ceil(most / blocks) for blocks in range(1, most + 1)}
+            for k in sorted(even & set(range(1, 9)) | {k for k in NUM_BATCHES if k < most} | {most} & set(range(65))):
+                yield b, k
+
+    # bounds
+
+    def _quick_bound(self, policy: Policy) -> float:
+        """Seconds per prompt that no placement can undercut: the compute of each phase, the weights that the device has
+        no room for, what neither device nor RAM has room for. Infinite if there is no room at all."""
+        cost, shapes, L = self.cost, self.shapes, self.cost.num_decoder
+        batches = cost.batches(policy, 0)
+        length = batches[0][1]
+        B, W = sum(b for b, _ in batches), cost.streamed_bytes
+        kv = L * B * shapes.slots * shapes.row_bytes
+        device = self.limits["gpu"] - self._fixed_bytes(policy)
+        ram = device + self.limits["cpu"] if shapes.cuda else device
+        if device < 0 or kv + (W if shapes.dummy else 0) > ram + self.limits["disk"]:
+            return float("inf")
+        weights = Away(cpu=max(0, W - device)) if shapes.cuda else Away()
+        read = max(0, W + kv - ram) * min(1.0, shapes.stored_itemsize / shapes.compute_itemsize)
+        head = sum(cost.head_compute(b) for b, _ in batches)
+        phases = [(1, L * cost.prefill_compute(policy, batches) + head)]
+        groups = cost.slot_groups(length)
+        for slots, count in groups:
+            compute = min(
+                cost.decode_compute(replace(policy, cpu_cache_compute=cpu), batches, slots, Away(all_, 0), L)
+                for cpu, all_ in ((False, 0), (policy.cpu_cache_compute, L * B))
+            )
+            phases.append((count, compute + head))
+        seconds = 0.0
+        for n, (count, compute) in enumerate(phases):
+            flows = cost.prefill_flows(compute, length, weights, Away(), Away())
+            step = max(cost.seconds(flows, policy.overlap).values())
+            if n:  # prefill writes what decode reads
+                used = min(1.0, groups[n - 1][0] / shapes.slots)
+                step = max(step, max(0, read - (1 - used) * kv) / self.profile.links["disk_to_cpu"].bytes_per_s)
+            seconds += count * step
+        return seconds / B
+
+    def _relaxed(self, policy: Policy, to_beat: float | None) -> dict[str, tuple[float, float, float]] | None:
+        """Fractions of each kind on each tier that minimise the seconds of a block, by linear programming; None if
+        nothing fits, or if a prompt takes no less than `to_beat` seconds."""
+        cost, shapes, L = self.cost, self.shapes, self.cost.num_decoder
+        batches = cost.batches(policy, 0)
+        sizes, length = [b for b, _ in batches], batches[0][1]
+        B = sum(sizes)
+        lp = pulp.LpProblem("policy", pulp.LpMinimize)
+        x = {kind: [pulp.LpVariable(f"{kind}_{t}", 0, 1) for t in TIERS] for kind in KINDS}
+        for kind in KINDS:
+            lp += pulp.lpSum(x[kind]) == 1
+            if not shapes.cuda:  # the cpu tier would be a second copy in the same RAM
+                lp += x[kind][1] == 0
+        weights = Away(*(cost.streamed_bytes * f for f in x["weights"][1:]))
+        cache = Away(*(L * B * f for f in x["cache"][1:]))
+        acts = Away(*(L * B * f for f in x["activations"][1:]))
+        head = sum(map(cost.head_compute, sizes))
+
+        seconds = []
+        compute = L * cost.prefill_compute(policy, batches) + head
+        flows = [(1, cost.prefill_flows(compute, length, weights, cache, acts))]
+        for slots, count in cost.slot_groups(length):
+            compute = cost.decode_compute(policy, batches, slots, cache, L) + head
+            flows.append((count, cost.decode_flows(policy, compute, slots, weights, cache, acts)))
+        for n, (count, flow) in enumerate(flows):
+            t = pulp.LpVariable(f"seconds_{n}", 0)
+            for value in cost.seconds(flow, policy.overlap).values():
+                lp += t >= value
+            seconds.append(count * t)
+        lp += pulp.lpSum(seconds)
+        if self.max_latency is not None:
+            lp += pulp.lpSum(seconds) <= self.max_latency
+        if to_beat is not None:
+            lp += pulp.lpSum(seconds) <= to_beat * B
+        for needed, limit in self._memory(policy, sizes, x):
+            # in GiB: solvers dislike numbers that are far apart
+            lp += needed * 2.0**-30 <= limit * 2.0**-30
+        lp.solve(_solver())
+        if lp.status != pulp.LpStatusOptimal:
+            return None
+        return {kind: tuple(min(1.0, max(0.0, v.value() or 0.0)) for v in x[kind]) for kind in KINDS}
+
+    def _memory(self, policy: Policy, sizes: list[int], x: dict) -> list:
+        """(bytes needed, limit) per tier; at most what the plan says of any placement with these fractions."""
+        shapes, L = self.shapes, self.cost.num_decoder
+        B, rings = sum(sizes), 2 if policy.overlap else 1
+        W = self.cost.streamed_bytes
+        piece = shapes.slots * shapes.row_bytes + shapes.meta_bytes
+        log = shapes.log_rows * shapes.row_bytes
+        A = B * self.workload.longest * self.cost.hidden_bytes
+        (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = (x[kind] for kind in KINDS)
+        fixed = self._fixed_bytes(policy)
+        gpu = fixed + wg * W + rings * (wc + wd) * (W / (L + 2)) + ag * A
+        gpu += cg * (L * B * piece) + rings * (cc + cd) * (sizes[0] * piece)
+        cpu = wc * W + cc * (L * B * piece) + cd * (L * B * shapes.meta_bytes) + ac * A
+        disk = cd * (L * B * (shapes.slots * shapes.row_bytes + log)) + ad * A
+        if shapes.dummy:
+            disk += wd * W
+        if shapes.cuda:
+            cpu += self.baseline + rings * wd * (W / (L + 2)) + cd * (2 * sizes[-1] * shapes.slots * shapes.row_bytes)
+        needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
+        return [(needed[tier], limit) for tier, limit in self.limits.items()]
+
+    def _fixed_bytes(self, policy: Policy) -> int:
+        """What the device holds wherever weights and cache lie."""
+        batch = batch_sizes(self.num_prompts, policy)[0]
+        nbytes = self.workspace + workspace_bytes(policy, self.shapes, self.workload.longest, batch)
+        return nbytes if self.shapes.cuda else nbytes + self.baseline
+
+    # from fractions to a policy
+
+    def _rounded(self, policy: Policy, fractions: dict[str, tuple[float, float, float]]) -> Candidate:
+        """Whole percentages near the fractions, moved towards the slower tiers until they fit."""
+        percent = []
+        for kind in KINDS:
+            gpu, cpu, disk = (round(100 * f, 6) for f in fractions[kind])
+            gpu = int(gpu)
+            percent += [gpu, max(0, min(100 - gpu, ceil(100 - gpu - disk)))]
+        found = self.candidate(replace(policy, percent=tuple(percent)))
+        for step in (1, 1, 2, 4, 8, 16, 32, 50, 100, 100, 100):
+            short = found.plan.shortfall()
+            if short is None:
+                break
+            tiers = ("gpu", "cpu") if short[0] == "ram" else (short[0],)
+            moves = [m for m in self._moves(found.policy, step) if m[1] in tiers and m[2] > m[1]]
+            if not moves:
+                break
+            found = min((self.candidate(m[0]) for m in moves), key=self._score)
+        return found
+
+    def _moves(self, policy: Policy, step: int) -> list[tuple[Policy, str, str]]:
+        """Policies with `step` percent of one kind moved from a tier to another."""
+        moves = []
+        tiers = TIERS if self.shapes.cuda else ("gpu", "disk")
+        for n in range(3):
+            gpu, cpu = policy.percent[2 * n : 2 * n + 2]
+            share = {"gpu": gpu, "cpu": cpu, "disk": 100 - gpu - cpu}
+            for a in tiers:
+                for b in tiers:
+                    amount = min(step, share[a])
+                    if a == b or amount <= 0:
+                        continue
+                    new = {**share, a: share[a] - amount}
+                    new[b] += amount
+                    percent = (*policy.percent[: 2 * n], new["gpu"], new["cpu"], *policy.percent[2 * n + 2 :])
+                    moves.append((replace(policy, percent=percent), a, b))
+        return moves
+
+    def _improved(self, best: Candidate) -> Candidate:
+        """Small moves that make it better, until there are none: rounding may have lost something."""
+        for step in (16, 4, 1):
+            for _ in range(8):
+                found = min((self.candidate(m[0]) for m in self._moves(best.policy, step)), key=self._score)
+                if self._score(found) >= (0.0, self._score(best)[1] * (1 - 1e-6)):
+                    break
+                best = found
+        return best
+
+    def _explain(self, pairs: list[Policy]) -> None:
+        """Nothing fits: raise what says why of the policy that comes nearest."""
+        smallest = min(pairs, key=lambda p: (p.block_size, p.num_gpu_batches))
+        homes = [(0, 0), (0, 100), (100, 0)] if self.shapes.cuda else [(0, 0), (100, 0)]
+        tried = [self.candidate(replace(smallest, percent=(*w, *c, *a))) for w in homes for c in homes for a in homes]
+        nearest = min(tried, key=lambda c: c.plan.missing())
+        try:
+            nearest.plan.check()
+        except PlanError as e:
+            policy = nearest.policy
+            raise PlanError(
+                f"no policy fits this job, not even {policy.gpu_batch_size} x {policy.num_gpu_batches} sequences: {e}"
+            ) from None
+        fastest = min(
+            (c for c in self._seen.values() if c.plan.missing() == 0), key=lambda c: c.prediction.block_seconds
+        )
+        raise UserError(
+            f"no policy finishes a block within {self.max_latency:g} s: the fastest found takes "
+            f"{fastest.prediction.block_seconds:.1f} s; raise --max-latency or shorten the output"
+        )
+
+
+def _solver():
+    return pulp.PULP_CBC_CMD(msg=False)
