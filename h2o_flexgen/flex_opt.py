@@ -15,6 +15,7 @@ from pathlib import Path
 
 from h2o_flexgen.errors import Interrupted, UserError
 from h2o_flexgen.policy import GIB, KVBudget, Policy, gib
+from h2o_flexgen.search.budget import MIN_HH_RATIO, budget_choices, describe_curve, largest_free
 
 #: modules of the standard library whose source text makes the built-in prompts
 _PROMPT_MODULES = (
@@ -44,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("prompts and outputs").add_argument
     add("--input-file", help='JSON lines, each {"prompt": "text"} or {"prompt_token_ids": [..]}')
     add("--output-file", help="JSON lines in input order")
-    add("--num-prompts", type=int, help="how many built-in prompts (default: one block)")
+    add("--num-prompts", type=int, help="how many built-in prompts (default: one block, or 4 if that is searched)")
     add("--prompt-len", type=int, help="tokens of a built-in prompt (default: 512)")
     add("--gen-len", type=int, default=32, help="output tokens per prompt")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
@@ -55,14 +56,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--report", help="write the measurements to this file as JSON")
     add("--verbose", action="store_true", help="print the policy and the memory plan before the run")
 
-    add = parser.add_argument_group("KV budget (H2O); without these the cache is full").add_argument
-    add("--hh-ratio", type=float, help="heavy hitters as a fraction of the longest prompt (default: 0)")
-    add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
-    add("--hh-size", type=int, help="heavy hitters in slots")
-    add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
-
+    add_budget_options(parser)
     add = parser.add_argument_group("placement").add_argument
-    add("--policy", help="a policy as JSON, or auto (default): on the compute device what fits, the rest spills")
+    add("--policy", help="a policy as JSON, or auto (default): what the search finds fastest on this machine")
+    add("--hardware", help="for auto: a profile by python -m h2o_flexgen.hardware (default: measured once)")
+    add("--max-latency", type=float, metavar="SECONDS", help="for auto: the most that a block may take")
     add(
         "--percent",
         nargs=6,
@@ -70,10 +68,15 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="P",
         help="weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk",
     )
-    add("--gpu-batch-size", type=int, help="sequences per batch (default: 4, or up to 32 from --input-file)")
-    add("--num-gpu-batches", type=int, help="batches per block (default: 1)")
+    add("--gpu-batch-size", type=int, help="sequences per batch (default: searched; with --percent up to 32)")
+    add("--num-gpu-batches", type=int, help="batches per block (default: searched; with --percent 1)")
     add("--overlap", action=argparse.BooleanOptionalAction, default=None, help="move data while computing")
-    add("--cpu-cache-compute", action="store_true", default=None, help="attention on the CPU for caches there")
+    add(
+        "--cpu-cache-compute",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="attention on the CPU for caches there (default: searched; with --percent off)",
+    )
     for what in ("weight", "cache"):
         add(f"--compress-{what}", action="store_true", help="not built yet: ends with an error")
     add("--gpu-mem", type=float, metavar="GIB", help="use at most this much of the compute device's memory")
@@ -83,17 +86,36 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_budget_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `make_budget` reads."""
+
+    def ratio(text: str) -> float | str:
+        return text if text == "auto" else float(text)
+
+    add = parser.add_argument_group("KV budget (H2O); without these the cache is full").add_argument
+    add(
+        "--hh-ratio",
+        type=ratio,
+        help="heavy hitters as a fraction of the longest prompt (default: 0); auto: as many as cost no throughput",
+    )
+    add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
+    add("--hh-size", type=int, help="heavy hitters in slots")
+    add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
+    add("--min-hh-ratio", type=float, default=MIN_HH_RATIO, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
+
+
 def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | str:
     """The policy that the options spell out, or "auto"."""
     if args.policy not in (None, "auto"):
-        for option in ("percent", "gpu_batch_size", "num_gpu_batches", "overlap", "cpu_cache_compute"):
+        for option in ("percent", "gpu_batch_size", "num_gpu_batches", "overlap", "cpu_cache_compute", "max_latency"):
             if getattr(args, option) is not None:
                 raise UserError(f"--{option.replace('_', '-')} contradicts --policy {args.policy}: give one of the two")
         return Policy.from_file(args.policy)
     if args.percent is None:
         return "auto"
-    if args.policy == "auto":
-        raise UserError("--percent contradicts --policy auto: give one of the two")
+    for option in ("policy", "max_latency"):
+        if getattr(args, option) is not None:
+            raise UserError(f"--percent contradicts --{option.replace('_', '-')}: give one of the two")
     return Policy(
         gpu_batch_size=args.gpu_batch_size if args.gpu_batch_size is not None else min(32, num_prompts or 4),
         num_gpu_batches=args.num_gpu_batches if args.num_gpu_batches is not None else 1,
@@ -103,8 +125,14 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | s
     )
 
 
-def make_budget(args: argparse.Namespace) -> KVBudget | None:
+def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
+    """The KV budget, "auto", or None for a full cache."""
     given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
+    if args.hh_ratio == "auto":
+        if any(value is not None for value in given[1:]):
+            raise UserError("--hh-ratio auto sizes the whole KV budget: leave --recent-ratio and the sizes out")
+        budget_choices(args.min_hh_ratio)
+        return "auto"
     return None if all(value is None for value in given) else KVBudget(*given)
 
 
@@ -262,15 +290,20 @@ def describe(report: dict) -> str:
         f"model      {report['model']}, {report['dtype']} on {report['device']}",
         f"workload   {w['num_prompts']} prompts of up to {w['prompt_len']} tokens, {w['gen_len']} tokens each",
         f"policy     {policy['gpu_batch_size']} x {policy['num_gpu_batches']}, percent {percent}, "
-        f"overlap {'on' if policy['overlap'] else 'off'}",
+        f"overlap {'on' if policy['overlap'] else 'off'}"
+        + (", attention on the CPU" if policy["cpu_cache_compute"] else ""),
         f"KV cache   {cache}",
     ]
+    predicted = report["predicted"]
     for phase in ("prefill", "decode"):
         part = report[phase]
-        lines.append(f"{phase:<11}{part['seconds']:.2f} s, {part['tokens_per_s']:.1f} tokens/s")
+        beside = f" (predicted {predicted[phase + '_seconds']:.2f} s)" if predicted else ""
+        lines.append(f"{phase:<11}{part['seconds']:.2f} s, {part['tokens_per_s']:.1f} tokens/s{beside}")
     total = report["total"]
+    beside = f" (predicted {predicted['tokens_per_s']:.2f}, bound by {predicted['bound_by']})" if predicted else ""
     lines.append(
-        f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, {total['tokens_per_s']:.2f} tokens/s"
+        f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, "
+        f"{total['tokens_per_s']:.2f} tokens/s{beside}"
     )
     for tier in ("gpu", "cpu", "disk"):
         peak, planned = report["peak_memory_bytes"][tier], report["planned_memory_bytes"][tier]
@@ -305,10 +338,11 @@ def run(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
-    for name in ("gpu_mem", "cpu_mem", "disk_mem"):
+    for name in ("gpu_mem", "cpu_mem", "disk_mem", "max_latency"):
         value = getattr(args, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0 GiB, not {value:g}")
+            unit = "s" if name == "max_latency" else "GiB"
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0 {unit}, not {value:g}")
     for name in ("num_prompts", "prompt_len"):
         if args.input_file is not None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is for built-in prompts; --input-file brings its own")
@@ -328,11 +362,11 @@ def run(args: argparse.Namespace) -> None:
         return None if gibibytes is None else int(gibibytes * GIB)
 
     def on_plan(policy: Policy, plan) -> None:
+        if llm.curve:
+            print(describe_curve(llm.curve, largest_free(llm.curve)), file=sys.stderr)
         if args.verbose:
             print(f"policy: {policy.to_json()}\n{plan.describe()}", file=sys.stderr)
 
-    if policy == "auto" and args.gpu_batch_size is None and rows is None:
-        args.gpu_batch_size = min(4, args.num_prompts or 4)
     with LLM(
         args.model,
         policy,
@@ -347,11 +381,15 @@ def run(args: argparse.Namespace) -> None:
         gpu_batch_size=args.gpu_batch_size,
         num_gpu_batches=args.num_gpu_batches,
         overlap=args.overlap is not False,
-        cpu_cache_compute=bool(args.cpu_cache_compute),
+        cpu_cache_compute=args.cpu_cache_compute,
+        hardware=args.hardware,
+        max_latency=args.max_latency,
+        min_hh_ratio=args.min_hh_ratio,
         on_plan=on_plan,
     ) as llm:
         if rows is None:
-            block = policy.block_size if policy != "auto" else args.gpu_batch_size * (args.num_gpu_batches or 1)
+            block = (args.gpu_batch_size or 4) * (args.num_gpu_batches or 1)
+            block = block if policy == "auto" else policy.block_size
             length = args.prompt_len or min(512, max(1, llm.config.max_position_embeddings - args.gen_len))
             llm.check_length(length, args.gen_len)
             rows = builtin_prompts(llm, args.num_prompts or block, length)

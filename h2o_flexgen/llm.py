@@ -13,6 +13,7 @@ from tqdm import tqdm
 from h2o_flexgen.engine.engine import Engine, Sequence, make_batches
 from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.hardware import load_or_measure
 from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
@@ -25,10 +26,14 @@ from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root, sweep
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_memory
-from h2o_flexgen.policy import KVBudget, Plan, Policy
+from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy
+from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, budget_choices, largest_free
+from h2o_flexgen.search.cost import CostModel, Prediction
+from h2o_flexgen.search.profile import Profile
+from h2o_flexgen.search.search import Search
 
-#: of what a tier has, this much may be planned for
-MARGIN = 0.95
+#: sequences computed at once where everything lies on the device: more make products no faster, and buffers larger
+RESIDENT_BATCH = 64
 DUMMY = "_DUMMY_"
 
 
@@ -63,15 +68,19 @@ class LLM:
 
     Args:
         model: folder, Hugging Face name, or None for the demo model.
-        policy: a Policy, the path of one as JSON, or "auto": everything on the compute device if it fits, else
-            weights and then cache spill to the next tiers.
-        kv_budget: slots for heavy hitters and recent tokens; None keeps the full cache.
+        policy: a Policy, the path of one as JSON, or "auto": everything on the compute device if the whole job fits,
+            else the policy that the search finds fastest on this machine, which is measured once (under a minute).
+        kv_budget: slots for heavy hitters and recent tokens; None keeps the full cache; "auto" takes the largest
+            budget that costs no throughput (see `search.budget`).
         device: "auto", "cpu", "cuda", "cuda:N".
         dtype: "auto" (fp16 on CUDA; on the CPU bf16 where it is native, else fp32), or a float type's name.
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
         offload_dir: where cache, activations and random weights on disk go, in a private folder of its own.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: what there is).
-        gpu_batch_size, num_gpu_batches: batch sizes for policy "auto".
+        gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
+        hardware: a profile as `python -m h2o_flexgen.hardware` writes it, instead of measuring.
+        max_latency: the most seconds that a block may take, for policy "auto".
+        min_hh_ratio: the floor of kv_budget "auto".
         progress: show bars on stderr.
         on_plan: called with the policy and the memory plan of a job before anything is allocated.
 
@@ -83,7 +92,7 @@ class LLM:
         self,
         model: str | None = None,
         policy: Policy | str = "auto",
-        kv_budget: KVBudget | None = None,
+        kv_budget: KVBudget | str | None = None,
         device: str = "auto",
         dtype: str = "auto",
         *,
@@ -95,7 +104,10 @@ class LLM:
         gpu_batch_size: int | None = None,
         num_gpu_batches: int | None = None,
         overlap: bool = True,
-        cpu_cache_compute: bool = False,
+        cpu_cache_compute: bool | None = None,
+        hardware: str | Path | Profile | None = None,
+        max_latency: float | None = None,
+        min_hh_ratio: float = MIN_HH_RATIO,
         progress: bool = True,
         on_plan: Callable[[Policy, Plan], None] | None = None,
     ):
@@ -106,9 +118,16 @@ class LLM:
         self.policy = Policy.from_file(policy) if isinstance(policy, (str, Path)) and policy != "auto" else policy
         if not isinstance(self.policy, Policy) and self.policy != "auto":
             raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
-        if kv_budget is not None and not isinstance(kv_budget, KVBudget):
-            raise UserError(f"kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), not {kv_budget!r}")
+        if kv_budget not in (None, "auto") and not isinstance(kv_budget, KVBudget):
+            raise UserError(
+                f'kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), or "auto", not {kv_budget!r}'
+            )
         self._auto = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute)
+        self.profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
+        if max_latency is not None and not max_latency > 0:
+            raise UserError(f"max_latency must be more than 0 s, not {max_latency}")
+        self.max_latency, self.min_hh_ratio = max_latency, min_hh_ratio
+        self.curve: list[BudgetPoint] = []
         self._caps = {"gpu": gpu_mem, "cpu": cpu_mem, "disk": disk_mem}
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
         sweep(self.offload_root)  # before free space is counted
@@ -271,10 +290,9 @@ class LLM:
         # longest first: what does not fit shows at once, and neighbours are alike in length
         sequences.sort(key=lambda s: -len(s.prompt))
         workload = Workload(tuple(len(s.prompt) for s in sequences), params.max_tokens)
-        rule = self._rule(workload)
         self.device.reset_peaks()
         self.device.reset_stalls()
-        policy, placement, plan = self.choose_policy(workload, rule)
+        rule, policy, placement, plan = self.choose(workload)
         self.plan = plan
         if self.on_plan is not None:
             self.on_plan(policy, plan)
@@ -319,7 +337,7 @@ class LLM:
                     engine.explain_broken(whole_job=len(blocks) == 1)
                 emit(current)
                 bar.update(sum(params.max_tokens - len(s.tokens) for s in current))  # stopped early
-            self.report = self._report(policy, rule, workload, params, sequences, engine)
+            self.report = self._report(policy, placement, rule, workload, params, sequences, engine)
         except BaseException as e:
             for s in current:
                 s.finish_reason = s.finish_reason or "abort"
@@ -357,11 +375,11 @@ class LLM:
 
     # policy and plan
 
-    def _rule(self, workload: Workload) -> CacheRule:
-        if self.kv_budget is None:
+    def _rule(self, workload: Workload, budget: KVBudget | None) -> CacheRule:
+        if budget is None:
             return FullCache()
         most = self.config.max_position_embeddings
-        return HeavyHitterCache(*(min(slots, most) for slots in self.kv_budget.slots(workload.longest)))
+        return HeavyHitterCache(*(min(slots, most) for slots in budget.slots(workload.longest)))
 
     def _count_shapes(self, workload: Workload, rule: CacheRule) -> Shapes:
         return Shapes.of(
@@ -403,23 +421,64 @@ class LLM:
         plan.limits = limits or self.limits()
         return placement, plan
 
-    def choose_policy(self, workload: Workload, rule: CacheRule) -> tuple[Policy, Placement, Plan]:
-        """The given policy; or the first, from all on the compute device to all on disk, that fits."""
-        if isinstance(self.policy, Policy):
-            return self.policy, *self.plan_for(self.policy, workload, rule)
-        batch_size, num_batches, overlap, cpu_compute = self._auto
-        if batch_size is None:
-            batch_size = min(32, len(workload.prompt_lens))
+    def choose(self, workload: Workload) -> tuple[CacheRule, Policy, Placement, Plan]:
+        """What a job will run with: its cache rule and policy, searched for where they are "auto"."""
         limits = self.limits()
-        for percent in spill_order(self.device.is_cuda):
-            policy = Policy(batch_size, num_batches or 1, percent, overlap, cpu_compute)
-            placement, plan = self.plan_for(policy, workload, rule, limits)
-            try:
-                plan.check()
-            except PlanError:
-                continue
-            break
+        if self.kv_budget == "auto":
+            budgets = {ratio: self._rule(workload, budget) for ratio, budget in budget_choices(self.min_hh_ratio)}
+            found = {}
+            for ratio, rule in budgets.items():
+                try:
+                    found[ratio] = self.choose_policy(workload, rule, limits)
+                except PlanError as e:
+                    error = e
+            if not found:
+                raise error
+            self.measured()
+            self.curve = [
+                BudgetPoint.of(ratio, self._count_shapes(workload, budgets[ratio]), policy, prediction)
+                for ratio, (policy, placement, _) in found.items()
+                if (prediction := self.predict(policy, placement, workload, budgets[ratio]))
+            ]
+            ratio = largest_free(self.curve).ratio
+            return budgets[ratio], *found[ratio]
+        rule = self._rule(workload, self.kv_budget)
+        return rule, *self.choose_policy(workload, rule, limits)
+
+    def choose_policy(self, workload: Workload, rule: CacheRule, limits=None) -> tuple[Policy, Placement, Plan]:
+        """The given policy; or everything on the compute device, if there is room for the whole job or no measurement
+        could matter; or what the search finds fastest."""
+        limits = limits or self.limits()
+        if isinstance(self.policy, Policy):
+            return self.policy, *self.plan_for(self.policy, workload, rule, limits)
+        batch_size, num_batches, overlap, cpu_compute = self._auto
+        N = len(workload.prompt_lens)
+        size = batch_size or min(RESIDENT_BATCH, N)
+        policy = Policy(size, num_batches or -(-N // size), overlap=overlap, cpu_cache_compute=bool(cpu_compute))
+        placement, plan = self.plan_for(policy, workload, rule, limits)
+        if plan.shortfall() is not None or self.max_latency is not None:
+            search = self.search(workload, rule, limits)
+            found = search.best(batch_size, num_batches, cpu_compute, overlap)
+            policy, placement, plan = found.policy, found.placement, found.plan
         return policy, placement, plan
+
+    def search(self, workload: Workload, rule: CacheRule, limits: dict[str, int]) -> Search:
+        """The policy search for a job on this machine, which is measured if it has not been."""
+        shapes = self._count_shapes(workload, rule)
+        workspace = self.device.workspace_bytes
+        return Search(self.measured(), shapes, workload, limits, self._baseline, workspace, self.max_latency)
+
+    def measured(self) -> Profile:
+        """The profile of this machine; measured now if it never was."""
+        if self.profile is None:
+            self.profile = load_or_measure(self.device, self.dtype, self.offload_root, self.progress)
+        return self.profile
+
+    def predict(self, policy: Policy, placement: Placement, workload: Workload, rule: CacheRule) -> Prediction | None:
+        """The times of a job, if this machine has been measured."""
+        if self.profile is None:
+            return None
+        return CostModel(self.profile, self._count_shapes(workload, rule), workload).predict(policy, placement)
 
     # stores
 
@@ -505,7 +564,7 @@ class LLM:
                 moved["gpu_to_cpu"] += store.gpu_to_cpu_bytes
         return moved
 
-    def _report(self, policy, rule, workload, params, sequences, engine: Engine) -> dict:
+    def _report(self, policy, placement, rule, workload, params, sequences, engine: Engine) -> dict:
         generated = sum(len(s.tokens) for s in sequences)
         first = sum(1 for s in sequences if s.tokens)
         prefill, decode = engine.seconds["prefill"], engine.seconds["decode"]
@@ -520,6 +579,7 @@ class LLM:
             if self.device.is_cuda
             else {"gpu": max(0, ram - cpu_pool), "cpu": cpu_pool, "disk": disk}
         )
+        prediction = self.predict(policy, placement, workload, rule)
         return {
             "model": self.model_name,
             "device": str(self.device),
@@ -542,21 +602,8 @@ class LLM:
             "planned_memory_bytes": {tier: self.plan.needed(tier) for tier in ("gpu", "cpu", "disk")},
             "bytes_moved": {key: moved[key] - self._before[key] for key in moved},
             "stall_seconds": {kind: stalls.get(kind, 0.0) for kind in ("weights", "cache")},
+            "predicted": None if prediction is None else prediction.of_job(),
         }
-
-
-def spill_order(cuda: bool):
-    """Percentages from everything on the compute device to everything away, weights spilling first.
-
-    Without CUDA the cpu tier is the same RAM, so that what does not fit goes to disk at once.
-    """
-    caches = [(100, 0, 100, 0), (50, 50, 100, 0), (0, 100, 0, 100), (0, 50, 0, 100), (0, 0, 0, 100), (0, 0, 0, 0)]
-    if not cuda:
-        caches = [(100, 0, 100, 0), (50, 0, 100, 0), (0, 0, 100, 0), (0, 0, 0, 0)]
-    for cache in caches:
-        for gpu in range(100, -1, -5):
-            for cpu in sorted({100 - gpu, (100 - gpu) // 2, 0}, reverse=True) if cuda else (0,):
-                yield (gpu, cpu, *cache)
 
 
 def _check_activation(config: OPTConfig) -> None:

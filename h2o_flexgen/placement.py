@@ -1,4 +1,4 @@
-"""Which tier every piece lives on. Pure Python.
+"""Which tier every piece lives on, from sizes alone.
 
 Pieces are whole: a percentage is met by spreading them, with what one layer could not meet carried over to the
 next (error diffusion), so that every layer costs the same I/O.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
+
+import numpy as np
 
 from h2o_flexgen.policy import TIERS
 
@@ -38,14 +40,21 @@ class Diffusion:
 
 @lru_cache(maxsize=4096)
 def _nearest(sizes: tuple[float, ...], due: tuple[float, ...]) -> tuple[int, ...]:
-    def error(assignment: tuple[int, ...]) -> float:
+    """The tier of each piece so that the tiers get what is nearest to `due`."""
+    assignments, got = _assignments(sizes)
+    return assignments[int(((got - due) ** 2).sum(1).argmin())]
+
+
+@lru_cache(maxsize=64)
+def _assignments(sizes: tuple[float, ...]) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """Ways to put the pieces on tiers, and what each tier gets (n, 3); one way of those that give the same."""
+    ways = {}
+    for assignment in product(range(3), repeat=len(sizes)):
         got = [0.0, 0.0, 0.0]
         for size, tier in zip(sizes, assignment):
             got[tier] += size
-        # a tier that gets nothing over the whole model gets nothing in a layer either
-        return sum((d - g) ** 2 for d, g in zip(due, got))
-
-    return min(product(range(3), repeat=len(sizes)), key=error)
+        ways.setdefault(tuple(got), assignment)
+    return list(ways.values()), np.array(list(ways)).reshape(-1, 3)
 
 
 def spread(keys: Iterable, fractions: tuple[float, float, float]) -> dict:

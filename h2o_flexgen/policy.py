@@ -10,6 +10,8 @@ from h2o_flexgen.errors import PlanError, UserError
 
 TIERS = ("gpu", "cpu", "disk")
 GIB = 1 << 30
+#: of what a tier has, this much may be planned for
+MARGIN = 0.95
 
 
 def gib(nbytes: float) -> str:

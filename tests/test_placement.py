@@ -39,7 +39,7 @@ def opt_shaped(num_layers, width, ends):
 
 @given(n=st.integers(1, 60), fractions=fractions())
 def test_equal_pieces_are_within_one_piece_of_their_share_at_every_point(n, fractions):
-    homes = list(spread(range(n), 5, fractions).values())
+    homes = list(spread(range(n), fractions).values())
     for end in range(1, n + 1):
         count = Counter(homes[:end])
         for tier, fraction in zip(TIERS, fractions):
@@ -63,7 +63,7 @@ def test_all_and_nothing_are_exact(num_layers, ends, tier):
     layers = opt_shaped(num_layers, 10, ends)
     one = tuple(float(t == tier) for t in range(3))
     assert set(place_weights(layers, one).values()) == {TIERS[tier]}
-    assert set(spread(range(num_layers), 1, one).values()) == {TIERS[tier]}
+    assert set(spread(range(num_layers), one).values()) == {TIERS[tier]}
 
 
 @given(num_layers=st.integers(1, 40), width=st.integers(1, 50), ends=st.integers(1, 2000), fractions=fractions())
@@ -71,7 +71,7 @@ def test_a_tier_of_zero_percent_gets_nothing(num_layers, width, ends, fractions)
     layers = opt_shaped(num_layers, width, ends)
     for found in (
         set(place_weights(layers, fractions).values()),
-        set(spread(range(num_layers), 1, fractions).values()),
+        set(spread(range(num_layers), fractions).values()),
     ):
         for tier, fraction in zip(TIERS, fractions):
             assert fraction > 0 or tier not in found

@@ -96,6 +96,15 @@ class Prediction:
         """Of the whole job."""
         return self.num_prompts * self.gen_len / self.job_seconds
 
+    def of_job(self) -> dict[str, float | str]:
+        """For a report, as plain data."""
+        return {
+            "prefill_seconds": self.job_prefill_seconds,
+            "decode_seconds": self.job_decode_seconds,
+            "tokens_per_s": self.tokens_per_s,
+            "bound_by": self.bound_by,
+        }
+
     @property
     def bound_by(self) -> str:
         """The resource that is busy longest."""

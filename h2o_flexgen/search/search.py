@@ -42,6 +42,7 @@ class Search:
         shapes, workload, limits: as for the memory plan; `limits` may hold "ram" for gpu and cpu together.
         baseline: bytes of RAM the process holds; workspace: bytes of the device its libraries hold.
         max_latency: the most seconds a block may take.
+        one_block: throughput is that of a full block, not of a job with so many prompts.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Search:
         baseline: int = 0,
         workspace: int = 0,
         max_latency: float | None = None,
+        one_block: bool = False,
     ):
         self.profile, self.shapes, self.limits = profile, shapes, limits
         # the plan must hold for the longest prompts; the search takes all to be as long
         self.workload = Workload((workload.longest,) * len(workload.prompt_lens), workload.gen_len)
         self.cost = CostModel(profile, shapes, self.workload)
-        self.baseline, self.workspace, self.max_latency = baseline, workspace, max_latency
+        self.baseline, self.workspace = baseline, workspace
+        self.max_latency, self.one_block = max_latency, one_block
         self._weights: dict[tuple, dict[str, str]] = {}
         self._seen: dict[Policy, Candidate] = {}
 
@@ -89,7 +92,9 @@ class Search:
         return missing
 
     def _score(self, c: Candidate) -> tuple[float, float]:
-        return self._missing(c), c.prediction.job_seconds / self.num_prompts
+        p = c.prediction
+        seconds = p.block_seconds / p.block_size if self.one_block else p.job_seconds / self.num_prompts
+        return self._missing(c), seconds
 
     # the search
 
@@ -141,9 +146,10 @@ class Search:
             if num_batches:
                 yield b, num_batches
                 continue
-            # blocks that share the prompts evenly waste nothing on the last one
-            even = {ceil(most / blocks) for blocks in range(1, most + 1)}
-            for k in sorted(even & set(range(1, 9)) | {k for k in NUM_BATCHES if k < most} | {most} & set(range(65))):
+            choices = {k for k in NUM_BATCHES if k <= most}
+            if not self.one_block:  # blocks that share the prompts evenly waste nothing on the last one
+                choices |= {k for n in range(1, 9) if (k := ceil(most / n)) <= NUM_BATCHES[-1]}
+            for k in sorted(choices):
                 yield b, k
 
     # bounds

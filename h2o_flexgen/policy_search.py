@@ -1,0 +1,309 @@
+"""Command line: find the policy with the highest predicted throughput, or predict a given one. Runs no model.
+
+python -m h2o_flexgen.policy_search --model facebook/opt-30b --prompt-len 512 --gen-len 32 --hh-ratio 0.2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.flex_opt import _Parser, add_budget_options, make_budget
+from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.plan import Shapes, Workload
+from h2o_flexgen.policy import GIB, MARGIN, TIERS, KVBudget, Policy, gib
+from h2o_flexgen.search.budget import BudgetPoint, budget_choices, describe_curve, largest_free, plot_curve
+from h2o_flexgen.search.profile import Profile
+from h2o_flexgen.search.search import Candidate, Search
+
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m h2o_flexgen.policy_search",
+        description="Find the policy with the highest predicted throughput for a model, a job and a machine.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("job").add_argument
+    add("--model", required=True, help="a facebook/opt name, or a folder with a config.json")
+    add("--prompt-len", type=int, default=512, help="tokens of the longest prompt")
+    add("--gen-len", type=int, default=32, help="output tokens per prompt")
+    add("--num-prompts", type=int, help="prompts of the job (default: as many as the largest block takes)")
+    add_budget_options(parser)
+    add = parser.add_argument_group("machine").add_argument
+    add("--hardware", help="a profile by python -m h2o_flexgen.hardware (default: this machine, measured once)")
+    add("--gpu-mem", type=float, metavar="GIB", help="use at most this much of the compute device's memory")
+    add("--cpu-mem", type=float, metavar="GIB", help="use at most this much RAM for the cpu tier")
+    add("--disk-mem", type=float, metavar="GIB", help="use at most this much disk")
+    add("--device", default="auto", help="of this machine: auto, cpu, cuda, cuda:N")
+    add("--dtype", default="auto", help="of this machine: auto, float16, bfloat16, float32")
+    add("--offload-dir", help="folder whose disk counts, of this machine")
+    add = parser.add_argument_group("policy; what is given is not searched").add_argument
+    add("--gpu-batch-size", type=int)
+    add("--num-gpu-batches", type=int)
+    add("--percent", nargs=6, type=float, metavar="P", help="with both batch sizes: only predict this policy")
+    add("--cpu-cache-compute", action=argparse.BooleanOptionalAction, default=None, help="attention on the CPU")
+    add("--overlap", action=argparse.BooleanOptionalAction, default=True, help="move data while computing")
+    add("--max-latency", type=float, metavar="SECONDS", help="the most that a block may take")
+    add = parser.add_argument_group("output").add_argument
+    add("-o", "--output", help="write the result to this file as JSON")
+    add("--json", action="store_true", help="print the result as JSON")
+    add("--plot", help="draw the curve of --hh-ratio auto to this PNG file")
+    return parser
+
+
+#: without --num-prompts the job is long enough for any block
+_MANY = 4096
+
+
+class Planner:
+    """The policy search for a model, a job and a profile, without the model's weights. They count as a checkpoint in
+    the type of the computation, whose space on disk is spent already; with `dummy` it is not."""
+
+    def __init__(
+        self,
+        config: OPTConfig,
+        workload: Workload,
+        profile: Profile,
+        limits: dict[str, int],
+        dummy: bool = False,
+        one_block: bool = False,
+    ):
+        from h2o_flexgen.models import opt
+
+        self.config, self.workload, self.profile, self.limits = config, workload, profile, limits
+        self.dummy, self.one_block = dummy, one_block
+        self.layers = opt.layers(config)
+
+    def rule(self, budget: KVBudget | None):
+        """The cache rule of a budget."""
+        from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
+
+        if budget is None:
+            return FullCache()
+        most = self.config.max_position_embeddings
+        return HeavyHitterCache(*(min(slots, most) for slots in budget.slots(self.workload.longest)))
+
+    def shapes(self, budget: KVBudget | None) -> Shapes:
+        size = _ITEMSIZE[self.profile.dtype]
+        return Shapes.of(
+            self.config,
+            self.layers,
+            self.rule(budget),
+            self.workload,
+            compute_itemsize=size,
+            stored_itemsize=size,
+            converts=False,
+            cuda=self.profile.device == "cuda",
+            dummy=self.dummy,
+        )
+
+    def search(self, budget: KVBudget | None, max_latency: float | None = None) -> Search:
+        return Search(
+            self.profile,
+            self.shapes(budget),
+            self.workload,
+            self.limits,
+            self.profile.baseline_bytes,
+            self.profile.workspace_bytes,
+            max_latency,
+            self.one_block,
+        )
+
+
+def profile_limits(profile: Profile, caps: dict[str, int | None]) -> dict[str, int]:
+    """What may be planned for on each tier of a profile's machine."""
+    limits = {tier: int(MARGIN * profile.memory[tier]) for tier in TIERS}
+    ram = limits["cpu"]
+    limits = {tier: min(limit, caps[tier]) if caps[tier] is not None else limit for tier, limit in limits.items()}
+    if profile.device != "cuda":
+        limits["ram"] = ram
+    return limits
+
+
+def result_of(found: Candidate, rule, command: str) -> dict:
+    """The result as plain data."""
+    p, plan = found.prediction, found.plan
+    return {
+        "policy": asdict(found.policy),
+        "kv_budget": {"heavy": rule.heavy, "recent": rule.recent} if rule.scored else None,
+        "predicted": {
+            "prefill_seconds": p.prefill_seconds,
+            "decode_seconds": p.decode_seconds,
+            "tokens_per_s": p.block_tokens_per_s,
+        },
+        "memory_bytes": {tier: {"needed": plan.needed(tier), "limit": plan.limits[tier]} for tier in TIERS},
+        "bound_by": p.bound_by,
+        "command": command,
+    }
+
+
+def describe(result: dict, found: Candidate, title: str) -> str:
+    """The result for people."""
+    policy, predicted, p = found.policy, result["predicted"], found.prediction
+    percent = " ".join(f"{x:g}" for x in policy.percent)
+    budget = result["kv_budget"]
+    cache = "full" if budget is None else f"{budget['heavy']} heavy + {budget['recent']} recent slots (H2O)"
+    lines = [
+        title,
+        f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {percent}"
+        + (", attention on the CPU" if policy.cpu_cache_compute else "")
+        + ("" if policy.overlap else ", no overlap"),
+        f"KV cache   {cache}",
+        f"prefill    {predicted['prefill_seconds']:.1f} s of a block",
+        f"decode     {predicted['decode_seconds']:.1f} s of a block",
+        f"predicted  {predicted['tokens_per_s']:.2f} tokens/s",
+        f"bound by   {result['bound_by']}",
+    ]
+    terms = p.terms["decode" if p.decode_seconds >= p.prefill_seconds else "prefill"]
+    busy = [f"{name} {seconds:.1f} s" for name, seconds in sorted(terms.items(), key=lambda x: -x[1])[:4] if seconds]
+    lines.append(f"busy       {', '.join(busy)}")
+    for tier, memory in result["memory_bytes"].items():
+        lines.append(f"{tier + ' memory':<11}{gib(memory['needed'])} of {gib(memory['limit'])}")
+    if found.plan.shared:
+        both = found.plan.needed("gpu") + found.plan.needed("cpu")
+        lines.append(f"RAM        {gib(both)} of {gib(found.plan.limits['ram'])}, gpu and cpu together")
+    return "\n".join([*lines, f"run it     {result['command']}"])
+
+
+def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: int) -> str:
+    """The flex_opt command that runs a policy."""
+    words = ["python", "-m", "h2o_flexgen.flex_opt", "--model", args.model]
+    words += ["--prompt-len", args.prompt_len, "--gen-len", args.gen_len, "--num-prompts", num_prompts]
+    if budget is not None:
+        for name in ("hh_ratio", "recent_ratio", "hh_size", "recent_size"):
+            if getattr(budget, name) is not None:
+                words += [f"--{name.replace('_', '-')}", f"{getattr(budget, name):g}"]
+    words += ["--gpu-batch-size", policy.gpu_batch_size, "--num-gpu-batches", policy.num_gpu_batches]
+    words += ["--percent", *(f"{x:g}" for x in policy.percent)]
+    words += ["--cpu-cache-compute"] * policy.cpu_cache_compute + ["--no-overlap"] * (not policy.overlap)
+    return shlex.join(map(str, words))
+
+
+def find(args: argparse.Namespace, planner: Planner) -> tuple[Candidate, KVBudget | None, list[BudgetPoint]]:
+    """The policy, its KV budget, and for --hh-ratio auto the curve."""
+    given = (args.gpu_batch_size, args.num_gpu_batches, args.cpu_cache_compute, args.overlap)
+    budget = make_budget(args)
+    if budget != "auto":
+        search = planner.search(budget, args.max_latency)
+        if args.percent is None:
+            return search.best(*given), budget, []
+        size, batches, cpu, overlap = given
+        found = search.candidate(Policy(size, batches, tuple(args.percent), overlap, bool(cpu)))
+        return found, budget, []
+    if args.percent is not None:
+        raise UserError("--percent and --hh-ratio auto contradict each other: give one of the two")
+    curve, candidates, error = [], {}, None
+    for ratio, choice in budget_choices(args.min_hh_ratio):
+        try:
+            found = planner.search(choice, args.max_latency).best(*given)
+        except PlanError as e:
+            error = e
+            continue
+        curve.append(BudgetPoint.of(ratio, planner.shapes(choice), found.policy, found.prediction))
+        candidates[ratio] = (found, choice)
+    if not curve:
+        raise error
+    found, choice = candidates[largest_free(curve).ratio]
+    return found, choice, curve
+
+
+def run(args: argparse.Namespace) -> None:
+    for name in ("prompt_len", "gen_len", "num_prompts", "gpu_batch_size", "num_gpu_batches"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+    for name in ("gpu_mem", "cpu_mem", "disk_mem", "max_latency"):
+        value = getattr(args, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0, not {value:g}")
+    if args.percent is not None and None in (args.gpu_batch_size, args.num_gpu_batches):
+        raise UserError("--percent needs --gpu-batch-size and --num-gpu-batches too")
+    if args.plot is not None and args.hh_ratio != "auto":
+        raise UserError("--plot draws the curve of --hh-ratio auto")
+    config = OPTConfig.named(args.model)
+    dummy = config is not None  # a name's weights may not be here: their space on disk counts
+    if config is None:
+        folder = Path(args.model)
+        if not folder.is_dir():
+            raise UserError(f"--model {args.model}: neither a facebook/opt size nor a folder")
+        config = OPTConfig.from_folder(folder)
+    if args.prompt_len + args.gen_len > config.max_position_embeddings:
+        raise UserError(
+            f"prompt of {args.prompt_len} tokens + output of {args.gen_len} is longer than the model's "
+            f"{config.max_position_embeddings} positions"
+        )
+    budget = make_budget(args)
+    profile = Profile.from_file(args.hardware) if args.hardware is not None else this_machine(args)
+    caps = {tier: None if (x := getattr(args, f"{tier}_mem")) is None else int(x * GIB) for tier in TIERS}
+    many = args.num_prompts or _MANY
+    if args.num_prompts is None and None not in (args.gpu_batch_size, args.num_gpu_batches):
+        many = args.gpu_batch_size * args.num_gpu_batches
+    workload = Workload((args.prompt_len,) * many, args.gen_len)
+    planner = Planner(config, workload, profile, profile_limits(profile, caps), dummy, args.num_prompts is None)
+    found, budget, curve = find(args, planner)
+    num_prompts = args.num_prompts or found.policy.block_size
+    result = result_of(found, planner.rule(budget), command_for(args, found.policy, budget, num_prompts))
+    if curve:
+        result["curve"] = [asdict(point) for point in curve]
+    if args.output is not None:
+        try:
+            Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+        except OSError as e:
+            raise UserError(f"cannot write {args.output}: {e.strerror}") from None
+    if args.plot is not None:
+        plot_curve(curve, largest_free(curve), args.plot)
+    if args.json:
+        print(json.dumps(result))
+        return
+    if curve:
+        print(describe_curve(curve, largest_free(curve)) + "\n")
+    machine = profile.machine.get("gpu") or profile.machine.get("processor", "the profile's machine")
+    title = (
+        f"model      {args.model}, {profile.dtype} on {machine}\n"
+        f"workload   {num_prompts} prompts of {args.prompt_len} tokens, {args.gen_len} tokens each"
+    )
+    print(describe(result, found, title))
+    if found.plan.shortfall() is not None:
+        found.plan.check()
+
+
+def this_machine(args: argparse.Namespace) -> Profile:
+    """This machine's rates as they were measured, and its memory as it is now."""
+    from dataclasses import replace
+
+    from h2o_flexgen.hardware import load_or_measure
+    from h2o_flexgen.offload import memory
+    from h2o_flexgen.offload.device import Device
+    from h2o_flexgen.offload.disk import default_root
+
+    device = Device(args.device)
+    root = Path(args.offload_dir) if args.offload_dir else default_root()
+    profile = load_or_measure(device, device.dtype(args.dtype), root)
+    ram = memory.ram_available()
+    gpu = device.free_bytes() if device.is_cuda else ram
+    return replace(profile, memory={"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, 2 for an error of the user, 130 if interrupted."""
+    try:
+        run(make_parser().parse_args(argv))
+    except UserError as e:
+        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

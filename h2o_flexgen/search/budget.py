@@ -1,0 +1,98 @@
+"""How large a KV budget the machine can afford for free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.plan import Shapes
+from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.search.cost import Prediction
+
+#: the floor of an automatic budget: heavy hitters, and as many recent tokens, as a fraction of the longest prompt
+MIN_HH_RATIO = 0.1
+#: throughput that a larger budget may cost and still count as free
+FREE = 0.03
+_RATIOS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+
+
+@dataclass(frozen=True)
+class BudgetPoint:
+    """One point of the trade: a budget, the block that fits with it, and its throughput in tokens per second.
+
+    `ratio` is None for the full cache; `slots` counts heavy and recent ones, or the full cache's.
+    """
+
+    ratio: float | None
+    slots: int
+    gpu_batch_size: int
+    num_gpu_batches: int
+    tokens_per_s: float
+
+    @classmethod
+    def of(cls, ratio: float | None, shapes: Shapes, policy: Policy, prediction: Prediction) -> BudgetPoint:
+        slots = shapes.slots if shapes.budget is None else shapes.budget
+        return cls(ratio, slots, policy.gpu_batch_size, policy.num_gpu_batches, prediction.tokens_per_s)
+
+
+def budget_choices(floor: float = MIN_HH_RATIO) -> list[tuple[float | None, KVBudget | None]]:
+    """Budgets from the floor to the full cache, smallest first: [(ratio, budget)].
+
+    Raises:
+        UserError: a floor outside (0, 0.5].
+    """
+    if not 0 < floor <= 0.5:
+        raise UserError(f"--min-hh-ratio must lie in (0, 0.5], not {floor:g}")
+    ratios = sorted({floor, *(r for r in _RATIOS if r > floor)})
+    return [*((ratio, KVBudget.from_ratio(ratio)) for ratio in ratios), (None, None)]
+
+
+def describe_curve(curve: list[BudgetPoint], chosen: BudgetPoint) -> str:
+    """A table for people: budget, block, tokens per second."""
+    lines = ["   hh-ratio  slots       block  tokens/s"]
+    for point in curve:
+        mark = "=>" if point == chosen else "  "
+        ratio = "full" if point.ratio is None else f"{point.ratio:g}"
+        block = f"{point.gpu_batch_size} x {point.num_gpu_batches}"
+        lines.append(f"{mark} {ratio:>8}{point.slots:>7}{block:>12}{point.tokens_per_s:>10.2f}")
+    return "\n".join(lines)
+
+
+def plot_curve(curve: list[BudgetPoint], chosen: BudgetPoint, path: str) -> None:
+    """Draw the curve as PNG; needs matplotlib.
+
+    Raises:
+        UserError: no matplotlib, or the file cannot be written.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install 'h2o_flexgen[plot]'") from None
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    axes.plot([p.slots for p in curve], [p.tokens_per_s for p in curve], "o-", color="tab:blue")
+    axes.plot([chosen.slots], [chosen.tokens_per_s], "o", color="tab:red", markersize=10, label="largest free budget")
+    for p in curve:
+        axes.annotate(
+            f"{p.gpu_batch_size}x{p.num_gpu_batches}",
+            (p.slots, p.tokens_per_s),
+            xytext=(4, 6),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set(xlabel="KV slots per sequence and head", ylabel="predicted tokens/s", ylim=(0, None))
+    axes.legend()
+    try:
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as e:
+        raise UserError(f"cannot write --plot {path}: {e.strerror}") from None
+    finally:
+        plt.close(figure)
+
+
+def largest_free(curve: list[BudgetPoint]) -> BudgetPoint:
+    """The largest budget whose throughput is within 3 % of the smallest one's: quality that costs nothing."""
+    least = (1 - FREE) * curve[0].tokens_per_s
+    return [point for point in curve if point.tokens_per_s >= least][-1]
