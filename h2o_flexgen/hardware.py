@@ -12,12 +12,13 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from statistics import median
 
@@ -34,14 +35,18 @@ from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, copy
 from h2o_flexgen.offload.disk import DiskIO, File, cache_root, default_root, wait
 from h2o_flexgen.plan import prefill_pairs
-from h2o_flexgen.search.profile import Link, Profile
+from h2o_flexgen.search.profile import LINKS, Link, Profile
 
 #: hidden sizes and rows of the matrix products that are timed
 HIDDEN = (768, 2048)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 HEAD_DIMS = (64, 128)
+PROMPT, VOCABULARY = 512, 50272
+RULES = {"full": FullCache(), "h2o": HeavyHitterCache(128, 128)}
 #: bytes of the file that is written and read, and of one transfer
 FILE, TRANSFER = 1 << 29, 1 << 26
+MOVED = {"cpu_to_disk": FILE, "disk_to_cpu": FILE, "cpu_to_gpu": 8 * TRANSFER, "gpu_to_cpu": 8 * TRANSFER}
+PASSES = 3
 
 
 def machine(offload_root: Path | None = None) -> dict:
@@ -102,7 +107,7 @@ def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, prog
 
 @torch.inference_mode()
 def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bool = True) -> Profile:
-    """Measure everything that a Profile holds.
+    """Measure everything that a Profile holds; medians of three passes, since other users of a machine come and go.
 
     Raises:
         UserError: the offload folder cannot be written, or has no space for half a gibibyte.
@@ -110,28 +115,31 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
     if device.is_cuda:
         device.start(None)
     baseline = memory.resident()
-    tiny = _layer_seconds(device, dtype, 64, 1)
-    steps = 2 + len(HIDDEN) * len(TOKENS) + 2 * len(HEAD_DIMS) * (3 if device.is_cuda else 2) + 4
+    samples = defaultdict(list)
+    steps = PASSES * (len(list(_kernels(device, dtype, dry=True))) + 4)
     with tqdm(total=steps, desc="measuring this machine", unit="step", disable=not progress, leave=False) as bar:
+        for _ in range(PASSES):
+            for key, seconds in chain(_kernels(device, dtype), _links(device, offload_root)):
+                samples[key].append(seconds)
+                bar.update(key[0] != "lost")
+    seconds = {key: median(values) for key, values in samples.items()}
+    small = {kind: seconds["decode", kind, "small"] for kind in RULES}
+    dispatch = seconds["layer", 64, 1]
 
-        def timed(result):
-            bar.update()
-            return result
+    def layer_rate(hidden: int, tokens: int) -> float:
+        taken = seconds["layer", hidden, tokens]
+        return 24 * hidden * hidden * tokens / max(taken - dispatch, taken / 4)
 
-        layer = {hidden: [(n, timed(_layer_rate(device, dtype, hidden, n, tiny))) for n in TOKENS] for hidden in HIDDEN}
-        prefill, decode, on_cpu = ({"full": {}, "h2o": {}} for _ in range(3))
-        small = 0.0
-        for kind, rule in (("full", FullCache()), ("h2o", HeavyHitterCache(128, 128))):
-            small = max(small, _decode_seconds(device, dtype, rule, 1, 2, 64, 16)[0])
-            for dim in HEAD_DIMS:
-                prefill[kind][dim] = timed(_prefill_rate(device, dtype, rule, dim))
-                decode[kind][dim] = timed(_decode_rate(device, dtype, rule, dim, small))
-                if device.is_cuda:
-                    on_cpu[kind][dim] = timed(_decode_rate(Device("cpu"), dtype, rule, dim, small))
-        logits = torch.randn(32, 50272, device=device.torch_device).to(dtype)
-        choose = partial(sample, logits, SamplingParams(), list(range(32)), 0)
-        logit_seconds = timed(_seconds(device, choose)) / logits.numel()
-        links = _links(device, offload_root, timed)
+    def decode_rates(where: str) -> dict:
+        return {
+            kind: {
+                dim: _cache_layout(rule, dtype, dim).kv_bytes
+                / max(seconds[where, kind, dim] - small[kind], seconds[where, kind, dim] / 4)
+                for dim in HEAD_DIMS
+            }
+            for kind, rule in RULES.items()
+        }
+
     ram = memory.ram_available()
     return Profile(
         machine=machine(offload_root),
@@ -145,24 +153,51 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
             "cpu": ram,
             "disk": memory.disk_free(offload_root),
         },
-        links=links,
-        layer=layer,
-        prefill_attention=prefill,
-        decode_attention=decode,
-        cpu_attention=on_cpu if device.is_cuda else None,
-        step_seconds=tiny + small,
-        logit_seconds=logit_seconds,
+        links={name: Link(MOVED[name] / seconds["link", name], seconds["lost", name] / MOVED[name]) for name in LINKS},
+        layer={hidden: [(n, layer_rate(hidden, n)) for n in TOKENS] for hidden in HIDDEN},
+        prefill_attention={
+            kind: {dim: 4 * dim * 16 * prefill_pairs(PROMPT) / seconds["prefill", kind, dim] for dim in HEAD_DIMS}
+            for kind in RULES
+        },
+        decode_attention=decode_rates("decode"),
+        cpu_attention=decode_rates("cpu") if device.is_cuda else None,
+        step_seconds=dispatch + max(small.values()),
+        logit_seconds=seconds["choose",] / (32 * VOCABULARY),
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
     )
 
 
-def _seconds(device: Device, work: Callable[[], object], least: float = 0.2) -> float:
+def _kernels(device: Device, dtype: torch.dtype, dry: bool = False) -> Iterator[tuple[tuple, float]]:
+    """(what, seconds of one call) of everything that computes; `dry` only counts."""
+
+    def timed(work: Callable[[], object], where: Device = device) -> float:
+        return _seconds(where, work)
+
+    for hidden, counts in ((64, (1,)), *((hidden, TOKENS) for hidden in HIDDEN)):
+        layers = [] if dry else _layers(device, dtype, hidden)
+        for tokens in counts:
+            yield ("layer", hidden, tokens), 0.0 if dry else timed(_layer_call(device, dtype, hidden, tokens, layers))
+        del layers
+    for kind, rule in RULES.items():
+        small = (rule if kind == "full" else HeavyHitterCache(8, 8), dtype, 64, 1, 2, 17)
+        yield ("decode", kind, "small"), 0.0 if dry else timed(_decode_call(device, *small))
+        for dim in HEAD_DIMS:
+            yield ("prefill", kind, dim), 0.0 if dry else timed(_prefill_call(device, dtype, rule, dim))
+            yield ("decode", kind, dim), 0.0 if dry else timed(_decode_call(device, rule, dtype, dim))
+            if device.is_cuda:
+                host = Device("cpu")
+                yield ("cpu", kind, dim), 0.0 if dry else timed(_decode_call(host, rule, dtype, dim), host)
+    logits = torch.zeros(1) if dry else torch.randn(32, VOCABULARY, device=device.torch_device).to(dtype)
+    yield ("choose",), 0.0 if dry else timed(partial(sample, logits, SamplingParams(), list(range(32)), 0))
+
+
+def _seconds(device: Device, work: Callable[[], object], least: float = 0.08) -> float:
     """Median time of a call, over at least two calls and `least` seconds, after one that does not count."""
     work()
     device.synchronize()
     times = []
-    while len(times) < 2 or (sum(times) < least and len(times) < 200):
+    while len(times) < 2 or (sum(times) < least and len(times) < 100):
         start = time.perf_counter()
         work()
         device.synchronize()
@@ -170,44 +205,47 @@ def _seconds(device: Device, work: Callable[[], object], least: float = 0.2) -> 
     return median(times)
 
 
-def _reference(hidden: int) -> OPTConfig:
-    return OPTConfig(50272, hidden, 1, 4 * hidden, hidden // 64, 2048, hidden)
-
-
-def _layer_seconds(device: Device, dtype: torch.dtype, hidden: int, tokens: int) -> float:
-    """A decoder layer without attention, on weights that come from memory and not from a cache."""
-    config = _reference(hidden)
-    specs = opt.layers(config)[1].streamed
-    nbytes = 12 * hidden * hidden * dtype.itemsize
-    count = 1 if hidden < 128 else 1 + max(1, (1 << 28) // nbytes)
-    layers = [
+def _layers(device: Device, dtype: torch.dtype, hidden: int) -> list[dict]:
+    """Decoder layers, so many that their weights come from memory and not from a cache."""
+    specs = opt.layers(_reference(hidden))[1].streamed
+    count = 1 if hidden < 128 else 1 + (1 << 28) // (12 * hidden * hidden * dtype.itemsize)
+    return [
         {short: torch.full(shape, 0.01, dtype=dtype, device=device.torch_device) for short, (_, shape) in specs.items()}
         for _ in range(count)
     ]
-    x = torch.randn(tokens, 1, hidden, device=device.torch_device).to(dtype)
-    turn = cycle(layers)
-    return _seconds(device, lambda: opt.decoder_layer(config, next(turn), x, lambda q, k, v: q))
 
 
-def _layer_rate(device: Device, dtype: torch.dtype, hidden: int, tokens: int, tiny: float) -> float:
-    seconds = _layer_seconds(device, dtype, hidden, tokens)
-    return 24 * hidden * hidden * tokens / max(seconds - tiny, seconds / 4)
+def _reference(hidden: int) -> OPTConfig:
+    return OPTConfig(VOCABULARY, hidden, 1, 4 * hidden, hidden // 64, 2048, hidden)
 
 
-def _prefill_rate(device: Device, dtype: torch.dtype, rule, dim: int, length: int = 512) -> float:
+def _layer_call(device: Device, dtype: torch.dtype, hidden: int, tokens: int, layers: list[dict]):
+    """A decoder layer without attention."""
+    length = tokens // 16 if tokens > 256 else 1  # prompts, or new tokens
+    x = torch.randn(tokens // length, length, hidden, device=device.torch_device).to(dtype)
+    config, turn = _reference(hidden), cycle(layers)
+    return lambda: opt.decoder_layer(config, next(turn), x, lambda q, k, v: q)
+
+
+def _prefill_call(device: Device, dtype: torch.dtype, rule, dim: int):
+    """Attention over prompts, 16 heads in all, of tensors as they come out of the products."""
     B, H = 2, 8
-    layout = KVLayout(B, H, rule.segments(length, 1), dim, dtype, rule.scored)
+    layout = KVLayout(B, H, rule.segments(PROMPT, 1), dim, dtype, rule.scored)
     cache = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
-    q, k, v = (torch.randn(B, H, length, dim, device=device.torch_device).to(dtype) for _ in range(3))
-    lengths = torch.full((B,), length)
-    seconds = _seconds(device, lambda: rule.prefill(cache, q, k, v, lengths))
-    return 4 * dim * B * H * prefill_pairs(length) / seconds
+    q, k, v = (torch.randn(B, PROMPT, H, dim, device=device.torch_device).to(dtype).transpose(1, 2) for _ in range(3))
+    lengths = torch.full((B,), PROMPT)
+    return lambda: rule.prefill(cache, q, k, v, lengths)
 
 
-def _decode_seconds(device: Device, dtype: torch.dtype, rule, B: int, H: int, dim: int, S: int) -> tuple[float, int]:
-    """Seconds of one decode step over a cache, and its bytes of K and V."""
-    segments = (2 * rule.heavy + 1,) if rule.scored else (S,)
-    layout = KVLayout(B, H, segments, dim, dtype, rule.scored)
+def _cache_layout(rule, dtype: torch.dtype, dim: int, B: int = 16, H: int = 16, slots: int = PROMPT) -> KVLayout:
+    segments = (rule.budget + 1,) if rule.scored else (slots,)
+    return KVLayout(B, H * 64 // dim, segments, dim, dtype, rule.scored)
+
+
+def _decode_call(device: Device, rule, dtype: torch.dtype, dim: int, *sizes: int):
+    """Attention of one token per sequence over a cache that is full."""
+    layout = _cache_layout(rule, dtype, dim, *sizes)
+    B, H = layout.batch, layout.heads
     cache = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
     for x in (*cache.k, *cache.v):
         x.fill_(0.5)
@@ -215,103 +253,73 @@ def _decode_seconds(device: Device, dtype: torch.dtype, rule, B: int, H: int, di
         cache.score.uniform_()
         cache.position.copy_(torch.arange(layout.slots).expand(cache.position.shape))
     q, k, v = (torch.randn(B, H, 1, dim, device=device.torch_device).to(dtype) for _ in range(3))
-    lengths = torch.full((B,), layout.slots - 1 if not rule.scored else 4 * rule.heavy)
-    seconds = _seconds(device, lambda: rule.decode(cache, q, k, v, lengths, 1))
-    return seconds, layout.kv_bytes
-
-
-def _decode_rate(device: Device, dtype: torch.dtype, rule, dim: int, small: float) -> float:
-    seconds, nbytes = _decode_seconds(device, dtype, rule, 16, 16 if dim == 64 else 8, dim, 512)
-    return nbytes / max(seconds - small, seconds / 4)
+    lengths = torch.full((B,), 4 * layout.slots if rule.scored else layout.slots - 1)
+    return lambda: rule.decode(cache, q, k, v, lengths, 1)
 
 
 # links
 
 
-def _links(device: Device, offload_root: Path, timed) -> dict[str, Link]:
+def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
+    """(("link", name), seconds of the transfer alone), and (("lost", name), seconds that compute beside it lost)."""
     buffer, host = device.buffer(TRANSFER), device.host_buffer(TRANSFER)
     host.fill_(1)
     buffer.fill_(1)
     x = torch.randn(64, 1024, device=device.torch_device)
     w = torch.randn(4096, 1024, device=device.torch_device)
-    alone = _products(device, x, w, seconds=0.5)
     io, lane = DiskIO(), Lane(device, "measure")
-
-    def link(job: Callable[[], int], again: Callable[[], None] = lambda: None) -> Link:
-        """`job` moves bytes and says how many."""
-        rate = _rate(lane, job, again)
-        again()
-        start = time.perf_counter()
-        future = lane.submit(job_bytes := _Count(job))
-        done = 0
-        while not future.done():
-            F.linear(x, w)
-            device.synchronize()
-            done += 1
-        seconds = time.perf_counter() - start
-        lost = max(0.0, 1 - done / seconds / alone) * seconds
-        return timed(Link(rate, lost / job_bytes.bytes))
-
     try:
         with _scratch_file(offload_root) as file:
             data, target = as_numpy(host), as_numpy(device.host_buffer(TRANSFER))
 
-            def write() -> int:
+            def write() -> None:
                 for at in range(0, FILE, TRANSFER):
                     wait(io.write(file, data, at))
                 os.fsync(file.fd)
-                return FILE
 
-            def read() -> int:
+            def read() -> None:
                 for at in range(0, FILE, TRANSFER):
                     wait(io.read(file, target, at, True))
-                return FILE
 
             def drop() -> None:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-            links = {"cpu_to_disk": link(write), "disk_to_cpu": link(read, drop)}
+            def move(into, out_of) -> None:
+                for _ in range(MOVED["cpu_to_gpu"] // TRANSFER):
+                    copy(into, out_of)
+                device.synchronize()
 
-        def move(into, out_of) -> int:
-            for _ in range(8):
-                copy(into, out_of)
-            device.synchronize()
-            return 8 * TRANSFER
-
-        links["cpu_to_gpu"] = link(lambda: move(buffer, host))
-        links["gpu_to_cpu"] = link(lambda: move(host, buffer))
+            jobs = {
+                "cpu_to_disk": write,
+                "disk_to_cpu": read,
+                "cpu_to_gpu": partial(move, buffer, host),
+                "gpu_to_cpu": partial(move, host, buffer),
+            }
+            for name, job in jobs.items():
+                drop()
+                start = time.perf_counter()
+                lane.submit(job).result()
+                yield ("link", name), time.perf_counter() - start
+                alone = _products(device, x, w, _after(0.2))
+                drop()
+                start = time.perf_counter()
+                beside = _products(device, x, w, lane.submit(job).done)
+                yield ("lost", name), max(0.0, 1 - beside / alone) * (time.perf_counter() - start)
     finally:
         lane.close()
         io.close()
         device.unpin()
-    return links
 
 
-class _Count:
-    def __init__(self, job: Callable[[], int]):
-        self.job, self.bytes = job, 0
-
-    def __call__(self) -> None:
-        self.bytes = self.job()
+def _after(seconds: float) -> Callable[[], bool]:
+    end = time.perf_counter() + seconds
+    return lambda: time.perf_counter() > end
 
 
-def _rate(lane: Lane, job: Callable[[], int], again: Callable[[], None]) -> float:
-    rates = []
-    for _ in range(3):
-        again()
-        count = _Count(job)
-        start = time.perf_counter()
-        lane.submit(count).result()
-        rates.append(count.bytes / (time.perf_counter() - start))
-    return median(rates)
-
-
-def _products(device: Device, x, w, seconds: float) -> float:
-    """Matrix products per second."""
-    F.linear(x, w)
-    device.synchronize()
+def _products(device: Device, x, w, ended: Callable[[], bool]) -> float:
+    """Matrix products per second until something has ended."""
     done, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
+    while not ended():
         F.linear(x, w)
         device.synchronize()
         done += 1

@@ -162,7 +162,7 @@ class LLM:
             self.device.start(gpu_mem)
         self._baseline = memory.resident()
         self.folder: OffloadFolder | None = None
-        self._io: DiskIO | None = None
+        self._io: tuple[DiskIO, ...] = ()
         self._lanes: list[Lane] = []
         self._weights: WeightStore | None = None
         self._weights_key = None
@@ -189,9 +189,10 @@ class LLM:
         """Give memory, threads and the offload folder back; the next `generate` starts anew."""
         for lane in self._lanes:
             lane.close()
-        if self._io is not None:
-            self._io.close()
-        self._weights = self._weights_key = self._io = None
+        for io in self._io:
+            io.close()
+        self._weights = self._weights_key = None
+        self._io = ()
         self._lanes = []
         self.device.unpin()
         self.device.release_cached()
@@ -485,8 +486,9 @@ class LLM:
     def _open(self, policy: Policy, placement: Placement) -> None:
         if self._lanes and self._lanes[0].overlap != policy.overlap:
             self.close()
-        if self._io is None:
-            self._io = DiskIO()
+        if not self._io:
+            # cache and activations are wanted sooner than the next layer's weights: they must not queue behind them
+            self._io = (DiskIO(), DiskIO())
             self._lanes = [Lane(self.device, name, policy.overlap) for name in ("weights", "load", "store")]
 
     def _make_file(self, name: str, nbytes: int):
@@ -507,7 +509,7 @@ class LLM:
                 {short: spec for layer in self.layers for short, spec in layer.gathered.items()},
                 placement.weights,
                 self.source,
-                self._io,
+                self._io[0],
                 self._lanes[0],
                 self._make_file,
                 self.direct_reads,
@@ -528,7 +530,7 @@ class LLM:
             config.num_hidden_layers,
             layouts,
             placement.cache,
-            self._io,
+            self._io[1],
             self._lanes[1],
             self._lanes[2],
             self._make_file,
@@ -542,7 +544,7 @@ class LLM:
             placement.activations,
             sizes[0] * longest * row,
             piece,
-            self._io,
+            self._io[1],
             self._lanes[1],
             self._lanes[2],
             self._make_file,
@@ -553,10 +555,10 @@ class LLM:
 
     def _moved(self, caches, activations) -> dict[str, int]:
         moved = {
-            "disk_to_cpu": self._io.read_bytes,
+            "disk_to_cpu": sum(io.read_bytes for io in self._io),
             "cpu_to_gpu": self._weights.cpu_to_gpu_bytes,
             "gpu_to_cpu": 0,
-            "cpu_to_disk": self._io.written_bytes,
+            "cpu_to_disk": sum(io.written_bytes for io in self._io),
         }
         for store in (caches, activations):
             if store is not None:
