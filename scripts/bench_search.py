@@ -1,0 +1,280 @@
+"""The policy search against published figures and against this machine.
+
+    papers    the published policies and throughputs of FlexGen and H2O on a T4, against predictions
+    machine   policies over two models and three memory caps, run for real: predicted over measured
+    top       the policy that the search picks against a hand grid, both run for real
+
+`machine` and `top` run in memory cgroups, page cache included, and measure the hardware anew before every group, since
+a shared machine is not equally fast all day. Results go to docs/benchmarks/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import bench_common as common
+from bench_common import ROOT, MemoryCap, median
+
+from h2o_flexgen import policy_search
+from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.plan import Workload
+from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.search.profile import Profile
+
+GIB = 1 << 30
+T4 = ROOT / "policies" / "hardware" / "t4-16gb.json"
+
+# papers
+
+#: source, model, prompt, output, hh-ratio, gpu batch size, batches, percent, attention on the CPU, tokens/s
+PAPERS = [
+    ("FlexGen", "opt-30b", 512, 32, None, 48, 3, (20, 80, 0, 100, 0, 100), True, 7.32),
+    ("FlexGen", "opt-175b", 512, 32, None, 32, 8, (0, 50, 0, 0, 0, 100), False, 0.69),
+    ("FlexGen", "opt-30b", 1024, 32, None, 20, 4, (4, 96, 0, 100, 0, 100), True, 3.50),
+    ("FlexGen", "opt-175b", 1024, 32, None, 12, 12, (0, 50, 0, 0, 0, 100), False, 0.35),
+    ("FlexGen, by the H2O paper", "opt-30b", 512, 512, None, 40, 2, (20, 80, 0, 100, 0, 100), True, 8.5),
+    ("FlexGen, by the H2O paper", "opt-30b", 512, 1024, None, 48, 1, (20, 80, 0, 100, 0, 100), True, 7.1),
+    ("H2O", "opt-30b", 512, 32, 0.1, 52, 14, (0, 100, 0, 100, 0, 100), True, 12.7),
+    ("H2O", "opt-30b", 512, 512, 0.2, 52, 8, (0, 100, 0, 100, 0, 100), True, 18.83),
+    ("H2O", "opt-30b", 512, 1024, 0.3, 44, 6, (0, 100, 0, 100, 0, 100), True, 13.82),
+]
+
+
+def bench_papers(args) -> None:
+    profile = Profile.from_file(T4)
+    limits = policy_search.profile_limits(profile, dict.fromkeys(("gpu", "cpu", "disk")))
+    rows = []
+    for source, model, prompt, gen, ratio, size, batches, percent, on_cpu, published in PAPERS:
+        workload = Workload((prompt,) * size * batches, gen)
+        planner = policy_search.Planner(OPTConfig.named(model), workload, profile, limits, one_block=True)
+        budget = None if ratio is None else KVBudget.from_ratio(ratio)
+        found = planner.search(budget).candidate(Policy(size, batches, percent, True, on_cpu))
+        predicted = found.prediction.block_tokens_per_s
+        rows.append(
+            {
+                "source": source,
+                "model": model,
+                "prompt_len": prompt,
+                "gen_len": gen,
+                "hh_ratio": ratio,
+                "policy": f"{size} x {batches}, {' '.join(map(str, percent))}",
+                "published_tokens_per_s": published,
+                "predicted_tokens_per_s": predicted,
+                "ratio": predicted / published,
+                "bound_by": found.prediction.bound_by,
+            }
+        )
+        print(f"{source:<26}{model:<10}{prompt}+{gen:<6}{published:>7} {predicted:7.2f} {predicted / published:6.2f}")
+    common.save("search_papers", {"profile": "policies/hardware/t4-16gb.json", "rows": rows})
+
+
+# machine
+
+#: (model, cap in GiB): [(gpu batch size, batches, percent, prompt, output, hh-ratio)]
+MACHINE = {
+    ("facebook/opt-125m", 0.75): [
+        (32, 1, (0, 0, 100, 0, 100, 0), 32, 12, None),
+        (16, 2, (0, 0, 50, 0, 100, 0), 64, 12, 0.2),
+        (16, 4, (0, 0, 50, 0, 100, 0), 32, 12, None),
+        (32, 4, (0, 0, 0, 0, 100, 0), 32, 12, 0.2),
+    ],
+    ("facebook/opt-350m", 1.0): [
+        (8, 1, (0, 0, 100, 0, 100, 0), 32, 12, None),
+        (16, 2, (20, 0, 100, 0, 100, 0), 64, 12, 0.2),
+        (32, 2, (0, 0, 100, 0, 100, 0), 32, 12, 0.1),
+        (16, 2, (0, 0, 0, 0, 100, 0), 64, 12, None),
+    ],
+    ("facebook/opt-350m", 1.5): [
+        (16, 1, (40, 0, 100, 0, 100, 0), 64, 16, None),
+        (64, 1, (30, 0, 100, 0, 100, 0), 32, 12, 0.2),
+        (16, 4, (40, 0, 50, 0, 100, 0), 32, 12, None),
+        (32, 2, (0, 0, 100, 0, 0, 0), 64, 12, 0.2),
+    ],
+}
+
+
+def measure(path) -> None:
+    subprocess.run([sys.executable, "-m", "h2o_flexgen.hardware", "-o", str(path)], cwd=ROOT, check=True)
+
+
+def run_child(work: dict, cap: float, timeout: int = 3600) -> list:
+    """Run `work` in a process of its own in a memory cgroup; the rows it wrote."""
+    folder = common.scratch()
+    (folder / "work.json").write_text(json.dumps(work | {"folder": str(folder)}))
+    try:
+        with MemoryCap(int(cap * GIB)) as memory_cap:
+            done = memory_cap.run([sys.executable, __file__, "child", "--work", str(folder / "work.json")], timeout)
+        if done.returncode:
+            sys.exit(f"a run under {cap} GiB ended with {done.returncode}")
+        return json.loads((folder / "rows.json").read_text())
+    finally:
+        common.remove(folder)
+
+
+def child(args) -> None:
+    """Run policies one after the other, or what "auto" picks; their reports go to rows.json."""
+    import random
+    from pathlib import Path
+
+    from h2o_flexgen import LLM, SamplingParams
+
+    work = json.loads(Path(args.work).read_text())
+    rows = []
+    with LLM(
+        work["model"],
+        path="_DUMMY_",
+        hardware=work["profile"],
+        offload_dir=work["folder"],
+        progress=False,
+    ) as llm:
+        for job in work["jobs"]:
+            llm.policy = "auto" if job["policy"] is None else Policy.from_dict(job["policy"])
+            llm.kv_budget = None if job["hh_ratio"] is None else KVBudget.from_ratio(job["hh_ratio"])
+            rng = random.Random(0)
+            prompts = [[rng.randrange(4, 50000) for _ in range(job["prompt_len"])] for _ in range(job["num_prompts"])]
+            llm.generate(prompts, SamplingParams(max_tokens=job["gen_len"]))
+            report = llm.report
+            rows.append(job | {"report": report})
+            p = report["predicted"]
+            print(
+                f"{report['policy']['gpu_batch_size']} x {report['policy']['num_gpu_batches']} "
+                f"{report['policy']['percent']} hh {job['hh_ratio']} {job['prompt_len']}+{job['gen_len']}: "
+                f"prefill {report['prefill']['seconds']:.2f} / {p['prefill_seconds']:.2f} "
+                f"decode {report['decode']['seconds']:.2f} / {p['decode_seconds']:.2f} "
+                f"{report['total']['tokens_per_s']:.2f} tokens/s",
+                flush=True,
+            )
+    (Path(work["folder"]) / "rows.json").write_text(json.dumps(rows))
+
+
+def bench_machine(args) -> None:
+    folder = common.scratch()
+    runs: dict[tuple, list] = {}
+    try:
+        for _ in range(args.rounds):
+            for (model, cap), policies in MACHINE.items():
+                measure(folder / "profile.json")
+                jobs = [
+                    {
+                        "policy": json.loads(Policy(size, batches, percent).to_json()),
+                        "hh_ratio": ratio,
+                        "prompt_len": prompt,
+                        "gen_len": gen,
+                        "num_prompts": size * batches,
+                    }
+                    for size, batches, percent, prompt, gen, ratio in policies
+                ]
+                rows = run_child({"model": model, "profile": str(folder / "profile.json"), "jobs": jobs}, cap)
+                for n, row in enumerate(rows):
+                    runs.setdefault((model, cap, n), []).append(row)
+            _save_machine(runs)
+    finally:
+        common.remove(folder)
+
+
+def _save_machine(runs: dict) -> None:
+    table = []
+    for (model, cap, _), reports in runs.items():
+        row = {"model": model, "cap_gib": cap, **{k: v for k, v in reports[0].items() if k != "report"}}
+        for phase in ("prefill", "decode"):
+            measured = [r["report"][phase]["seconds"] for r in reports]
+            predicted = [r["report"]["predicted"][f"{phase}_seconds"] for r in reports]
+            row[phase] = {
+                "measured": measured,
+                "predicted": predicted,
+                "ratio": median([p / m for p, m in zip(predicted, measured)]),
+            }
+        row["bound_by"] = reports[0]["report"]["predicted"]["bound_by"]
+        table.append(row)
+    ratios = {phase: [row[phase]["ratio"] for row in table] for phase in ("prefill", "decode")}
+    summary = {phase: {"median": median(r), "lowest": min(r), "highest": max(r)} for phase, r in ratios.items()}
+    print(json.dumps(summary, indent=1), flush=True)
+    common.save("search_machine", {"summary": summary, "rows": table})
+
+
+# top
+
+#: (model, cap in GiB, prompts, prompt, output, hh-ratio)
+TOP = [
+    ("facebook/opt-125m", 1.0, 128, 16, 48, 0.2),
+    ("facebook/opt-125m", 1.0, 64, 64, 24, None),
+    ("facebook/opt-350m", 1.25, 64, 16, 32, 0.2),
+]
+GRID = [
+    (size, batches, percent)
+    for size, batches in ((8, 1), (16, 2), (32, 1), (32, 2), (64, 1))
+    for percent in ((0, 0, 100, 0, 100, 0), (30, 0, 100, 0, 100, 0), (30, 0, 50, 0, 100, 0), (0, 0, 0, 0, 0, 0))
+]
+
+
+def bench_top(args) -> None:
+    """The pick runs before, amid and after the grid; its median counts. What does not fit into the cap is refused by
+    the plan and is not run."""
+    folder = common.scratch()
+    cases = []
+    try:
+        for model, cap, num, prompt, gen, ratio in TOP[: args.cases]:
+            measure(folder / "profile.json")
+            common_job = {"prompt_len": prompt, "gen_len": gen, "num_prompts": num}
+            pick = {"policy": None, "hh_ratio": ratio, **common_job}
+            fitting = [p for p in _grid(num) if _fits(model, cap, p, common_job, ratio, folder / "profile.json")]
+            grid = [{**pick, "policy": json.loads(p.to_json())} for p in fitting]
+            half = len(grid) // 2
+            jobs = [pick, *grid[:half], pick, *grid[half:], pick]
+            work = {"model": model, "profile": str(folder / "profile.json"), "jobs": jobs}
+            rows = run_child(work, cap)
+            picks = [r["report"] for r in rows if r["policy"] is None]
+            others = [r["report"] for r in rows if r["policy"] is not None]
+            best = max(others, key=lambda r: r["total"]["tokens_per_s"])
+            mine = median([r["total"]["tokens_per_s"] for r in picks])
+            cases.append(
+                {
+                    "model": model,
+                    "cap_gib": cap,
+                    **common_job,
+                    "hh_ratio": ratio,
+                    "picked": picks[0]["policy"],
+                    "picked_tokens_per_s": mine,
+                    "best_of_grid": best["policy"],
+                    "best_of_grid_tokens_per_s": best["total"]["tokens_per_s"],
+                    "ratio": mine / best["total"]["tokens_per_s"],
+                    "grid": [{"policy": r["policy"], "tokens_per_s": r["total"]["tokens_per_s"]} for r in others],
+                    "picks": [r["total"]["tokens_per_s"] for r in picks],
+                }
+            )
+            print(json.dumps({k: v for k, v in cases[-1].items() if k != "grid"}), flush=True)
+            common.save("search_top", {"cases": cases})
+    finally:
+        common.remove(folder)
+
+
+def _grid(num: int) -> list[Policy]:
+    return [Policy(size, batches, percent) for size, batches, percent in GRID if size * batches <= num]
+
+
+def _fits(model: str, cap: float, policy: Policy, job: dict, ratio: float | None, profile_path) -> bool:
+    """Whether the plan of a policy stays within the cap."""
+    profile = Profile.from_file(profile_path)
+    limits = policy_search.profile_limits(profile, dict.fromkeys(("gpu", "cpu", "disk")))
+    limits |= dict.fromkeys(("gpu", "cpu", "ram"), int(0.95 * cap * GIB) - (64 << 20))
+    workload = Workload((job["prompt_len"],) * job["num_prompts"], job["gen_len"])
+    planner = policy_search.Planner(OPTConfig.named(model), workload, profile, limits, dummy=True)
+    budget = None if ratio is None else KVBudget.from_ratio(ratio)
+    return planner.search(budget).candidate(policy).plan.shortfall() is None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=["papers", "machine", "top", "child"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", type=int, default=len(TOP))
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    {"papers": bench_papers, "machine": bench_machine, "top": bench_top, "child": child}[args.section](args)
+
+
+if __name__ == "__main__":
+    main()
