@@ -19,7 +19,7 @@ setup(
         "safetensors>=0.4",
         "huggingface_hub>=0.23",
         "tqdm>=4.64",
-        "pulp>=2.7",
+        "pulp>=2.7,<4",
     ],
-    extras_require={"test": ["pytest>=8", "hypothesis>=6", "ruff>=0.6"]},
+    extras_require={"test": ["pytest>=8", "hypothesis>=6", "ruff>=0.6"], "plot": ["matplotlib>=3.7"]},
 )

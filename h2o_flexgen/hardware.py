@@ -39,7 +39,7 @@ from h2o_flexgen.search.profile import LINKS, Link, Profile
 
 #: hidden sizes and rows of the matrix products that are timed
 HIDDEN = (768, 2048)
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
 HEAD_DIMS = (64, 128)
 PROMPT, VOCABULARY = 512, 50272
 RULES = {"full": FullCache(), "h2o": HeavyHitterCache(128, 128)}
@@ -193,11 +193,12 @@ def _kernels(device: Device, dtype: torch.dtype, dry: bool = False) -> Iterator[
 
 
 def _seconds(device: Device, work: Callable[[], object], least: float = 0.08) -> float:
-    """Median time of a call, over at least two calls and `least` seconds, after one that does not count."""
+    """Median time of a call, over at least `least` seconds and two calls unless one takes long, after one that does
+    not count."""
     work()
     device.synchronize()
     times = []
-    while len(times) < 2 or (sum(times) < least and len(times) < 100):
+    while len(times) < 2 and sum(times) < 0.5 or (sum(times) < least and len(times) < 100):
         start = time.perf_counter()
         work()
         device.synchronize()

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
@@ -115,7 +116,71 @@ def reads(data: dict) -> str:
     return markdown(header, rows) + f"\n\n{where(data)}"
 
 
+def search_papers(data: dict) -> str:
+    rows = [
+        [
+            r["source"],
+            f"{r['model'].upper()} {r['prompt_len']}+{r['gen_len']}",
+            r["policy"],
+            "full" if r["hh_ratio"] is None else f"H2O {r['hh_ratio']:g}",
+            f"{r['published_tokens_per_s']:g}",
+            f"{r['predicted_tokens_per_s']:.2f}",
+            f"{r['ratio']:.2f}",
+        ]
+        for r in data["rows"]
+    ]
+    header = ["figures of", "job", "policy", "cache", "published, tokens/s", "predicted", "ratio"]
+    return markdown(header, rows) + f"\n\nProfile `{data['profile']}`; {data['date']}; `{data['command']}`"
+
+
+def search_machine(data: dict) -> str:
+    rows = [
+        [
+            f"{r['model'].removeprefix('facebook/')}, {r['cap_gib']:g} GiB",
+            f"{r['policy']['gpu_batch_size']} x {r['policy']['num_gpu_batches']}, "
+            + " ".join(f"{p:g}" for p in r["policy"]["percent"]),
+            f"{r['prompt_len']}+{r['gen_len']}, " + ("full" if r["hh_ratio"] is None else f"H2O {r['hh_ratio']:g}"),
+            f"{median(r['prefill']['measured']):.2f}",
+            f"{r['prefill']['ratio']:.2f}",
+            f"{median(r['decode']['measured']):.2f}",
+            f"{r['decode']['ratio']:.2f}",
+            r["bound_by"],
+        ]
+        for r in data["rows"]
+    ]
+    header = ["model, cap", "policy", "job", "prefill, s", "predicted / it", "decode, s", "predicted / it", "bound by"]
+    summary = "; ".join(
+        f"{phase}: median {s['median']:.2f}, from {s['lowest']:.2f} to {s['highest']:.2f}"
+        for phase, s in data["summary"].items()
+    )
+    return f"{markdown(header, rows)}\n\nPredicted over measured, {summary}.\n\n{where(data)}"
+
+
+def search_top(data: dict) -> str:
+    def policy(p: dict) -> str:
+        return f"{p['gpu_batch_size']} x {p['num_gpu_batches']}, " + " ".join(f"{x:g}" for x in p["percent"])
+
+    rows = [
+        [
+            f"{c['model'].removeprefix('facebook/')}, {c['cap_gib']:g} GiB",
+            f"{c['num_prompts']} x {c['prompt_len']}+{c['gen_len']}, "
+            + ("full" if c["hh_ratio"] is None else f"H2O {c['hh_ratio']:g}"),
+            policy(c["picked"]),
+            f"{c['picked_tokens_per_s']:.1f}",
+            f"{policy(c['best_of_grid'])} (of {len(c['grid'])})",
+            f"{c['best_of_grid_tokens_per_s']:.1f}",
+            f"{c['ratio']:.2f}",
+        ]
+        for c in data["cases"]
+    ]
+    header = ["model, cap", "job", "picked", "tokens/s", "best of the grid", "tokens/s", "picked / best"]
+    return f"{markdown(header, rows)}\n\n{where(data)}"
+
+
 TABLES = {
+    "search_papers": search_papers,
+    "search_machine": search_machine,
+    "search_top": search_top,
     "engine_ram_512_1024": ram,
     "engine_ram_1024": ram,
     "engine_disk": disk,
@@ -138,7 +203,7 @@ def fill(text: str) -> str:
 
 def main() -> int:
     stale = []
-    for path in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md"):
+    for path in (ROOT / "README.md", ROOT / "docs" / "policy_search.md"):
         if path.exists() and (text := path.read_text()) != (filled := fill(text)):
             stale.append(path.name)
             if "--check" not in sys.argv:

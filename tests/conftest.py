@@ -45,3 +45,11 @@ def run():
         return [o.outputs[0] for o in outputs]
 
     return generate
+
+
+@pytest.fixture(autouse=True)
+def no_measuring(monkeypatch):
+    """Policy "auto" searches on a machine that was never measured: measuring takes half a minute."""
+    import machines
+
+    monkeypatch.setattr("h2o_flexgen.llm.load_or_measure", lambda *a: machines.laptop())

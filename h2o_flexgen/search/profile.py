@@ -86,10 +86,11 @@ class Profile:
             profile = cls(**values)
             rates = [link.bytes_per_s for link in profile.links.values()]
             rates += [rate for table in profile.layer.values() for _, rate in table]
-            tables = [profile.prefill_attention, profile.decode_attention, profile.cpu_attention or {}]
-            rates += [rate for table in tables for by_dim in table.values() for rate in by_dim.values()]
-            if not all(math.isfinite(rate) and rate > 0 for rate in rates) or not all(profile.layer.values()):
-                raise ValueError("a rate is not a positive number")
+            dims = [profile.prefill_attention, profile.decode_attention, profile.cpu_attention or {}]
+            rates += [rate for kinds in dims for by_dim in kinds.values() for rate in by_dim.values()]
+            tables = [profile.layer, *profile.layer.values(), *(x for kinds in dims[:2] for x in kinds.values())]
+            if not all(math.isfinite(rate) and rate > 0 for rate in rates) or not all(tables):
+                raise ValueError("a rate is missing or not a positive number")
             if profile.device not in ("cpu", "cuda") or not {"gpu", "cpu", "disk"} <= set(profile.memory):
                 raise ValueError("device or memory is not understood")
         except (KeyError, TypeError, ValueError, AttributeError) as e:

@@ -134,9 +134,7 @@ class Search:
             found = self._rounded(pairs[n], solved)
             if self._missing(found) == 0 and (best is None or self._score(found) < self._score(best)):
                 best = found
-        if best is None:
-            self._explain(pairs)
-        return self._improved(best)
+        return self._improved(best or self._smallest(pairs))
 
     def _pairs(self, batch_size: int | None, num_batches: int | None) -> Iterator[tuple[int, int]]:
         N = self.num_prompts
@@ -262,16 +260,25 @@ class Search:
         """Whole percentages near the fractions, moved towards the slower tiers until they fit."""
         percent = []
         for kind in KINDS:
-            gpu, cpu, disk = (round(100 * f, 6) for f in fractions[kind])
+            gpu, cpu, _ = (round(100 * f, 4) for f in fractions[kind])
             gpu = int(gpu)
-            percent += [gpu, max(0, min(100 - gpu, ceil(100 - gpu - disk)))]
-        found = self.candidate(replace(policy, percent=tuple(percent)))
+            percent += [gpu, min(100 - gpu, ceil(cpu)) if self.shapes.cuda else 0]
+        # a kind that lies on the device whole needs no buffers to travel through
+        starts = {tuple(percent), (*percent[:4], 100, 0), (*percent[:2], 100, 0, 100, 0)}
+        found = [self._fitted(replace(policy, percent=start)) for start in sorted(starts)]
+        return min(found, key=self._score)
+
+    def _fitted(self, policy: Policy) -> Candidate:
+        """Move percentages off the tier that is short, a few and then more at a time."""
+        found = self.candidate(policy)
         for step in (1, 1, 2, 4, 8, 16, 32, 50, 100, 100, 100):
             short = found.plan.shortfall()
             if short is None:
                 break
             tiers = ("gpu", "cpu") if short[0] == "ram" else (short[0],)
-            moves = [m for m in self._moves(found.policy, step) if m[1] in tiers and m[2] > m[1]]
+            moves = [
+                m for m in self._moves(found.policy, step) if m[1] in tiers and TIERS.index(m[2]) > TIERS.index(m[1])
+            ]
             if not moves:
                 break
             found = min((self.candidate(m[0]) for m in moves), key=self._score)
@@ -305,22 +312,21 @@ class Search:
                 best = found
         return best
 
-    def _explain(self, pairs: list[Policy]) -> None:
-        """Nothing fits: raise what says why of the policy that comes nearest."""
+    def _smallest(self, pairs: list[Policy]) -> Candidate:
+        """The best placement of the smallest block; raises what says why if none fits either."""
         smallest = min(pairs, key=lambda p: (p.block_size, p.num_gpu_batches))
         homes = [(0, 0), (0, 100), (100, 0)] if self.shapes.cuda else [(0, 0), (100, 0)]
         tried = [self.candidate(replace(smallest, percent=(*w, *c, *a))) for w in homes for c in homes for a in homes]
-        nearest = min(tried, key=lambda c: c.plan.missing())
+        best = min(tried, key=self._score)
+        if self._missing(best) == 0:
+            return best
         try:
-            nearest.plan.check()
+            min(tried, key=lambda c: c.plan.missing()).plan.check()
         except PlanError as e:
-            policy = nearest.policy
-            raise PlanError(
-                f"no policy fits this job, not even {policy.gpu_batch_size} x {policy.num_gpu_batches} sequences: {e}"
-            ) from None
-        fastest = min(
-            (c for c in self._seen.values() if c.plan.missing() == 0), key=lambda c: c.prediction.block_seconds
-        )
+            block = f"{smallest.gpu_batch_size} x {smallest.num_gpu_batches}"
+            raise PlanError(f"no policy fits this job, not even {block} sequences: {e}") from None
+        fitting = [c for c in self._seen.values() if c.plan.missing() == 0]
+        fastest = min(fitting, key=lambda c: c.prediction.block_seconds)
         raise UserError(
             f"no policy finishes a block within {self.max_latency:g} s: the fastest found takes "
             f"{fastest.prediction.block_seconds:.1f} s; raise --max-latency or shorten the output"

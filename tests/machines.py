@@ -1,0 +1,60 @@
+"""Machines that were never measured, for tests of the policy search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.plan import Workload
+from h2o_flexgen.policy import GIB, KVBudget
+from h2o_flexgen.policy_search import Planner, profile_limits
+from h2o_flexgen.search.profile import Link, Profile
+from h2o_flexgen.search.search import Search
+
+ROOT = Path(__file__).resolve().parent.parent
+T4 = Profile.from_file(ROOT / "policies" / "hardware" / "t4-16gb.json")
+
+
+def laptop(**changes) -> Profile:
+    """Two cores, bf16, no GPU; round numbers."""
+    values = {
+        "machine": {"processor": "two round cores"},
+        "versions": {},
+        "date": "2026-01-01",
+        "command": "made up",
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "memory": {"gpu": 16 * GIB, "cpu": 16 * GIB, "disk": 200 * GIB},
+        "links": {
+            "disk_to_cpu": Link(2e9, 5e-11),
+            "cpu_to_disk": Link(1e9, 2e-10),
+            "cpu_to_gpu": Link(5e9, 1e-10),
+            "gpu_to_cpu": Link(5e9, 1e-10),
+        },
+        "layer": {2048: [(1, 1e10), (32, 3e11), (128, 8e11)]},
+        "prefill_attention": {"full": {64: 2e11}, "h2o": {64: 1e11}},
+        "decode_attention": {"full": {64: 2e10}, "h2o": {64: 1.5e10}},
+        "step_seconds": 5e-4,
+        "logit_seconds": 1e-9,
+        "baseline_bytes": GIB // 4,
+    }
+    return Profile(**(values | changes))
+
+
+def search(
+    profile: Profile,
+    model: str = "facebook/opt-1.3b",
+    prompts: int = 64,
+    prompt_len: int = 128,
+    gen_len: int = 32,
+    hh_ratio: float | None = None,
+    max_latency: float | None = None,
+    **caps: float,
+) -> Search:
+    """The search for a job of equal prompts with random weights; `caps`: gpu, cpu, disk in GiB."""
+    limits = profile_limits(
+        profile, {tier: int(caps[tier] * GIB) if tier in caps else None for tier in ("gpu", "cpu", "disk")}
+    )
+    workload = Workload((prompt_len,) * prompts, gen_len)
+    planner = Planner(OPTConfig.named(model), workload, profile, limits, dummy=True)
+    return planner.search(None if hh_ratio is None else KVBudget.from_ratio(hh_ratio), max_latency)

@@ -1,0 +1,123 @@
+"""The cost model: what a policy takes, by hand and by common sense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import T4, laptop, search
+
+from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.plan import Workload
+from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.policy_search import Planner
+from h2o_flexgen.search.profile import Link
+
+ALL_GPU = (100, 0, 100, 0, 100, 0)
+few = settings(max_examples=40)
+
+
+def time(policy: Policy, profile=None, **job):
+    return search(profile or laptop(), **job).candidate(policy).prediction
+
+
+def test_a_decode_step_by_hand():
+    """OPT-1.3B, 8 sequences on the device: products, attention over 129 slots, the head, dispatch."""
+    profile = laptop()
+    p = time(Policy(8, 1, ALL_GPU), prompts=8, prompt_len=128, gen_len=2)
+    E, L, V = 2048, 24, 50272
+    products = 2 * 12 * E * E * 8 / profile.layer_rate(E, 8) + profile.step_seconds
+    attention = 8 * 129 * 2 * E * 2 / 2e10
+    head = 2 * V * E * 8 / profile.layer_rate(E, 8) + 8 * V * 1e-9
+    assert p.decode_seconds == pytest.approx(L * (products + attention) + head)
+
+
+def test_weights_on_disk_cost_their_bytes_over_the_disks_rate():
+    profile = laptop(links={**laptop().links, "disk_to_cpu": Link(1e8)})
+    p = time(Policy(4, 1, (0, 0, 100, 0, 100, 0)), profile, prompts=4, gen_len=5)
+    nbytes = 2 * (24 * 12 * 2048**2 + 50272 * 2048)
+    assert p.decode_seconds == pytest.approx(4 * nbytes / 1e8, rel=0.001)
+    assert p.bound_by == "disk"
+
+
+def test_a_job_is_its_blocks():
+    p = time(Policy(8, 2, ALL_GPU), prompts=40)
+    whole = time(Policy(8, 2, ALL_GPU), prompts=16)
+    rest = time(Policy(8, 2, ALL_GPU), prompts=8)
+    assert p.job_seconds == pytest.approx(2 * whole.block_seconds + rest.block_seconds)
+    assert p.block_seconds == pytest.approx(whole.block_seconds)
+
+
+def test_prompts_of_different_lengths_cost_less_than_the_longest():
+    def job(lens):
+        planner = Planner(OPTConfig.named("opt-1.3b"), Workload(lens, 16), laptop(), {})
+        cost = planner.search(None).cost
+        cost.workload = Workload(lens, 16)
+        policy = Policy(4, 1, ALL_GPU)
+        placement = planner.search(None).candidate(policy).placement
+        return cost.predict(policy, placement).job_seconds
+
+    assert job((512,) * 4 + (64,) * 12) < 0.6 * job((512,) * 16)
+
+
+@st.composite
+def policies(draw):
+    percent = []
+    for _ in range(3):
+        gpu = draw(st.sampled_from(range(0, 101, 20)))
+        percent += [gpu, draw(st.sampled_from(range(0, 101 - gpu, 20)))]
+    return Policy(draw(st.sampled_from([1, 4, 16])), draw(st.integers(1, 4)), tuple(percent))
+
+
+@few
+@given(policies(), st.sampled_from([laptop(), T4]), st.sampled_from([None, 0.2]))
+def test_overlap_hides_and_never_adds_more_than_it_hides(policy, profile, ratio):
+    """Beside each other the lanes cannot take longer than one after the other, but for what they cost compute."""
+    free = replace(profile, links={name: Link(link.bytes_per_s) for name, link in profile.links.items()})
+    s = search(free, hh_ratio=ratio)
+    beside = s.candidate(policy).prediction.job_seconds
+    in_turn = s.candidate(replace(policy, overlap=False)).prediction.job_seconds
+    assert beside <= in_turn * (1 + 1e-9)
+
+
+@few
+@given(policies(), st.sampled_from([laptop(), T4]))
+def test_nothing_is_faster_than_everything_on_the_device(policy, profile):
+    s = search(profile)
+    assert s.candidate(replace(policy, percent=ALL_GPU)).prediction.job_seconds <= (
+        s.candidate(policy).prediction.job_seconds * (1 + 1e-9)
+    )
+
+
+@few
+@given(policies(), st.sampled_from([laptop(), T4]))
+def test_a_fixed_budget_costs_less_the_longer_the_text(policy, profile):
+    def step(ratio, prompt_len):
+        p = search(profile, hh_ratio=ratio, prompt_len=prompt_len).candidate(policy).prediction
+        return p.decode_seconds
+
+    assert step(0.1, 1024) <= step(None, 1024) * (1 + 1e-9)
+
+
+#: tokens/s as published for a T4: FlexGen's paper and H2O's (docs/benchmarks/search_papers.json has all rows)
+@pytest.mark.parametrize(
+    "model, prompt, gen, ratio, policy, published",
+    [
+        ("opt-30b", 512, 32, None, Policy(48, 3, (20, 80, 0, 100, 0, 100), True, True), 7.32),
+        ("opt-175b", 512, 32, None, Policy(32, 8, (0, 50, 0, 0, 0, 100)), 0.69),
+        ("opt-30b", 1024, 32, None, Policy(20, 4, (4, 96, 0, 100, 0, 100), True, True), 3.50),
+        ("opt-175b", 1024, 32, None, Policy(12, 12, (0, 50, 0, 0, 0, 100)), 0.35),
+        ("opt-30b", 512, 512, None, Policy(40, 2, (20, 80, 0, 100, 0, 100), True, True), 8.5),
+        ("opt-30b", 512, 32, 0.1, Policy(52, 14, (0, 100, 0, 100, 0, 100), True, True), 12.7),
+        ("opt-30b", 512, 512, 0.2, Policy(52, 8, (0, 100, 0, 100, 0, 100), True, True), 18.83),
+        ("opt-30b", 512, 1024, 0.3, Policy(44, 6, (0, 100, 0, 100, 0, 100), True, True), 13.82),
+    ],
+)
+def test_published_throughputs_are_predicted_within_a_quarter(model, prompt, gen, ratio, policy, published):
+    workload = Workload((prompt,) * policy.block_size, gen)
+    planner = Planner(OPTConfig.named(model), workload, T4, dict.fromkeys(("gpu", "cpu", "disk"), 1 << 50))
+    budget = None if ratio is None else KVBudget.from_ratio(ratio)
+    predicted = planner.search(budget).candidate(policy).prediction.block_tokens_per_s
+    assert published / 1.25 < predicted < published * 1.25

@@ -1,0 +1,148 @@
+"""The search: nothing of the grid is better than what it picks, and what it picks fits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import T4, laptop, search
+
+from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.search.budget import BudgetPoint, budget_choices, largest_free
+
+few = settings(max_examples=5)
+jobs = st.fixed_dictionaries(
+    {
+        "profile": st.sampled_from([laptop(), T4]),
+        "prompts": st.sampled_from([1, 7, 24, 60]),
+        "hh_ratio": st.sampled_from([None, 0.2]),
+        "gpu": st.sampled_from([1.5, 3, 12]),
+        "gen_len": st.sampled_from([1, 2, 64]),
+    }
+)
+
+
+@few
+@given(jobs)
+def test_leaving_pairs_out_loses_nothing(job):
+    """The pruned enumeration against one that costs every pair of batch sizes."""
+    pruned, whole = search(**job).best(), search(**job).best(exhaustive=True)
+    assert pruned.prediction.job_seconds <= whole.prediction.job_seconds * (1 + 1e-6)
+
+
+@few
+@given(jobs)
+def test_what_is_picked_fits_and_beats_a_grid_of_placements(job):
+    s = search(**job)
+    found = s.best()
+    found.plan.check()
+    share = (0, 50, 100)
+    policy = found.policy
+    for w in share:
+        for c in share:
+            for rest in (0, 1) if job["profile"].device == "cuda" else (0,):
+                percent = (w, rest * (100 - w), c, rest * (100 - c), 100, 0)
+                other = s.candidate(
+                    Policy(policy.gpu_batch_size, policy.num_gpu_batches, percent, True, policy.cpu_cache_compute)
+                )
+                if other.plan.shortfall() is None:
+                    assert found.prediction.job_seconds <= other.prediction.job_seconds * 1.01, percent
+
+
+@few
+@given(jobs, st.sampled_from([(1, 1), (4, 2), (8, 3)]))
+def test_the_linear_program_is_a_lower_bound(job, pair):
+    """No placement of the pair takes fewer seconds than the relaxation allows."""
+    s = search(**job)
+    for percent in ((100, 0, 100, 0, 100, 0), (50, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0), (0, 0, 50, 0, 100, 0)):
+        c = s.candidate(Policy(*pair, percent))
+        if c.plan.shortfall() is not None:
+            continue
+        batches = s.cost.batches(c.policy, 0)
+        per_prompt = c.prediction.block_seconds / sum(b for b, _ in batches)
+        assert s._quick_bound(c.policy) <= per_prompt * (1 + 1e-6)
+        assert s._relaxed(c.policy, per_prompt * (1 + 1e-6)) is not None
+
+
+def test_with_h2o_the_block_is_larger():
+    job = {"profile": laptop(), "model": "facebook/opt-6.7b", "prompts": 400, "prompt_len": 512, "gpu": 8, "disk": 20}
+    full, evicting = search(**job).best(), search(**job, hh_ratio=0.1).best()
+    assert evicting.policy.block_size > full.policy.block_size
+    assert evicting.prediction.tokens_per_s > full.prediction.tokens_per_s
+
+
+def test_given_batch_sizes_are_kept():
+    policy = search(T4, gpu=12).best(batch_size=6, num_batches=3, cpu_compute=False).policy
+    assert (policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute) == (6, 3, False)
+
+
+def test_without_cuda_nothing_goes_to_the_cpu_tier():
+    policy = search(laptop(), model="facebook/opt-13b", gpu=6).best().policy
+    assert policy.percent[1::2] == (0, 0, 0)
+
+
+def test_a_latency_limit_is_kept():
+    free = search(laptop(), prompts=200).best()
+    limit = free.prediction.block_seconds / 3
+    found = search(laptop(), prompts=200, max_latency=limit).best()
+    assert found.prediction.block_seconds <= limit
+    assert found.policy.block_size < free.policy.block_size
+
+
+def test_a_latency_that_cannot_be_reached_says_what_can():
+    with pytest.raises(UserError, match=r"no policy finishes a block within 0.001 s: the fastest found takes \d"):
+        search(laptop(), max_latency=0.001).best()
+
+
+@pytest.mark.parametrize(
+    "job, tier",
+    [
+        ({"profile": laptop(), "model": "facebook/opt-30b", "gpu": 4, "disk": 10}, "disk"),
+        ({"profile": laptop(), "gpu": 0.3}, "gpu"),
+        ({"profile": T4, "model": "facebook/opt-175b", "gpu": 0.2}, "gpu"),
+        ({"profile": T4, "model": "facebook/opt-175b", "cpu": 20, "disk": 30}, "disk"),
+    ],
+)
+def test_what_cannot_fit_names_the_tier_and_the_bytes(job, tier):
+    with pytest.raises(PlanError) as error:
+        search(**job).best()
+    found = re.search(
+        r"the (\w+) tier is too small: needs .*\((\d+) bytes\), there are .*\((\d+) bytes\)", str(error.value)
+    )
+    assert found, error.value
+    assert found[1] == tier
+    assert int(found[2]) > int(found[3])
+
+
+# the KV budget
+
+
+def point(ratio, speed):
+    return BudgetPoint(ratio, 10, 1, 1, speed)
+
+
+@pytest.mark.parametrize(
+    "speeds, chosen",
+    [
+        ([100, 98, 97.5, 90, 80], 2),
+        ([100, 96, 98, 90, 80], 2),
+        ([100, 90, 80, 70, 60], 0),
+        ([100, 100, 100, 100, 99], 4),
+        ([100], 0),
+    ],
+)
+def test_the_largest_budget_within_three_percent_of_the_floor(speeds, chosen):
+    curve = [point(n, speed) for n, speed in enumerate(speeds)]
+    assert largest_free(curve) == curve[chosen]
+
+
+def test_budgets_go_from_the_floor_to_the_full_cache():
+    choices = budget_choices(0.2)
+    assert choices[0] == (0.2, KVBudget.from_ratio(0.2))
+    assert choices[-1] == (None, None)
+    assert [r for r, _ in choices[:-1]] == sorted({r for r, _ in choices[:-1]})
+    with pytest.raises(UserError, match="min-hh-ratio"):
+        budget_choices(0.7)

@@ -1,0 +1,83 @@
+"""Measuring the machine: small enough here to be quick; that the numbers are right is for the benchmarks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from machines import laptop
+
+from h2o_flexgen import hardware
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.offload.device import Device
+from h2o_flexgen.search.profile import LINKS, Profile
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(hardware, "HIDDEN", (128,))
+    monkeypatch.setattr(hardware, "TOKENS", (1, 512))
+    monkeypatch.setattr(hardware, "PROMPT", 32)
+    monkeypatch.setattr(hardware, "FILE", 1 << 20)
+    monkeypatch.setattr(hardware, "TRANSFER", 1 << 18)
+    monkeypatch.setattr(hardware, "MOVED", dict.fromkeys(LINKS, 1 << 20))
+    monkeypatch.setattr(hardware, "PASSES", 1)
+    seconds = hardware._seconds
+    monkeypatch.setattr(hardware, "_seconds", lambda device, work: seconds(device, work, 0.0))
+
+
+def test_a_measured_profile_is_a_profile(quick, tmp_path):
+    profile = hardware.measure(Device("cpu"), torch.float32, tmp_path / "offload", progress=False)
+    assert Profile.from_dict(json.loads(profile.to_json())) == profile
+    assert profile.memory["gpu"] == profile.memory["cpu"] > 0
+    assert profile.machine["cores"] >= 1
+    assert list((tmp_path / "offload").iterdir()) == []
+
+
+def test_the_command_writes_a_profile(quick, tmp_path):
+    out = tmp_path / "profile.json"
+    options = ["--device", "cpu", "--dtype", "float32", "--offload-dir", str(tmp_path / "offload")]
+    assert hardware.main(["-o", str(out), *options]) == 0
+    assert Profile.from_file(out).dtype == "float32"
+
+
+def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_path):
+    made = []
+
+    def measure(device, dtype, root, progress):
+        made.append(replace(laptop(), machine=hardware.machine(root), versions=hardware.versions(), dtype="float32"))
+        return made[-1]
+
+    monkeypatch.setattr(hardware, "measure", measure)
+
+    def ask():
+        return hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, progress=False)
+
+    assert ask() == made[0]
+    assert ask() == made[0]
+    assert len(made) == 1
+    monkeypatch.setattr(hardware, "versions", lambda: {"torch": "another"})
+    ask()
+    ask()
+    assert len(made) == 2
+    kept = next((Path(hardware.cache_root()) / "hardware").iterdir())
+    kept.write_text("{")
+    ask()
+    assert len(made) == 3
+
+
+def test_a_folder_that_cannot_be_written(quick, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to the offload folder"):
+        hardware.measure(Device("cpu"), torch.float32, tmp_path / "file" / "offload", progress=False)
+
+
+def test_errors_of_the_command_are_one_line(quick, tmp_path, capsys):
+    assert hardware.main(["--device", "abacus"]) == 2
+    assert "unknown device" in capsys.readouterr().err
+    options = ["--device", "cpu", "--dtype", "float32", "--offload-dir", str(tmp_path)]
+    assert hardware.main(["-o", "/nowhere/profile.json", *options]) == 2
+    assert "cannot write /nowhere/profile.json" in capsys.readouterr().err

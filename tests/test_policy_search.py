@@ -1,0 +1,233 @@
+"""The search's command line, `--policy auto`, and what both promise to scripts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+from cli_tools import TINY, cli, model, refused, signals, tiny_state, write_model, write_prompts  # noqa: F401
+from machines import ROOT, T4, laptop
+
+from h2o_flexgen import LLM, KVBudget, SamplingParams, flex_opt, policy_search
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.kv_cache import FullCache
+from h2o_flexgen.plan import Workload
+from h2o_flexgen.policy import GIB, Policy
+from h2o_flexgen.search.profile import Profile
+
+T4_FILE = ROOT / "policies" / "hardware" / "t4-16gb.json"
+JOB = ("--model", "facebook/opt-1.3b", "--prompt-len", "64", "--gen-len", "8", "--num-prompts", "24")
+
+
+@pytest.fixture
+def hardware(tmp_path):
+    path = tmp_path / "laptop.json"
+    path.write_text(laptop().to_json())
+    return path
+
+
+@pytest.fixture
+def find(capsys, hardware):
+    """Run the command line: (exit code, stdout, stderr)."""
+
+    def run(*argv) -> tuple[int, str, str]:
+        argv = [str(a) for a in argv]
+        if "--hardware" not in argv:
+            argv += ["--hardware", str(hardware)]
+        capsys.readouterr()
+        code = policy_search.main(argv)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_json_is_one_object_with_the_promised_fields(find):
+    code, out, _ = find(*JOB, "--hh-ratio", 0.2, "--gpu-mem", 2, "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert Policy.from_dict(result["policy"])
+    assert len(result["policy"]["percent"]) == 6
+    assert result["kv_budget"] == {"heavy": 12, "recent": 12}
+    assert set(result["predicted"]) == {"prefill_seconds", "decode_seconds", "tokens_per_s"}
+    for memory in result["memory_bytes"].values():
+        assert 0 <= memory["needed"] <= memory["limit"]
+    assert result["bound_by"]
+    seconds = result["predicted"]["prefill_seconds"] + result["predicted"]["decode_seconds"]
+    block = result["policy"]["gpu_batch_size"] * result["policy"]["num_gpu_batches"]
+    assert result["predicted"]["tokens_per_s"] == pytest.approx(min(block, 24) * 8 / seconds)
+
+
+def test_a_full_cache_has_no_budget(find):
+    assert json.loads(find(*JOB, "--json")[1])["kv_budget"] is None
+
+
+def test_what_it_prints_says_what_a_user_needs(find):
+    code, out, _ = find(*JOB, "--gpu-mem", 2)
+    assert code == 0
+    for word in ("policy", "prefill", "decode", "predicted", "bound by", "gpu memory", "disk memory", "run it"):
+        assert word in out
+
+
+def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
+    result = json.loads(find(*JOB, "--hh-size", 5, "--gpu-mem", 2, "--json")[1])
+    words = shlex.split(result["command"])
+    assert words[:3] == ["python", "-m", "h2o_flexgen.flex_opt"]
+    args = flex_opt.make_parser().parse_args(words[3:])
+    assert flex_opt.make_policy(args, None) == Policy.from_dict(result["policy"])
+    assert flex_opt.make_budget(args) == KVBudget.from_size(5)
+
+
+def test_what_it_writes_is_a_policy_file(find, tmp_path):
+    out = tmp_path / "policy.json"
+    assert find(*JOB, "-o", out)[0] == 0
+    assert Policy.from_file(out) == Policy.from_dict(json.loads(out.read_text())["policy"])
+
+
+def test_with_everything_given_it_only_predicts(find):
+    given = ("--gpu-batch-size", 3, "--num-gpu-batches", 2, "--percent", 30, 0, 100, 0, 100, 0, "--no-overlap")
+    result = json.loads(find(*JOB, *given, "--json")[1])
+    assert Policy.from_dict(result["policy"]) == Policy(3, 2, (30, 0, 100, 0, 100, 0), overlap=False)
+
+
+def test_a_given_policy_that_does_not_fit_is_predicted_and_refused(find):
+    given = ("--gpu-batch-size", 3, "--num-gpu-batches", 2, "--percent", 100, 0, 100, 0, 100, 0, "--gpu-mem", 1)
+    code, out, err = find(*JOB, *given)
+    assert code == 2
+    assert "predicted" in out
+    assert "gpu tier is too small" in err
+
+
+def test_without_a_number_of_prompts_it_takes_the_largest_block(find):
+    result = json.loads(find(*JOB[:-2], "--hh-ratio", 0.1, "--json")[1])
+    assert result["policy"]["gpu_batch_size"] * result["policy"]["num_gpu_batches"] > 100
+
+
+def test_hh_ratio_auto_prints_and_draws_the_trade(find, tmp_path):
+    png = tmp_path / "curve.png"
+    job = ("--model", "facebook/opt-6.7b", "--prompt-len", 512, "--num-prompts", 24, "--gpu-mem", 6)
+    plot = ("--plot", png) if _has_matplotlib() else ()
+    code, out, _ = find(*job, "--hh-ratio", "auto", "--min-hh-ratio", 0.2, *plot)
+    assert code == 0
+    assert "=>" in out
+    assert "full" in out
+    if plot:
+        assert png.read_bytes().startswith(b"\x89PNG")
+    result = json.loads(find(*job, "--hh-ratio", "auto", "--min-hh-ratio", 0.2, "--json")[1])
+    free = [p for p in result["curve"] if p["tokens_per_s"] >= 0.97 * result["curve"][0]["tokens_per_s"]]
+    slots = result["kv_budget"]["heavy"] + result["kv_budget"]["recent"] if result["kv_budget"] else None
+    assert slots is None or slots == free[-1]["slots"]
+
+
+def _has_matplotlib() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("matplotlib") is not None
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--model", "facebook/opt-9b"), "neither a facebook/opt size nor a folder"),
+        (("--prompt-len", 0), "--prompt-len must be 1 or more"),
+        (("--prompt-len", 2040, "--gen-len", 32), "longer than the model's 2048 positions"),
+        (("--gpu-mem", -1), "--gpu-mem must be more than 0"),
+        (("--max-latency", 0), "--max-latency must be more than 0"),
+        (("--percent", 1, 2, 3, 4, 5, 6), "--percent needs --gpu-batch-size and --num-gpu-batches"),
+        (("--hh-ratio", 2), "hh_ratio must lie in"),
+        (("--hh-ratio", "some"), "--hh-ratio"),
+        (("--hh-ratio", "auto", "--hh-size", 3), "--hh-ratio auto sizes the whole"),
+        (("--hh-ratio", "auto", "--min-hh-ratio", 0), "--min-hh-ratio"),
+        (("--plot", "x.png"), "--plot draws the curve of --hh-ratio auto"),
+        (("--hardware", "/nowhere/x.json"), "cannot read the hardware profile"),
+        (("--disk-mem", 0.1, "--gpu-mem", 1), "tier is too small"),
+        (("-o", "/nowhere/policy.json"), "cannot write /nowhere/policy.json"),
+    ],
+)
+def test_what_a_careless_user_asks_for(find, options, message):
+    code, out, err = find(*JOB, *options)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert message in err
+    assert out == ""
+    assert "Traceback" not in err
+
+
+# --policy auto
+
+
+def test_auto_on_little_memory_gives_the_same_tokens(hardware, tmp_path):
+    folder = write_model(
+        tmp_path / "deep", config=(config := {**TINY, "num_hidden_layers": 12}), state=tiny_state(config)
+    )
+    prompts = [[5 + n, 6, 7, 8, 9] for n in range(12)]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(str(folder), Policy(12), device="cpu", dtype="float32", progress=False) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+        assert llm.report["predicted"] is None
+    with LLM(str(folder), device="cpu", dtype="float32", hardware=hardware, progress=False) as llm:
+        _, plan = llm.plan_for(Policy(12), Workload((5,) * 12, 8), FullCache())
+        llm._caps["gpu"] = plan.needed("gpu") - 200_000
+        outputs = llm.generate(prompts, params)
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+        assert llm.report["predicted"]["tokens_per_s"] > 0
+        assert (
+            llm.report["policy"]["percent"] != (100, 0, 100, 0, 100, 0) or llm.report["policy"]["gpu_batch_size"] < 12
+        )
+
+
+def test_auto_on_enough_memory_measures_nothing(model, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("h2o_flexgen.llm.load_or_measure", lambda *a: pytest.fail("measured"))
+    with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
+        llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=4))
+    assert llm.report["policy"]["percent"] == (100, 0, 100, 0, 100, 0)
+
+
+def test_auto_budget_through_the_command(cli, hardware, model, tmp_path):  # noqa: F811
+    source = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7, 8, 9, 10, 11, 12]] * 6)
+    report = tmp_path / "report.json"
+    options = ("--input-file", source, "--hh-ratio", "auto", "--hardware", hardware, "--report", report)
+    code, out, err = cli("--model", model, "--device", "cpu", "--gen-len", 6, *options)
+    assert code == 0, err
+    assert "hh-ratio" in err
+    assert "predicted" in out
+    assert json.loads(report.read_text())["predicted"]["tokens_per_s"] > 0
+
+
+def test_a_profile_that_cannot_be_read_ends_the_job(refused, model):  # noqa: F811
+    assert "cannot read the hardware profile" in refused("--model", model, "--hardware", "/nowhere/x.json")
+
+
+def test_a_latency_limit_contradicts_percentages(refused, model):  # noqa: F811
+    line = refused("--model", model, "--max-latency", 3, "--percent", 100, 0, 100, 0, 100, 0)
+    assert "--percent contradicts --max-latency" in line
+
+
+def test_bad_settings_of_the_api(model):  # noqa: F811
+    with pytest.raises(UserError, match="max_latency"):
+        LLM(str(model), max_latency=-1)
+    with pytest.raises(UserError, match='"auto"'):
+        LLM(str(model), kv_budget="most")
+
+
+# what is kept in policies/
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "policies").glob("*.json")), ids=lambda p: p.stem)
+def test_kept_policies_are_what_the_search_gives_today(path, capsys):
+    kept = json.loads(path.read_text())
+    words = shlex.split(kept["made_by"])
+    assert words[:3] == ["python", "-m", "h2o_flexgen.policy_search"]
+    args = [str(ROOT / word) if word.startswith("policies/") else word for word in words[3:]]
+    assert policy_search.main([*args, "--json"]) == 0
+    now = json.loads(capsys.readouterr().out)
+    assert now["kv_budget"] == kept["kv_budget"]
+    # two policies may cost the same: what counts is that neither is better
+    assert now["predicted"]["tokens_per_s"] == pytest.approx(kept["predicted"]["tokens_per_s"], rel=1e-3)
+
+
+def test_the_t4_is_a_profile_with_its_sources():
+    assert T4.device == "cuda"
+    assert Profile.from_file(T4_FILE) == T4
+    assert T4.memory["gpu"] <= 16 * GIB
+    assert any("fitted" in note for note in json.loads(T4_FILE.read_text())["notes"])
