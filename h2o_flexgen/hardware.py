@@ -10,11 +10,9 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -32,8 +30,8 @@ from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device, Lane, as_numpy, copy
-from h2o_flexgen.offload.disk import DiskIO, File, cache_root, default_root, wait
+from h2o_flexgen.offload.device import Device, Lane, as_numpy, copy, finish
+from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, cache_root, default_root, wait
 from h2o_flexgen.plan import prefill_pairs
 from h2o_flexgen.search.profile import LINKS, Link, Profile
 
@@ -112,7 +110,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
     Raises:
         UserError: the offload folder cannot be written, or has no space for half a gibibyte.
     """
-    if device.is_cuda:
+    if device.is_cuda and not device.workspace_bytes:
         device.start(None)
     baseline = memory.resident()
     samples = defaultdict(list)
@@ -209,7 +207,8 @@ def _seconds(device: Device, work: Callable[[], object], least: float = 0.08) ->
 def _layers(device: Device, dtype: torch.dtype, hidden: int) -> list[dict]:
     """Decoder layers, so many that their weights come from memory and not from a cache."""
     specs = opt.layers(_reference(hidden))[1].streamed
-    count = 1 if hidden < 128 else 1 + (1 << 28) // (12 * hidden * hidden * dtype.itemsize)
+    room = min(1 << 28, memory.ram_available() // 4)
+    count = 1 if hidden < 128 else 1 + room // (12 * hidden * hidden * dtype.itemsize)
     return [
         {short: torch.full(shape, 0.01, dtype=dtype, device=device.torch_device) for short, (_, shape) in specs.items()}
         for _ in range(count)
@@ -263,53 +262,56 @@ def _decode_call(device: Device, rule, dtype: torch.dtype, dim: int, *sizes: int
 
 def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
     """(("link", name), seconds of the transfer alone), and (("lost", name), seconds that compute beside it lost)."""
+    pinned = device.pinned_count()
     buffer, host = device.buffer(TRANSFER), device.host_buffer(TRANSFER)
-    host.fill_(1)
-    buffer.fill_(1)
+    for data in (host, buffer):
+        data.fill_(1)
     x = torch.randn(64, 1024, device=device.torch_device)
     w = torch.randn(4096, 1024, device=device.torch_device)
+    folder = OffloadFolder(offload_root)
     io, lane = DiskIO(), Lane(device, "measure")
     try:
-        with _scratch_file(offload_root) as file:
-            data, target = as_numpy(host), as_numpy(device.host_buffer(TRANSFER))
+        file = folder.file("measure", FILE, direct=True)
+        data, target = as_numpy(host), as_numpy(device.host_buffer(TRANSFER))
 
-            def write() -> None:
-                for at in range(0, FILE, TRANSFER):
-                    wait(io.write(file, data, at))
-                os.fsync(file.fd)
+        def write() -> None:
+            for at in range(0, FILE, TRANSFER):
+                wait(io.write(file, data, at))
+            os.fsync(file.fd)
 
-            def read() -> None:
-                for at in range(0, FILE, TRANSFER):
-                    wait(io.read(file, target, at, True))
+        def read() -> None:
+            for at in range(0, FILE, TRANSFER):
+                wait(io.read(file, target, at, True))
 
-            def drop() -> None:
-                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        def drop() -> None:
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-            def move(into, out_of) -> None:
-                for _ in range(MOVED["cpu_to_gpu"] // TRANSFER):
-                    copy(into, out_of)
-                device.synchronize()
+        def move(into, out_of) -> None:
+            for _ in range(MOVED["cpu_to_gpu"] // TRANSFER):
+                copy(into, out_of)
+            finish(device.record())
 
-            jobs = {
-                "cpu_to_disk": write,
-                "disk_to_cpu": read,
-                "cpu_to_gpu": partial(move, buffer, host),
-                "gpu_to_cpu": partial(move, host, buffer),
-            }
-            for name, job in jobs.items():
-                drop()
-                start = time.perf_counter()
-                lane.submit(job).result()
-                yield ("link", name), time.perf_counter() - start
-                alone = _products(device, x, w, _after(0.2))
-                drop()
-                start = time.perf_counter()
-                beside = _products(device, x, w, lane.submit(job).done)
-                yield ("lost", name), max(0.0, 1 - beside / alone) * (time.perf_counter() - start)
+        jobs = {
+            "cpu_to_disk": write,
+            "disk_to_cpu": read,
+            "cpu_to_gpu": partial(move, buffer, host),
+            "gpu_to_cpu": partial(move, host, buffer),
+        }
+        for name, job in jobs.items():
+            drop()
+            start = time.perf_counter()
+            lane.submit(job).result()
+            yield ("link", name), time.perf_counter() - start
+            alone = _products(device, x, w, _after(0.2))
+            drop()
+            start = time.perf_counter()
+            beside = _products(device, x, w, lane.submit(job).done)
+            yield ("lost", name), max(0.0, 1 - beside / alone) * (time.perf_counter() - start)
     finally:
         lane.close()
         io.close()
-        device.unpin()
+        folder.close()
+        device.unpin(pinned)
 
 
 def _after(seconds: float) -> Callable[[], bool]:
@@ -322,24 +324,9 @@ def _products(device: Device, x, w, ended: Callable[[], bool]) -> float:
     done, start = 0, time.perf_counter()
     while not ended():
         F.linear(x, w)
-        device.synchronize()
+        finish(device.record())  # and not the copies beside it
         done += 1
     return done / (time.perf_counter() - start)
-
-
-@contextmanager
-def _scratch_file(offload_root: Path):
-    try:
-        offload_root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=offload_root, prefix="h2o_flexgen-measure-") as folder:
-            file = File(Path(folder) / "data", writable=True, direct=True)
-            file.allocate(FILE)
-            yield file
-            file.close()
-    except OSError as e:
-        raise UserError(
-            f"cannot write to the offload folder {offload_root} ({e.strerror}): name another --offload-dir"
-        ) from None
 
 
 def main(argv: list[str] | None = None) -> int:
