@@ -124,6 +124,12 @@ class LLM:
             )
         self._auto = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute)
         self.profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
+        mine = (self.device.torch_device.type, str(self.dtype).removeprefix("torch."))
+        if self.profile is not None and (self.profile.device, self.profile.dtype) != mine:
+            raise UserError(
+                f"the hardware profile is of {self.profile.dtype} on {self.profile.device}, this job computes in "
+                f"{mine[1]} on {mine[0]}: measure again, or name another --device or --dtype"
+            )
         if max_latency is not None and not max_latency > 0:
             raise UserError(f"max_latency must be more than 0 s, not {max_latency}")
         self.max_latency, self.min_hh_ratio = max_latency, min_hh_ratio

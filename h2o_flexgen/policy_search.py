@@ -59,6 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+#: a tier of which this much is needed keeps the block from growing
+_FULL = 0.97
 #: without --num-prompts the job is long enough for any block
 _MANY = 4096
 
@@ -148,6 +150,8 @@ def result_of(found: Candidate, rule, command: str) -> dict:
 def describe(result: dict, found: Candidate, title: str) -> str:
     """The result for people."""
     policy, predicted, p = found.policy, result["predicted"], found.prediction
+    full = [tier for tier, m in result["memory_bytes"].items() if m["needed"] > _FULL * m["limit"]]
+    room = f"; no room for a larger block on {' and '.join(full)}" if full else ""
     percent = " ".join(f"{x:g}" for x in policy.percent)
     budget = result["kv_budget"]
     cache = "full" if budget is None else f"{budget['heavy']} heavy + {budget['recent']} recent slots (H2O)"
@@ -160,7 +164,7 @@ def describe(result: dict, found: Candidate, title: str) -> str:
         f"prefill    {predicted['prefill_seconds']:.1f} s of a block",
         f"decode     {predicted['decode_seconds']:.1f} s of a block",
         f"predicted  {predicted['tokens_per_s']:.2f} tokens/s",
-        f"bound by   {result['bound_by']}",
+        f"bound by   {result['bound_by']}{room}",
     ]
     terms = p.terms["decode" if p.decode_seconds >= p.prefill_seconds else "prefill"]
     busy = [f"{name} {seconds:.1f} s" for name, seconds in sorted(terms.items(), key=lambda x: -x[1])[:4] if seconds]

@@ -130,7 +130,7 @@ def child(args) -> None:
         offload_dir=work["folder"],
         progress=False,
     ) as llm:
-        for job in work["jobs"]:
+        for job in [{**work["jobs"][0], "gen_len": 2}, *work["jobs"]]:  # the first only warms up
             llm.policy = "auto" if job["policy"] is None else Policy.from_dict(job["policy"])
             llm.kv_budget = None if job["hh_ratio"] is None else KVBudget.from_ratio(job["hh_ratio"])
             rng = random.Random(0)
@@ -147,7 +147,7 @@ def child(args) -> None:
                 f"{report['total']['tokens_per_s']:.2f} tokens/s",
                 flush=True,
             )
-    (Path(work["folder"]) / "rows.json").write_text(json.dumps(rows))
+    (Path(work["folder"]) / "rows.json").write_text(json.dumps(rows[1:]))
 
 
 def bench_machine(args) -> None:

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
-import pytest
-from hypothesis import settings
+import os
+
+# before torch is imported: on tensors this small a second thread only waits for the first
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 settings.register_profile("exact", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("exact")

@@ -6,7 +6,7 @@ import json
 import shlex
 
 import pytest
-from cli_tools import TINY, cli, model, refused, signals, tiny_state, write_model, write_prompts  # noqa: F401
+from cli_tools import FP32, TINY, cli, model, refused, signals, tiny_state, write_model, write_prompts  # noqa: F401
 from machines import ROOT, T4, laptop
 
 from h2o_flexgen import LLM, KVBudget, SamplingParams, flex_opt, policy_search
@@ -23,7 +23,7 @@ JOB = ("--model", "facebook/opt-1.3b", "--prompt-len", "64", "--gen-len", "8", "
 @pytest.fixture
 def hardware(tmp_path):
     path = tmp_path / "laptop.json"
-    path.write_text(laptop().to_json())
+    path.write_text(laptop(dtype="float32").to_json())
     return path
 
 
@@ -187,7 +187,7 @@ def test_auto_budget_through_the_command(cli, hardware, model, tmp_path):  # noq
     source = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7, 8, 9, 10, 11, 12]] * 6)
     report = tmp_path / "report.json"
     options = ("--input-file", source, "--hh-ratio", "auto", "--hardware", hardware, "--report", report)
-    code, out, err = cli("--model", model, "--device", "cpu", "--gen-len", 6, *options)
+    code, out, err = cli("--model", model, *FP32, "--gen-len", 6, *options)
     assert code == 0, err
     assert "hh-ratio" in err
     assert "predicted" in out
@@ -196,6 +196,11 @@ def test_auto_budget_through_the_command(cli, hardware, model, tmp_path):  # noq
 
 def test_a_profile_that_cannot_be_read_ends_the_job(refused, model):  # noqa: F811
     assert "cannot read the hardware profile" in refused("--model", model, "--hardware", "/nowhere/x.json")
+
+
+def test_a_profile_of_another_device_or_type_ends_the_job(refused, model, tmp_path):  # noqa: F811
+    job = ("--model", model, "--device", "cpu", "--dtype", "float32", "--hardware")
+    assert "is of float16 on cuda, this job computes in float32 on cpu" in refused(*job, T4_FILE)
 
 
 def test_a_latency_limit_contradicts_percentages(refused, model):  # noqa: F811
