@@ -44,6 +44,7 @@ RULES = {"full": FullCache(), "h2o": HeavyHitterCache(128, 128)}
 #: bytes of the file that is written and read, and of one transfer
 FILE, TRANSFER = 1 << 29, 1 << 26
 MOVED = {"cpu_to_disk": FILE, "disk_to_cpu": FILE, "cpu_to_gpu": 8 * TRANSFER, "gpu_to_cpu": 8 * TRANSFER}
+SMALL = 1 << 22
 PASSES = 3
 
 
@@ -119,7 +120,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         for _ in range(PASSES):
             for key, seconds in chain(_kernels(device, dtype), _links(device, offload_root)):
                 samples[key].append(seconds)
-                bar.update(key[0] != "lost")
+                bar.update(key[0] not in ("small", "beside", "lost"))
     seconds = {key: median(values) for key, values in samples.items()}
     small = {kind: seconds["decode", kind, "small"] for kind in RULES}
     dispatch = seconds["layer", 64, 1]
@@ -151,7 +152,15 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
             "cpu": ram,
             "disk": memory.disk_free(offload_root),
         },
-        links={name: Link(MOVED[name] / seconds["link", name], seconds["lost", name] / MOVED[name]) for name in LINKS},
+        links={
+            name: Link(
+                MOVED[name] / seconds["link", name],
+                seconds["lost", name] / MOVED[name],
+                max(0.0, 1 - seconds["link", name] / seconds["beside", name]),
+                max(0.0, seconds["small", name] - seconds["link", name] * SMALL / MOVED[name]),
+            )
+            for name in LINKS
+        },
         layer={hidden: [(n, layer_rate(hidden, n)) for n in TOKENS] for hidden in HIDDEN},
         prefill_attention={
             kind: {dim: 4 * dim * 16 * prefill_pairs(PROMPT) / seconds["prefill", kind, dim] for dim in HEAD_DIMS}
@@ -261,7 +270,8 @@ def _decode_call(device: Device, rule, dtype: torch.dtype, dim: int, *sizes: int
 
 
 def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
-    """(("link", name), seconds of the transfer alone), and (("lost", name), seconds that compute beside it lost)."""
+    """Of each link, seconds of a small transfer ("small"), of a large one alone ("link") and while something computes
+    ("beside"), and how many of the latter compute lost ("lost")."""
     pinned = device.pinned_count()
     buffer, host = device.buffer(TRANSFER), device.host_buffer(TRANSFER)
     for data in (host, buffer):
@@ -297,7 +307,20 @@ def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
             "cpu_to_gpu": partial(move, buffer, host),
             "gpu_to_cpu": partial(move, host, buffer),
         }
+        small = {
+            "cpu_to_disk": lambda at: wait(io.write(file, data[:SMALL], at)),
+            "disk_to_cpu": lambda at: wait(io.read(file, target[:SMALL], at, True)),
+            "cpu_to_gpu": lambda at: (copy(buffer[:SMALL], host[:SMALL]), finish(device.record())),
+            "gpu_to_cpu": lambda at: (copy(host[:SMALL], buffer[:SMALL]), finish(device.record())),
+        }
         for name, job in jobs.items():
+            drop()
+            times = []
+            for at in range(0, min(FILE, 16 * SMALL), SMALL):
+                start = time.perf_counter()
+                lane.submit(partial(small[name], at)).result()
+                times.append(time.perf_counter() - start)
+            yield ("small", name), median(times)
             drop()
             start = time.perf_counter()
             lane.submit(job).result()
@@ -306,7 +329,9 @@ def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
             drop()
             start = time.perf_counter()
             beside = _products(device, x, w, lane.submit(job).done)
-            yield ("lost", name), max(0.0, 1 - beside / alone) * (time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            yield ("beside", name), seconds
+            yield ("lost", name), max(0.0, 1 - beside / alone) * seconds
     finally:
         lane.close()
         io.close()

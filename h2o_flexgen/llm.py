@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from h2o_flexgen.engine.engine import Engine, Sequence, make_batches
 from h2o_flexgen.engine.sampling import SamplingParams
-from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.hardware import load_or_measure
 from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.models import opt
@@ -27,7 +27,7 @@ from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_memory
 from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy
-from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, budget_choices, largest_free
+from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, size_budget
 from h2o_flexgen.search.cost import CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
 from h2o_flexgen.search.search import Search
@@ -431,24 +431,19 @@ class LLM:
     def choose(self, workload: Workload) -> tuple[CacheRule, Policy, Placement, Plan]:
         """What a job will run with: its cache rule and policy, searched for where they are "auto"."""
         limits = self.limits()
+
+        def find(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, tuple]:
+            rule = self._rule(workload, budget)
+            policy, placement, plan = self.choose_policy(workload, rule, limits)
+            plan.check()
+            speed = self.predict(policy, placement, workload, rule).tokens_per_s
+            point = BudgetPoint.of(ratio, self._count_shapes(workload, rule), policy, speed)
+            return point, (rule, policy, placement, plan)
+
         if self.kv_budget == "auto":
-            budgets = {ratio: self._rule(workload, budget) for ratio, budget in budget_choices(self.min_hh_ratio)}
-            found = {}
-            for ratio, rule in budgets.items():
-                try:
-                    found[ratio] = self.choose_policy(workload, rule, limits)
-                except PlanError as e:
-                    error = e
-            if not found:
-                raise error
             self.measured()
-            self.curve = [
-                BudgetPoint.of(ratio, self._count_shapes(workload, budgets[ratio]), policy, prediction)
-                for ratio, (policy, placement, _) in found.items()
-                if (prediction := self.predict(policy, placement, workload, budgets[ratio]))
-            ]
-            ratio = largest_free(self.curve).ratio
-            return budgets[ratio], *found[ratio]
+            _, chosen, self.curve = size_budget(self.min_hh_ratio, find, self.progress)
+            return chosen
         rule = self._rule(workload, self.kv_budget)
         return rule, *self.choose_policy(workload, rule, limits)
 

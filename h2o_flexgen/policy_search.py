@@ -13,12 +13,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.flex_opt import _Parser, add_budget_options, make_budget
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.plan import Shapes, Workload
 from h2o_flexgen.policy import GIB, MARGIN, TIERS, KVBudget, Policy, gib
-from h2o_flexgen.search.budget import BudgetPoint, budget_choices, describe_curve, largest_free, plot_curve
+from h2o_flexgen.search.budget import BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
 from h2o_flexgen.search.profile import Profile
 from h2o_flexgen.search.search import Candidate, Search
 
@@ -204,19 +204,15 @@ def find(args: argparse.Namespace, planner: Planner) -> tuple[Candidate, KVBudge
         return found, budget, []
     if args.percent is not None:
         raise UserError("--percent and --hh-ratio auto contradict each other: give one of the two")
-    curve, candidates, error = [], {}, None
-    for ratio, choice in budget_choices(args.min_hh_ratio):
-        try:
-            found = planner.search(choice, args.max_latency).best(*given)
-        except PlanError as e:
-            error = e
-            continue
-        curve.append(BudgetPoint.of(ratio, planner.shapes(choice), found.policy, found.prediction))
-        candidates[ratio] = (found, choice)
-    if not curve:
-        raise error
-    found, choice = candidates[largest_free(curve).ratio]
-    return found, choice, curve
+
+    def size(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, Candidate]:
+        found = planner.search(budget, args.max_latency).best(*given)
+        p = found.prediction
+        speed = p.block_tokens_per_s if planner.one_block else p.tokens_per_s
+        return BudgetPoint.of(ratio, planner.shapes(budget), found.policy, speed), found
+
+    budget, found, curve = size_budget(args.min_hh_ratio, size, not args.json)
+    return found, budget, curve
 
 
 def run(args: argparse.Namespace) -> None:

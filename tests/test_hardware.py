@@ -24,6 +24,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(hardware, "FILE", 1 << 20)
     monkeypatch.setattr(hardware, "TRANSFER", 1 << 18)
     monkeypatch.setattr(hardware, "MOVED", dict.fromkeys(LINKS, 1 << 20))
+    monkeypatch.setattr(hardware, "SMALL", 1 << 16)
     monkeypatch.setattr(hardware, "PASSES", 1)
     seconds = hardware._seconds
     monkeypatch.setattr(hardware, "_seconds", lambda device, work: seconds(device, work, 0.0))

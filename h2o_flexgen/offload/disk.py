@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.plan import PAGE
+from h2o_flexgen.plan import PAGE, aligned
 
 #: one request; larger ones gained nothing, smaller ones cost processor time (docs/benchmarks/disk.json)
 REQUEST = 4 << 20
 THREADS = 4
+#: what is small is cut so that every thread has a part, but not smaller than this
+LEAST_REQUEST = 1 << 19
 
 
 class File:
@@ -101,7 +103,7 @@ class DiskIO:
     """A few threads that keep the disk's queue full with large requests. Counts the bytes moved."""
 
     def __init__(self, threads: int = THREADS, request: int = REQUEST):
-        self.request = request
+        self.threads, self.request = threads, request
         self.read_bytes = 0
         self.written_bytes = 0
         self._lock = threading.Lock()
@@ -121,7 +123,7 @@ class DiskIO:
 
     def _each(self, work, array: np.ndarray, offset: int) -> list[Future]:
         view = memoryview(array).cast("B")
-        step = self.request
+        step = min(self.request, max(LEAST_REQUEST, aligned(-(-len(view) // self.threads))))
         return [self._pool.submit(work, view[at : at + step], offset + at) for at in range(0, len(view), step)]
 
     def close(self) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from h2o_flexgen.errors import UserError
+from tqdm import tqdm
+
+from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.plan import Shapes
 from h2o_flexgen.policy import KVBudget, Policy
-from h2o_flexgen.search.cost import Prediction
 
+T = TypeVar("T")
 #: the floor of an automatic budget: heavy hitters, and as many recent tokens, as a fraction of the longest prompt
 MIN_HH_RATIO = 0.1
 #: throughput that a larger budget may cost and still count as free
@@ -30,9 +34,9 @@ class BudgetPoint:
     tokens_per_s: float
 
     @classmethod
-    def of(cls, ratio: float | None, shapes: Shapes, policy: Policy, prediction: Prediction) -> BudgetPoint:
+    def of(cls, ratio: float | None, shapes: Shapes, policy: Policy, tokens_per_s: float) -> BudgetPoint:
         slots = shapes.slots if shapes.budget is None else shapes.budget
-        return cls(ratio, slots, policy.gpu_batch_size, policy.num_gpu_batches, prediction.tokens_per_s)
+        return cls(ratio, slots, policy.gpu_batch_size, policy.num_gpu_batches, tokens_per_s)
 
 
 def budget_choices(floor: float = MIN_HH_RATIO) -> list[tuple[float | None, KVBudget | None]]:
@@ -45,6 +49,34 @@ def budget_choices(floor: float = MIN_HH_RATIO) -> list[tuple[float | None, KVBu
         raise UserError(f"--min-hh-ratio must lie in (0, 0.5], not {floor:g}")
     ratios = sorted({floor, *(r for r in _RATIOS if r > floor)})
     return [*((ratio, KVBudget.from_ratio(ratio)) for ratio in ratios), (None, None)]
+
+
+def size_budget(
+    floor: float, find: Callable[[float | None, KVBudget | None], tuple[BudgetPoint, T]], progress: bool
+) -> tuple[KVBudget | None, T, list[BudgetPoint]]:
+    """Search with every budget.
+
+    Args:
+        find: (ratio, budget) -> the point of the curve, and whatever else was found with it.
+
+    Returns:
+        The largest budget that costs nothing, what was found with it, and the curve.
+
+    Raises:
+        PlanError: nothing fits, not even with the smallest budget.
+    """
+    found, error = {}, None
+    for ratio, budget in tqdm(budget_choices(floor), desc="sizing the KV budget", leave=False, disable=not progress):
+        try:
+            point, rest = find(ratio, budget)
+        except PlanError as e:
+            error = error or e
+            continue
+        found[point] = (budget, rest)
+    if not found:
+        raise error
+    curve = list(found)
+    return *found[largest_free(curve)], curve
 
 
 def describe_curve(curve: list[BudgetPoint], chosen: BudgetPoint) -> str:

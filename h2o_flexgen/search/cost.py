@@ -34,12 +34,14 @@ class Away(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """Bytes on each link, moved one after the other."""
+    """Bytes on each link, moved one after the other, and in how many transfers from and to disk."""
 
     read: float = 0.0  # disk to cpu
     write: float = 0.0  # cpu to disk
     into: float = 0.0  # cpu to gpu
     out: float = 0.0  # gpu to cpu
+    reads: float = 0.0
+    writes: float = 0.0
 
     def __add__(self, other: Lane) -> Lane:
         return Lane(*(a + b for a, b in zip(self, other)))
@@ -177,17 +179,25 @@ class CostModel:
     # traffic
 
     def _weights(self, away: Away) -> tuple[Lane, Lane]:
-        """`away`: bytes in the type of the computation."""
+        """`away`: bytes in the type of the computation. Those of a layer that are on disk are one transfer."""
         converts = self.shapes.cuda or self.shapes.converts
-        return Lane(into=away.cpu), Lane(read=self._stored * away.disk, into=away.disk if converts else 0.0)
+        read = self._stored * away.disk
+        reads = away.disk * (1 / (self.layer_size * self.shapes.compute_itemsize))
+        return Lane(into=away.cpu), Lane(read=read, into=away.disk if converts else 0.0, reads=reads)
 
-    def _activations(self, away: Away, nbytes: float) -> tuple[Lane, Lane]:
+    def _activations(self, policy: Policy, away: Away, nbytes: float) -> tuple[Lane, Lane]:
         """Hidden states of `nbytes` a sequence, to the device and home, between two layers."""
         bus = 1 if self.shapes.cuda else 0
         crossing = nbytes * (away.cpu + bus * away.disk)
-        return Lane(read=nbytes * away.disk, into=crossing), Lane(write=nbytes * away.disk, out=crossing)
+        pieces = away.disk * (1 / policy.gpu_batch_size)
+        return (
+            Lane(read=nbytes * away.disk, into=crossing, reads=pieces),
+            Lane(write=nbytes * away.disk, out=crossing, writes=pieces),
+        )
 
-    def prefill_flows(self, compute, length: int, weights: Away, cache: Away, activations: Away) -> Flows:
+    def prefill_flows(
+        self, policy: Policy, compute, length: int, weights: Away, cache: Away, activations: Away
+    ) -> Flows:
         """`length`: of the longest prompt."""
         shapes = self.shapes
         kept = shapes.slots if shapes.budget is not None else length
@@ -195,8 +205,9 @@ class CostModel:
         store = Lane(
             write=cache.disk * kv,
             out=(cache.cpu + bus * cache.disk) * kv + (cache.cpu + cache.disk) * shapes.meta_bytes,
+            writes=cache.disk * (1 / policy.gpu_batch_size),
         )
-        into, home = self._activations(activations, length * self.hidden_bytes)
+        into, home = self._activations(policy, activations, length * self.hidden_bytes)
         return Flows(compute, *self._weights(weights), into, store + home)
 
     def decode_flows(self, policy: Policy, compute, slots: int, weights: Away, cache: Away, activations: Away) -> Flows:
@@ -205,20 +216,23 @@ class CostModel:
         row, meta, bus = shapes.row_bytes, shapes.meta_bytes, 1 if shapes.cuda else 0
         kv, log = slots * row, shapes.log_rows
         used_there = 0 if policy.cpu_cache_compute else 1
+        pieces = cache.disk * (1 / policy.gpu_batch_size)
         read = cache.disk * (kv + log * row / 2)
         fold = cache.disk * (kv / (log + 1))
         load = Lane(
             read=read,
             into=used_there * cache.cpu * (kv + meta) + cache.disk * (meta + log * row / 2) + bus * cache.disk * kv,
+            reads=pieces,
         )
         store = Lane(
             write=cache.disk * row + fold,
             out=used_there * cache.cpu * (row + meta) + cache.disk * (row + meta) + bus * fold,
+            writes=pieces,
         )
         if self._attends_on_cpu(policy):
             size = self.hidden_bytes
             load, store = load + Lane(into=cache.cpu * size), store + Lane(out=cache.cpu * 3 * size)
-        into, home = self._activations(activations, self.hidden_bytes)
+        into, home = self._activations(policy, activations, self.hidden_bytes)
         return Flows(compute, *self._weights(weights), load + into, store + home)
 
     def seconds(self, flows: Flows, overlap: bool) -> dict[str, float]:
@@ -228,9 +242,16 @@ class CostModel:
             1 / links[name].bytes_per_s for name in ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
         )
 
-        def lane(x: Lane):
-            return x.read * read + x.write * write + x.into * into + x.out * out
+        each_read, each_write = (links[name].transfer_seconds for name in ("disk_to_cpu", "cpu_to_disk"))
 
+        def disk(x: Lane):
+            return x.read * read + x.write * write + x.reads * each_read + x.writes * each_write
+
+        def lane(x: Lane):
+            return disk(x) + x.into * into + x.out * out
+
+        # while something computes a link moves less: the time that is missing comes on top
+        slow = {name: link.slowed_by_compute * flows.compute for name, link in links.items()}
         total = flows.total
         from_disk, from_cpu = lane(flows.weights_from_disk), lane(flows.weights_from_cpu)
         # reads from disk run beside copies out of RAM
@@ -240,15 +261,15 @@ class CostModel:
             return {"all in turn (disk)": rest + from_disk, "all in turn": rest + staged}
         lost = sum(
             bytes_ * links[name].compute_seconds_per_byte
-            for name, bytes_ in zip(("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"), total)
+            for name, bytes_ in zip(("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"), total[:4])
         )
         return {
             "compute": flows.compute + lost,
-            "disk": total.read * read + total.write * write,
-            "cpu to gpu": total.into * into,
-            "gpu to cpu": total.out * out,
-            "weights from disk": from_disk,
-            "weights": staged,
+            "disk": disk(total) + slow["disk_to_cpu"],
+            "cpu to gpu": total.into * into + slow["cpu_to_gpu"],
+            "gpu to cpu": total.out * out + slow["gpu_to_cpu"],
+            "weights from disk": from_disk + slow["disk_to_cpu"],
+            "weights": staged + slow["cpu_to_gpu"],
             "cache and activations in": lane(flows.load),
             "cache and activations out": lane(flows.store),
         }
@@ -313,12 +334,12 @@ class CostModel:
         ends = (away[0], away[-1])
         compute = self.prefill_compute(policy, batches)
         prefill = sum(
-            spend("prefill", n, self.prefill_flows(compute, length, w, c, acts)) for (w, c), n in alike.items()
+            spend("prefill", n, self.prefill_flows(policy, compute, length, w, c, acts)) for (w, c), n in alike.items()
         )
         head = sum(map(self.head_compute, sizes))
         nothing = Away()
         for w, work in zip(ends, (0.0, head)):
-            prefill += spend("prefill", 1, self.prefill_flows(work, length, w, nothing, nothing))
+            prefill += spend("prefill", 1, self.prefill_flows(policy, work, length, w, nothing, nothing))
         first = next((w for w in away if w.cpu or w.disk), nothing)  # nothing runs beside the very first
         prefill += max(self.seconds(Flows(0.0, *self._weights(first), Lane(), Lane()), policy.overlap).values())
         decode = 0.0

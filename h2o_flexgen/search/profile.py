@@ -21,10 +21,14 @@ class Link:
         bytes_per_s: its rate while nothing computes.
         compute_seconds_per_byte: what a byte takes away from compute that runs meanwhile (the processor's time, or the
             whole transfer where the two do not overlap).
+        slowed_by_compute: the part of its rate that is lost while something computes, in [0, 1].
+        transfer_seconds: what a transfer costs whatever its size (the queue fills and drains).
     """
 
     bytes_per_s: float
     compute_seconds_per_byte: float = 0.0
+    slowed_by_compute: float = 0.0
+    transfer_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pulp
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, plan_memory, workspace_bytes
 from h2o_flexgen.policy import TIERS, Plan, Policy
-from h2o_flexgen.search.cost import Away, CostModel, Prediction
+from h2o_flexgen.search.cost import Away, Batches, CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
@@ -123,12 +123,13 @@ class Search:
             for cpu in cpu_choices
         ]
         # the cheapest bound first, which no linear program is needed for
-        bounds = sorted(((self._quick_bound(p), n) for n, p in enumerate(pairs)), key=lambda x: (x[0], -x[1]))
+        bounds = sorted(((self._per_prompt(p, self._quick_bound(p)), n) for n, p in enumerate(pairs)))
         best: Candidate | None = None
         for bound, n in bounds:
             if bound == float("inf") or (best is not None and bound >= self._score(best)[1] and not exhaustive):
                 break
-            solved = self._relaxed(pairs[n], None if best is None or exhaustive else self._score(best)[1])
+            to_beat = None if best is None or exhaustive else self._block_to_beat(pairs[n], self._score(best)[1])
+            solved = self._relaxed(pairs[n], to_beat)
             if solved is None:
                 continue
             found = self._rounded(pairs[n], solved)
@@ -152,8 +153,40 @@ class Search:
 
     # bounds
 
+    def _blocks(self, policy: Policy) -> tuple[float, float, int]:
+        """Full blocks of the job, a lower bound for the seconds of what is left, and the prompts of both."""
+        if self.one_block:
+            return 1, 0.0, min(policy.block_size, self.num_prompts)
+        whole, rest = divmod(self.num_prompts, policy.block_size)
+        if whole == 0:
+            return 1, 0.0, rest
+        begin = whole * policy.block_size
+        phases = self._compute(policy, self.cost.batches(policy, begin)) if rest else []
+        return whole, sum(count * seconds for count, seconds in phases), self.num_prompts
+
+    def _per_prompt(self, policy: Policy, block_seconds: float) -> float:
+        """A bound for a block as a bound for the job."""
+        whole, left, prompts = self._blocks(policy)
+        return (whole * block_seconds + left) / prompts
+
+    def _block_to_beat(self, policy: Policy, per_prompt: float) -> float:
+        """The other way round: a block that takes longer cannot make a job that takes `per_prompt`."""
+        whole, left, prompts = self._blocks(policy)
+        return (per_prompt * prompts - left) / whole
+
+    def _compute(self, policy: Policy, batches: Batches) -> list[tuple[int, float]]:
+        """[(how often, seconds)] of the least compute of a block: prefill, then groups of decode steps."""
+        cost, L = self.cost, self.cost.num_decoder
+        head = sum(cost.head_compute(b) for b, _ in batches)
+        phases = [(1, L * cost.prefill_compute(policy, batches) + head)]
+        sequences = L * sum(b for b, _ in batches)
+        for slots, count in cost.slot_groups(batches[0][1]):
+            compute = min(cost.decode_compute(policy, batches, slots, Away(cpu, 0), L) for cpu in (0, sequences))
+            phases.append((count, compute + head))
+        return phases
+
     def _quick_bound(self, policy: Policy) -> float:
-        """Seconds per prompt that no placement can undercut: the compute of each phase, the weights that the device has
+        """Seconds of a block that no placement can undercut: the compute of each phase, the weights that the device has
         no room for, what neither device nor RAM has room for. Infinite if there is no room at all."""
         cost, shapes, L = self.cost, self.shapes, self.cost.num_decoder
         batches = cost.batches(policy, 0)
@@ -166,28 +199,20 @@ class Search:
             return float("inf")
         weights = Away(cpu=max(0, W - device)) if shapes.cuda else Away()
         read = max(0, W + kv - ram) * min(1.0, shapes.stored_itemsize / shapes.compute_itemsize)
-        head = sum(cost.head_compute(b) for b, _ in batches)
-        phases = [(1, L * cost.prefill_compute(policy, batches) + head)]
         groups = cost.slot_groups(length)
-        for slots, count in groups:
-            compute = min(
-                cost.decode_compute(replace(policy, cpu_cache_compute=cpu), batches, slots, Away(all_, 0), L)
-                for cpu, all_ in ((False, 0), (policy.cpu_cache_compute, L * B))
-            )
-            phases.append((count, compute + head))
         seconds = 0.0
-        for n, (count, compute) in enumerate(phases):
-            flows = cost.prefill_flows(compute, length, weights, Away(), Away())
+        for n, (count, compute) in enumerate(self._compute(policy, batches)):
+            flows = cost.prefill_flows(policy, compute, length, weights, Away(), Away())
             step = max(cost.seconds(flows, policy.overlap).values())
             if n:  # prefill writes what decode reads
                 used = min(1.0, groups[n - 1][0] / shapes.slots)
                 step = max(step, max(0, read - (1 - used) * kv) / self.profile.links["disk_to_cpu"].bytes_per_s)
             seconds += count * step
-        return seconds / B
+        return seconds
 
     def _relaxed(self, policy: Policy, to_beat: float | None) -> dict[str, tuple[float, float, float]] | None:
         """Fractions of each kind on each tier that minimise the seconds of a block, by linear programming; None if
-        nothing fits, or if a prompt takes no less than `to_beat` seconds."""
+        nothing fits, or if it takes more than `to_beat` seconds."""
         cost, shapes, L = self.cost, self.shapes, self.cost.num_decoder
         batches = cost.batches(policy, 0)
         sizes, length = [b for b, _ in batches], batches[0][1]
@@ -205,7 +230,7 @@ class Search:
 
         seconds = []
         compute = L * cost.prefill_compute(policy, batches) + head
-        flows = [(1, cost.prefill_flows(compute, length, weights, cache, acts))]
+        flows = [(1, cost.prefill_flows(policy, compute, length, weights, cache, acts))]
         for slots, count in cost.slot_groups(length):
             compute = cost.decode_compute(policy, batches, slots, cache, L) + head
             flows.append((count, cost.decode_flows(policy, compute, slots, weights, cache, acts)))
@@ -218,7 +243,7 @@ class Search:
         if self.max_latency is not None:
             lp += pulp.lpSum(seconds) <= self.max_latency
         if to_beat is not None:
-            lp += pulp.lpSum(seconds) <= to_beat * B
+            lp += pulp.lpSum(seconds) <= to_beat
         for needed, limit in self._memory(policy, sizes, x):
             # in GiB: solvers dislike numbers that are far apart
             lp += needed * 2.0**-30 <= limit * 2.0**-30
@@ -244,7 +269,9 @@ class Search:
         if shapes.dummy:
             disk += wd * W
         if shapes.cuda:
-            cpu += self.baseline + rings * wd * (W / (L + 2)) + cd * (2 * sizes[-1] * shapes.slots * shapes.row_bytes)
+            stored = shapes.stored_itemsize / shapes.compute_itemsize
+            cpu += self.baseline + rings * wd * (stored * W / (L + 2))
+            cpu += cd * (2 * sizes[-1] * shapes.slots * shapes.row_bytes)
         needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
         return [(needed[tier], limit) for tier, limit in self.limits.items()]
 

@@ -61,10 +61,10 @@ def test_the_linear_program_is_a_lower_bound(job, pair):
         c = s.candidate(Policy(*pair, percent))
         if c.plan.shortfall() is not None:
             continue
-        batches = s.cost.batches(c.policy, 0)
-        per_prompt = c.prediction.block_seconds / sum(b for b, _ in batches)
-        assert s._quick_bound(c.policy) <= per_prompt * (1 + 1e-6)
-        assert s._relaxed(c.policy, per_prompt * (1 + 1e-6)) is not None
+        seconds = c.prediction.block_seconds * (1 + 1e-6)
+        assert s._quick_bound(c.policy) <= seconds
+        assert s._per_prompt(c.policy, s._quick_bound(c.policy)) <= s._score(c)[1] * (1 + 1e-6)
+        assert s._relaxed(c.policy, seconds) is not None
 
 
 def test_with_h2o_the_block_is_larger():
