@@ -294,7 +294,7 @@ def describe(report: dict) -> str:
         + (", attention on the CPU" if policy["cpu_cache_compute"] else ""),
         f"KV cache   {cache}",
     ]
-    predicted = report["predicted"]
+    predicted = report.get("predicted")
     for phase in ("prefill", "decode"):
         part = report[phase]
         beside = f" (predicted {predicted[phase + '_seconds']:.2f} s)" if predicted else ""

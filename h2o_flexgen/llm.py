@@ -605,7 +605,7 @@ class LLM:
             "planned_memory_bytes": {tier: self.plan.needed(tier) for tier in ("gpu", "cpu", "disk")},
             "bytes_moved": {key: moved[key] - self._before[key] for key in moved},
             "stall_seconds": {kind: stalls.get(kind, 0.0) for kind in ("weights", "cache")},
-            "predicted": None if prediction is None else prediction.of_job(),
+            **({} if prediction is None else {"predicted": prediction.of_job()}),
         }
 
 
