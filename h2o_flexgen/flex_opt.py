@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from h2o_flexgen.errors import Interrupted, UserError
+from h2o_flexgen.errors import Interrupted, UserError, check_writable
 from h2o_flexgen.policy import GIB, KVBudget, Policy, gib
 from h2o_flexgen.search.budget import MIN_HH_RATIO, budget_choices, describe_curve, largest_free
 
@@ -25,13 +25,15 @@ _PROMPT_MODULES = (
 ).split()
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Errors are the user's, and end as all of those do."""
+
     def error(self, message: str):
         raise UserError(f"{message} (--help lists the options)")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m h2o_flexgen.flex_opt",
         description="Generate text in large batches with an OPT model that need not fit into memory.",
         allow_abbrev=False,
@@ -208,7 +210,7 @@ class OutputFile:
     input order. So a killed job leaves the rows it had, and an error touches nothing."""
 
     def __init__(self, path: str):
-        _check_writable("--output-file", Path(path))
+        check_writable("--output-file", Path(path))
         if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(f"--output-file {path} is not a file")
         self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
@@ -244,20 +246,6 @@ class OutputFile:
         except OSError as e:
             sorted_file.unlink(missing_ok=True)
             raise UserError(f"cannot write {self.path}: {e.strerror}; finished rows are in {self.partial}") from None
-
-
-def _check_writable(option: str, path: Path) -> None:
-    folder = path.absolute().parent
-    if not os.path.isdir(folder):
-        raise UserError(f"{option} {path}: the folder {folder} does not exist")
-    if os.path.isdir(path):
-        raise UserError(f"{option} {path} is a folder")
-    try:
-        path.with_name(path.name + ".partial").exists()
-    except OSError as e:
-        raise UserError(f"{option} {path} cannot be written: {e.strerror}") from None
-    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise UserError(f"{option} {path} cannot be written")
 
 
 def _check_distinct(args: argparse.Namespace) -> None:
@@ -351,7 +339,7 @@ def run(args: argparse.Namespace) -> None:
     policy, budget = make_policy(args, len(rows) if rows else None), make_budget(args)
     output_file = OutputFile(args.output_file) if args.output_file is not None else None
     if args.report is not None:
-        _check_writable("--report", Path(args.report))
+        check_writable("--report", Path(args.report))
 
     from h2o_flexgen.engine.sampling import SamplingParams
     from h2o_flexgen.llm import LLM

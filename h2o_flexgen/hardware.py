@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from h2o_flexgen.engine.sampling import SamplingParams, sample
-from h2o_flexgen.errors import UserError
+from h2o_flexgen.errors import UserError, check_writable
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
@@ -43,8 +43,11 @@ PROMPT, VOCABULARY = 512, 50272
 RULES = {"full": FullCache(), "h2o": HeavyHitterCache(128, 128)}
 #: bytes of the file that is written and read, and of one transfer
 FILE, TRANSFER = 1 << 29, 1 << 26
-MOVED = {"cpu_to_disk": FILE, "disk_to_cpu": FILE, "cpu_to_gpu": 8 * TRANSFER, "gpu_to_cpu": 8 * TRANSFER}
 SMALL = 1 << 22
+#: a slow disk is not written to for longer
+MOST_SECONDS = 1.5
+#: of a profile: one that was kept by an older version is measured again
+FORMAT = 2
 PASSES = 3
 
 
@@ -67,7 +70,7 @@ def machine(offload_root: Path | None = None) -> dict:
 
 
 def versions() -> dict:
-    found = {"python": platform.python_version()}
+    found = {"profile": FORMAT, "python": platform.python_version()}
     for name in ("torch", "h2o_flexgen"):
         try:
             found[name] = version(name)
@@ -154,10 +157,10 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         },
         links={
             name: Link(
-                MOVED[name] / seconds["link", name],
-                seconds["lost", name] / MOVED[name],
+                1 / seconds["link", name],
+                seconds["lost", name],
                 max(0.0, 1 - seconds["link", name] / seconds["beside", name]),
-                max(0.0, seconds["small", name] - seconds["link", name] * SMALL / MOVED[name]),
+                max(0.0, seconds["small", name] - seconds["link", name] * SMALL),
             )
             for name in LINKS
         },
@@ -216,7 +219,7 @@ def _seconds(device: Device, work: Callable[[], object], least: float = 0.08) ->
 def _layers(device: Device, dtype: torch.dtype, hidden: int) -> list[dict]:
     """Decoder layers, so many that their weights come from memory and not from a cache."""
     specs = opt.layers(_reference(hidden))[1].streamed
-    room = min(1 << 28, memory.ram_available() // 4)
+    room = min(1 << 28, memory.ram_available() // 4, device.free_bytes() // 4)
     count = 1 if hidden < 128 else 1 + room // (12 * hidden * hidden * dtype.itemsize)
     return [
         {short: torch.full(shape, 0.01, dtype=dtype, device=device.torch_device) for short, (_, shape) in specs.items()}
@@ -270,8 +273,8 @@ def _decode_call(device: Device, rule, dtype: torch.dtype, dim: int, *sizes: int
 
 
 def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
-    """Of each link, seconds of a small transfer ("small"), of a large one alone ("link") and while something computes
-    ("beside"), and how many of the latter compute lost ("lost")."""
+    """Of each link the seconds of a small transfer ("small"), and the seconds per byte of a large one alone ("link"),
+    while something computes ("beside"), and of compute that it cost then ("lost")."""
     pinned = device.pinned_count()
     buffer, host = device.buffer(TRANSFER), device.host_buffer(TRANSFER)
     for data in (host, buffer):
@@ -284,22 +287,33 @@ def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
         file = folder.file("measure", FILE, direct=True)
         data, target = as_numpy(host), as_numpy(device.host_buffer(TRANSFER))
 
-        def write() -> None:
-            for at in range(0, FILE, TRANSFER):
-                wait(io.write(file, data, at))
-            os.fsync(file.fd)
+        written = 0
 
-        def read() -> None:
-            for at in range(0, FILE, TRANSFER):
-                wait(io.read(file, target, at, True))
+        def write() -> int:
+            nonlocal written
+            ended, done = _after(MOST_SECONDS), 0
+            while done < FILE and not (done and ended()):
+                wait(io.write(file, data, done))
+                os.fsync(file.fd)
+                done += TRANSFER
+            written = max(written, done)
+            return done
+
+        def read() -> int:
+            ended, done = _after(MOST_SECONDS), 0
+            while done < written and not (done and ended()):
+                wait(io.read(file, target, done, True))
+                done += TRANSFER
+            return done
 
         def drop() -> None:
             os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-        def move(into, out_of) -> None:
-            for _ in range(MOVED["cpu_to_gpu"] // TRANSFER):
+        def move(into, out_of) -> int:
+            for _ in range(FILE // TRANSFER):
                 copy(into, out_of)
             finish(device.record())
+            return FILE
 
         jobs = {
             "cpu_to_disk": write,
@@ -316,22 +330,25 @@ def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
         for name, job in jobs.items():
             drop()
             times = []
-            for at in range(0, min(FILE, 16 * SMALL), SMALL):
+            for at in range(0, min(TRANSFER, 16 * SMALL), SMALL):
                 start = time.perf_counter()
                 lane.submit(partial(small[name], at)).result()
                 times.append(time.perf_counter() - start)
             yield ("small", name), median(times)
             drop()
+            moved = []
             start = time.perf_counter()
-            lane.submit(job).result()
-            yield ("link", name), time.perf_counter() - start
+            lane.submit(lambda job=job, moved=moved: moved.append(job())).result()
+            yield ("link", name), (time.perf_counter() - start) / moved[-1]
             alone = _products(device, x, w, _after(0.2))
             drop()
             start = time.perf_counter()
-            beside = _products(device, x, w, lane.submit(job).done)
+            future = lane.submit(lambda job=job, moved=moved: moved.append(job()))
+            beside = _products(device, x, w, future.done)
             seconds = time.perf_counter() - start
-            yield ("beside", name), seconds
-            yield ("lost", name), max(0.0, 1 - beside / alone) * seconds
+            future.result()
+            yield ("beside", name), seconds / moved[-1]
+            yield ("lost", name), max(0.0, 1 - beside / alone) * seconds / moved[-1]
     finally:
         lane.close()
         io.close()
@@ -362,6 +379,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--offload-dir", help="the folder whose disk is measured")
     args = parser.parse_args(argv)
     try:
+        if args.output is not None:
+            check_writable("--output", Path(args.output))
         device = Device(args.device)
         root = Path(args.offload_dir) if args.offload_dir else default_root()
         profile = measure(device, device.dtype(args.dtype), root)
@@ -374,7 +393,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except OSError as e:
-        print(f"error: cannot write {args.output}: {e.strerror}", file=sys.stderr)
+        print(f"error: {e.strerror}: {e.filename or args.output}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

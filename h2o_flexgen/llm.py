@@ -32,7 +32,7 @@ from h2o_flexgen.search.cost import CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
 from h2o_flexgen.search.search import Search
 
-#: sequences computed at once where everything lies on the device: more make products no faster, and buffers larger
+#: sequences computed at once where everything lies in RAM: more make a processor's products no faster
 RESIDENT_BATCH = 64
 DUMMY = "_DUMMY_"
 
@@ -448,20 +448,22 @@ class LLM:
         return rule, *self.choose_policy(workload, rule, limits)
 
     def choose_policy(self, workload: Workload, rule: CacheRule, limits=None) -> tuple[Policy, Placement, Plan]:
-        """The given policy; or everything on the compute device, if there is room for the whole job or no measurement
-        could matter; or what the search finds fastest."""
+        """The given policy; or everything on the compute device, if there is room for it and nothing to decide; or what
+        the search finds fastest."""
         limits = limits or self.limits()
         if isinstance(self.policy, Policy):
             return self.policy, *self.plan_for(self.policy, workload, rule, limits)
         batch_size, num_batches, overlap, cpu_compute = self._auto
         N = len(workload.prompt_lens)
         size = batch_size or min(RESIDENT_BATCH, N)
-        policy = Policy(size, num_batches or -(-N // size), overlap=overlap, cpu_cache_compute=bool(cpu_compute))
+        policy = Policy(size, num_batches or 1, overlap=overlap, cpu_cache_compute=bool(cpu_compute))
         placement, plan = self.plan_for(policy, workload, rule, limits)
-        if plan.shortfall() is not None or self.max_latency is not None:
+        larger_pays = self.device.is_cuda and batch_size is None and N > size
+        if plan.shortfall() is not None or self.max_latency is not None or larger_pays:
             search = self.search(workload, rule, limits)
             found = search.best(batch_size, num_batches, cpu_compute, overlap)
-            policy, placement, plan = found.policy, found.placement, found.plan
+            policy = found.policy
+            placement, plan = self.plan_for(policy, workload, rule, limits)
         return policy, placement, plan
 
     def search(self, workload: Workload, rule: CacheRule, limits: dict[str, int]) -> Search:

@@ -13,20 +13,18 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from h2o_flexgen.errors import UserError
-from h2o_flexgen.flex_opt import _Parser, add_budget_options, make_budget
+from h2o_flexgen.errors import UserError, check_writable
+from h2o_flexgen.flex_opt import Parser, add_budget_options, make_budget
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.plan import Shapes, Workload
 from h2o_flexgen.policy import GIB, MARGIN, TIERS, KVBudget, Policy, gib
 from h2o_flexgen.search.budget import BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
-from h2o_flexgen.search.profile import Profile
+from h2o_flexgen.search.profile import ITEMSIZE, Profile
 from h2o_flexgen.search.search import Candidate, Search
-
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m h2o_flexgen.policy_search",
         description="Find the policy with the highest predicted throughput for a model, a job and a machine.",
         allow_abbrev=False,
@@ -94,7 +92,7 @@ class Planner:
         return HeavyHitterCache(*(min(slots, most) for slots in budget.slots(self.workload.longest)))
 
     def shapes(self, budget: KVBudget | None) -> Shapes:
-        size = _ITEMSIZE[self.profile.dtype]
+        size = ITEMSIZE[self.profile.dtype]
         return Shapes.of(
             self.config,
             self.layers,
@@ -184,9 +182,12 @@ def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: i
     if budget is not None:
         for name in ("hh_ratio", "recent_ratio", "hh_size", "recent_size"):
             if getattr(budget, name) is not None:
-                words += [f"--{name.replace('_', '-')}", f"{getattr(budget, name):g}"]
+                words += [f"--{name.replace('_', '-')}", getattr(budget, name)]
     words += ["--gpu-batch-size", policy.gpu_batch_size, "--num-gpu-batches", policy.num_gpu_batches]
     words += ["--percent", *(f"{x:g}" for x in policy.percent)]
+    for option in ("device", "dtype", "offload_dir", "gpu_mem", "cpu_mem", "disk_mem"):
+        if getattr(args, option) not in (None, "auto"):
+            words += [f"--{option.replace('_', '-')}", getattr(args, option)]
     words += ["--cpu-cache-compute"] * policy.cpu_cache_compute + ["--no-overlap"] * (not policy.overlap)
     return shlex.join(map(str, words))
 
@@ -228,6 +229,9 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--percent needs --gpu-batch-size and --num-gpu-batches too")
     if args.plot is not None and args.hh_ratio != "auto":
         raise UserError("--plot draws the curve of --hh-ratio auto")
+    for option, path in (("--output", args.output), ("--plot", args.plot)):
+        if path is not None:
+            check_writable(option, Path(path))
     config = OPTConfig.named(args.model)
     dummy = config is not None  # a name's weights may not be here: their space on disk counts
     if config is None:
@@ -240,7 +244,6 @@ def run(args: argparse.Namespace) -> None:
             f"prompt of {args.prompt_len} tokens + output of {args.gen_len} is longer than the model's "
             f"{config.max_position_embeddings} positions"
         )
-    budget = make_budget(args)
     profile = Profile.from_file(args.hardware) if args.hardware is not None else this_machine(args)
     caps = {tier: None if (x := getattr(args, f"{tier}_mem")) is None else int(x * GIB) for tier in TIERS}
     many = args.num_prompts or _MANY
@@ -251,6 +254,14 @@ def run(args: argparse.Namespace) -> None:
     found, budget, curve = find(args, planner)
     num_prompts = args.num_prompts or found.policy.block_size
     result = result_of(found, planner.rule(budget), command_for(args, found.policy, budget, num_prompts))
+    if args.json:
+        print(json.dumps(result))
+    else:
+        _print(args, result, found, curve, profile, num_prompts)
+    found.plan.check()
+    seconds = found.prediction.block_seconds
+    if args.max_latency is not None and seconds > args.max_latency:
+        raise UserError(f"a block of this policy takes {seconds:.1f} s, more than --max-latency {args.max_latency:g}")
     if curve:
         result["curve"] = [asdict(point) for point in curve]
     if args.output is not None:
@@ -260,19 +271,19 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"cannot write {args.output}: {e.strerror}") from None
     if args.plot is not None:
         plot_curve(curve, largest_free(curve), args.plot)
-    if args.json:
-        print(json.dumps(result))
-        return
+
+
+def _print(
+    args: argparse.Namespace, result: dict, found: Candidate, curve: list, profile: Profile, prompts: int
+) -> None:
     if curve:
         print(describe_curve(curve, largest_free(curve)) + "\n")
-    machine = profile.machine.get("gpu") or profile.machine.get("processor", "the profile's machine")
+    machine = profile.machine.get("gpu" if profile.device == "cuda" else "processor", "the profile's machine")
     title = (
         f"model      {args.model}, {profile.dtype} on {machine}\n"
-        f"workload   {num_prompts} prompts of {args.prompt_len} tokens, {args.gen_len} tokens each"
+        f"workload   {prompts} prompts of {args.prompt_len} tokens, {args.gen_len} tokens each"
     )
     print(describe(result, found, title))
-    if found.plan.shortfall() is not None:
-        found.plan.check()
 
 
 def this_machine(args: argparse.Namespace) -> Profile:
@@ -287,9 +298,10 @@ def this_machine(args: argparse.Namespace) -> Profile:
     device = Device(args.device)
     root = Path(args.offload_dir) if args.offload_dir else default_root()
     profile = load_or_measure(device, device.dtype(args.dtype), root)
-    ram = memory.ram_available()
+    ours = memory.resident()  # which a plan counts as the process itself
+    ram = memory.ram_available() + ours
     gpu = device.free_bytes() if device.is_cuda else ram
-    return replace(profile, memory={"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)})
+    return replace(profile, memory={"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}, baseline_bytes=ours)
 
 
 def main(argv: list[str] | None = None) -> int:

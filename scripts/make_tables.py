@@ -203,7 +203,7 @@ def fill(text: str) -> str:
 
 def main() -> int:
     stale = []
-    for path in (ROOT / "README.md", ROOT / "docs" / "policy_search.md"):
+    for path in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "policy_search.md"):
         if path.exists() and (text := path.read_text()) != (filled := fill(text)):
             stale.append(path.name)
             if "--check" not in sys.argv:

@@ -17,6 +17,7 @@ from h2o_flexgen.policy import GIB, Policy
 from h2o_flexgen.search.profile import Profile
 
 T4_FILE = ROOT / "policies" / "hardware" / "t4-16gb.json"
+FIELDS = {"policy", "kv_budget", "predicted", "memory_bytes", "bound_by", "command"}
 JOB = ("--model", "facebook/opt-1.3b", "--prompt-len", "64", "--gen-len", "8", "--num-prompts", "24")
 
 
@@ -46,6 +47,7 @@ def test_json_is_one_object_with_the_promised_fields(find):
     code, out, _ = find(*JOB, "--hh-ratio", 0.2, "--gpu-mem", 2, "--json")
     assert code == 0
     result = json.loads(out)
+    assert set(result) == FIELDS
     assert Policy.from_dict(result["policy"])
     assert len(result["policy"]["percent"]) == 6
     assert result["kv_budget"] == {"heavy": 12, "recent": 12}
@@ -113,7 +115,9 @@ def test_hh_ratio_auto_prints_and_draws_the_trade(find, tmp_path):
     assert "full" in out
     if plot:
         assert png.read_bytes().startswith(b"\x89PNG")
-    result = json.loads(find(*job, "--hh-ratio", "auto", "--min-hh-ratio", 0.2, "--json")[1])
+    kept = tmp_path / "kept.json"
+    assert set(json.loads(find(*job, "--hh-ratio", "auto", "--min-hh-ratio", 0.2, "--json", "-o", kept)[1])) == FIELDS
+    result = json.loads(kept.read_text())
     free = [p for p in result["curve"] if p["tokens_per_s"] >= 0.97 * result["curve"][0]["tokens_per_s"]]
     slots = result["kv_budget"]["heavy"] + result["kv_budget"]["recent"] if result["kv_budget"] else None
     assert slots is None or slots == free[-1]["slots"]
@@ -141,7 +145,7 @@ def _has_matplotlib() -> bool:
         (("--plot", "x.png"), "--plot draws the curve of --hh-ratio auto"),
         (("--hardware", "/nowhere/x.json"), "cannot read the hardware profile"),
         (("--disk-mem", 0.1, "--gpu-mem", 1), "tier is too small"),
-        (("-o", "/nowhere/policy.json"), "cannot write /nowhere/policy.json"),
+        (("-o", "/nowhere/policy.json"), "the folder /nowhere does not exist"),
     ],
 )
 def test_what_a_careless_user_asks_for(find, options, message):
@@ -229,6 +233,18 @@ def test_kept_policies_are_what_the_search_gives_today(path, capsys):
     assert now["kv_budget"] == kept["kv_budget"]
     # two policies may cost the same: what counts is that neither is better
     assert now["predicted"]["tokens_per_s"] == pytest.approx(kept["predicted"]["tokens_per_s"], rel=1e-3)
+
+
+def test_every_model_length_and_cache_of_the_papers_is_kept():
+    assert len(list((ROOT / "policies").glob("t4-*.json"))) == 18
+
+
+def test_a_given_policy_that_is_too_slow_is_refused(find):
+    given = ("--gpu-batch-size", 3, "--num-gpu-batches", 2, "--percent", 100, 0, 100, 0, 100, 0)
+    code, out, err = find(*JOB, *given, "--max-latency", 0.001, "--json")
+    assert code == 2
+    assert json.loads(out)["predicted"]
+    assert "more than --max-latency 0.001" in err
 
 
 def test_the_t4_is_a_profile_with_its_sources():

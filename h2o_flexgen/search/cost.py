@@ -127,6 +127,10 @@ class CostModel:
         self.layer_size, self.head_size = matrices[1], matrices[-1]  # numbers in a decoder layer and in the head
         #: bytes that must pass through the device in a step
         self.streamed_bytes = sum(matrices) * shapes.compute_itemsize
+        # the log of a piece on disk grows by a row a step, and is folded into the piece when it is full
+        steps, log = workload.gen_len - 1, shapes.log_rows
+        self._folds = (steps // (log + 1)) / max(1, steps)
+        self._log_rows = sum(i % (log + 1) for i in range(steps)) / max(1, steps)
         self._stored = shapes.stored_itemsize / shapes.compute_itemsize
         self._batch_compute = lru_cache(maxsize=None)(self._batch_compute)
         self._prefill_batch = lru_cache(maxsize=None)(self._prefill_batch)
@@ -210,23 +214,30 @@ class CostModel:
         into, home = self._activations(policy, activations, length * self.hidden_bytes)
         return Flows(compute, *self._weights(weights), into, store + home)
 
-    def decode_flows(self, policy: Policy, compute, slots: int, weights: Away, cache: Away, activations: Away) -> Flows:
-        """`slots`: those in use, which are read; one is written, and a piece on disk is folded now and then."""
+    def stored_slots(self, slots: int, length: int) -> int:
+        """Of `slots` in use, those that a piece on disk holds apart from its log: the prompt's until its first fold."""
+        return length if self.shapes.budget is None and self._folds == 0 else slots
+
+    def decode_flows(
+        self, policy: Policy, compute, slots: int, length: int, weights: Away, cache: Away, activations: Away
+    ) -> Flows:
+        """`slots`: those in use, which are read; one is written, and a piece on disk is folded now and then. `length`:
+        of the longest prompt."""
         shapes = self.shapes
         row, meta, bus = shapes.row_bytes, shapes.meta_bytes, 1 if shapes.cuda else 0
-        kv, log = slots * row, shapes.log_rows
-        used_there = 0 if policy.cpu_cache_compute else 1
+        kv, on_disk, log = slots * row, self.stored_slots(slots, length) * row, self._log_rows * row
+        moves = 0 if policy.cpu_cache_compute else 1  # else a cache on the cpu tier is used where it lies
         pieces = cache.disk * (1 / policy.gpu_batch_size)
-        read = cache.disk * (kv + log * row / 2)
-        fold = cache.disk * (kv / (log + 1))
+        read = cache.disk * (on_disk + log)
+        fold = cache.disk * (kv * self._folds)
         load = Lane(
             read=read,
-            into=used_there * cache.cpu * (kv + meta) + cache.disk * (meta + log * row / 2) + bus * cache.disk * kv,
+            into=moves * cache.cpu * (kv + meta) + cache.disk * (meta + log) + bus * cache.disk * on_disk,
             reads=pieces,
         )
         store = Lane(
             write=cache.disk * row + fold,
-            out=used_there * cache.cpu * (row + meta) + cache.disk * (row + meta) + bus * fold,
+            out=moves * cache.cpu * (row + meta) + cache.disk * (row + meta) + bus * fold,
             writes=pieces,
         )
         if self._attends_on_cpu(policy):
@@ -341,14 +352,15 @@ class CostModel:
         for w, work in zip(ends, (0.0, head)):
             prefill += spend("prefill", 1, self.prefill_flows(policy, work, length, w, nothing, nothing))
         first = next((w for w in away if w.cpu or w.disk), nothing)  # nothing runs beside the very first
-        prefill += max(self.seconds(Flows(0.0, *self._weights(first), Lane(), Lane()), policy.overlap).values())
+        if policy.overlap:
+            prefill += max(self.seconds(Flows(0.0, *self._weights(first), Lane(), Lane()), True).values())
         decode = 0.0
         for slots, count in self.slot_groups(length):
             for (w, c), n in alike.items():
                 work = self.decode_compute(policy, batches, slots, c)
-                decode += spend("decode", count * n, self.decode_flows(policy, work, slots, w, c, acts))
+                decode += spend("decode", count * n, self.decode_flows(policy, work, slots, length, w, c, acts))
             for w, work in zip(ends, (0.0, head)):
-                decode += spend("decode", count, self.decode_flows(policy, work, 0, w, nothing, nothing))
+                decode += spend("decode", count, self.decode_flows(policy, work, 0, length, w, nothing, nothing))
         return prefill, decode, terms
 
     def _weights_away(self, placement: Placement) -> list[Away]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 LINKS = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
 ATTENTION = ("full", "h2o")
 
@@ -78,28 +79,44 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: dict) -> Profile:
-        """Raises UserError: something is missing, or a rate is not a positive number."""
+        """Raises UserError: something is missing, or a number is not what it should be."""
         try:
             names = {f.name for f in fields(cls)}
             values = {name: data[name] for name in names & set(data)}
+            if not isinstance(data["machine"], dict) or not isinstance(data["versions"], dict):
+                raise TypeError("machine and versions must be objects")
+            values["memory"] = {tier: int(data["memory"][tier]) for tier in ("gpu", "cpu", "disk")}
             values["links"] = {name: Link(**data["links"][name]) for name in LINKS}
             values["layer"] = {int(size): [(int(n), float(r)) for n, r in t] for size, t in data["layer"].items()}
             for name in ("prefill_attention", "decode_attention", "cpu_attention"):
                 if data.get(name) is not None:
                     values[name] = {k: {int(d): float(r) for d, r in data[name][k].items()} for k in ATTENTION}
             profile = cls(**values)
-            rates = [link.bytes_per_s for link in profile.links.values()]
-            rates += [rate for table in profile.layer.values() for _, rate in table]
-            dims = [profile.prefill_attention, profile.decode_attention, profile.cpu_attention or {}]
-            rates += [rate for kinds in dims for by_dim in kinds.values() for rate in by_dim.values()]
-            tables = [profile.layer, *profile.layer.values(), *(x for kinds in dims[:2] for x in kinds.values())]
-            if not all(math.isfinite(rate) and rate > 0 for rate in rates) or not all(tables):
-                raise ValueError("a rate is missing or not a positive number")
-            if profile.device not in ("cpu", "cuda") or not {"gpu", "cpu", "disk"} <= set(profile.memory):
-                raise ValueError("device or memory is not understood")
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            profile._check()
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
             raise UserError(f"not a hardware profile ({type(e).__name__}: {e})") from None
         return profile
+
+    def _check(self) -> None:
+        """Raises ValueError or TypeError for numbers that a search would stumble over."""
+        if self.device not in ("cpu", "cuda") or self.dtype not in ITEMSIZE:
+            raise ValueError("device or dtype is not understood")
+        if self.device == "cuda" and self.cpu_attention is None:
+            raise ValueError("cpu_attention is missing")
+        by_dim = [
+            t for a in (self.prefill_attention, self.decode_attention, self.cpu_attention or {}) for t in a.values()
+        ]
+        tables = [*(dict(table) for table in self.layer.values()), *by_dim]
+        sizes = [*self.layer, *(n for table in tables for n in table)]
+        rates = [link.bytes_per_s for link in self.links.values()] + [r for table in tables for r in table.values()]
+        if not self.layer or not all(tables) or not all(math.isfinite(x) and x > 0 for x in (*rates, *sizes)):
+            raise ValueError("a rate or a size is missing or not a positive number")
+        others = [x for link in self.links.values() for x in astuple(link)[1:]]
+        others += [self.step_seconds, self.logit_seconds, self.baseline_bytes, self.workspace_bytes]
+        if not all(math.isfinite(x) and x >= 0 for x in (*others, *self.memory.values())):
+            raise ValueError("a number is negative or not finite")
+        if any(link.slowed_by_compute > 1 for link in self.links.values()):
+            raise ValueError("slowed_by_compute is more than 1")
 
     @classmethod
     def from_file(cls, path: str | Path) -> Profile:

@@ -8,7 +8,8 @@ policy, and leaving it out gives what the whole grid would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -16,7 +17,7 @@ import pulp
 
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, plan_memory, workspace_bytes
-from h2o_flexgen.policy import TIERS, Plan, Policy
+from h2o_flexgen.policy import TIERS, Plan, Policy, gib
 from h2o_flexgen.search.cost import Away, Batches, CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
 
@@ -31,7 +32,6 @@ class Candidate:
 
     policy: Policy
     prediction: Prediction
-    placement: Placement
     plan: Plan
 
 
@@ -74,15 +74,19 @@ class Search:
     def candidate(self, policy: Policy) -> Candidate:
         """Cost and bytes of a policy, whether it fits or not."""
         if policy not in self._seen:
-            key = policy.fractions("weights")
-            batches = len(batch_sizes(self.num_prompts, policy))
-            placement = Placement.of(policy, self.shapes.layers, self.cost.num_decoder, batches, self._weights.get(key))
-            self._weights[key] = placement.weights
-            plan = plan_memory(policy, self.shapes, self.workload, placement, self.baseline)
-            plan.add("gpu", "workspace of matrix products", self.workspace)
-            plan.limits = self.limits
-            self._seen[policy] = Candidate(policy, self.cost.predict(policy, placement), placement, plan)
+            plan, placement = self._plan(policy)
+            self._seen[policy] = Candidate(policy, self.cost.predict(policy, placement), plan)
         return self._seen[policy]
+
+    def _plan(self, policy: Policy) -> tuple[Plan, Placement]:
+        key = policy.fractions("weights")
+        batches = len(batch_sizes(self.num_prompts, policy))
+        placement = Placement.of(policy, self.shapes.layers, self.cost.num_decoder, batches, self._weights.get(key))
+        self._weights[key] = placement.weights
+        plan = plan_memory(policy, self.shapes, self.workload, placement, self.baseline)
+        plan.add("gpu", "workspace of matrix products", self.workspace)
+        plan.limits = self.limits
+        return plan, placement
 
     def _missing(self, c: Candidate) -> float:
         """Bytes, or seconds of latency, by which a policy is beyond the limits; 0 if it fits."""
@@ -113,8 +117,9 @@ class Search:
             exhaustive: cost every pair of batch sizes, for tests of the pruning.
 
         Raises:
-            PlanError: nothing fits; says which tier is short, and by how much.
-            UserError: nothing is fast enough for `max_latency`.
+            PlanError: nothing fits, with the tier that is short and by how much, or nothing is fast enough for
+                `max_latency`.
+            UserError: the solver cannot be run.
         """
         cpu_choices = [cpu_compute] if cpu_compute is not None else [False, True] if self.shapes.cuda else [False]
         pairs = [
@@ -139,8 +144,8 @@ class Search:
 
     def _pairs(self, batch_size: int | None, num_batches: int | None) -> Iterator[tuple[int, int]]:
         N = self.num_prompts
-        sizes = [batch_size] if batch_size else [*(b for b in BATCH_SIZES if b < N), min(N, BATCH_SIZES[-1])]
-        for b in sizes:
+        sizes = [batch_size] if batch_size else {*(b for b in BATCH_SIZES if b < N), min(N, BATCH_SIZES[-1])}
+        for b in sorted(sizes):
             most = ceil(N / b)
             if num_batches:
                 yield b, num_batches
@@ -205,7 +210,7 @@ class Search:
             flows = cost.prefill_flows(policy, compute, length, weights, Away(), Away())
             step = max(cost.seconds(flows, policy.overlap).values())
             if n:  # prefill writes what decode reads
-                used = min(1.0, groups[n - 1][0] / shapes.slots)
+                used = min(1.0, cost.stored_slots(groups[n - 1][0], length) / shapes.slots)
                 step = max(step, max(0, read - (1 - used) * kv) / self.profile.links["disk_to_cpu"].bytes_per_s)
             seconds += count * step
         return seconds
@@ -213,16 +218,11 @@ class Search:
     def _relaxed(self, policy: Policy, to_beat: float | None) -> dict[str, tuple[float, float, float]] | None:
         """Fractions of each kind on each tier that minimise the seconds of a block, by linear programming; None if
         nothing fits, or if it takes more than `to_beat` seconds."""
-        cost, shapes, L = self.cost, self.shapes, self.cost.num_decoder
+        cost, L = self.cost, self.cost.num_decoder
         batches = cost.batches(policy, 0)
         sizes, length = [b for b, _ in batches], batches[0][1]
         B = sum(sizes)
-        lp = pulp.LpProblem("policy", pulp.LpMinimize)
-        x = {kind: [pulp.LpVariable(f"{kind}_{t}", 0, 1) for t in TIERS] for kind in KINDS}
-        for kind in KINDS:
-            lp += pulp.lpSum(x[kind]) == 1
-            if not shapes.cuda:  # the cpu tier would be a second copy in the same RAM
-                lp += x[kind][1] == 0
+        lp, x = self._fractions()
         weights = Away(*(cost.streamed_bytes * f for f in x["weights"][1:]))
         cache = Away(*(L * B * f for f in x["cache"][1:]))
         acts = Away(*(L * B * f for f in x["activations"][1:]))
@@ -233,7 +233,7 @@ class Search:
         flows = [(1, cost.prefill_flows(policy, compute, length, weights, cache, acts))]
         for slots, count in cost.slot_groups(length):
             compute = cost.decode_compute(policy, batches, slots, cache, L) + head
-            flows.append((count, cost.decode_flows(policy, compute, slots, weights, cache, acts)))
+            flows.append((count, cost.decode_flows(policy, compute, slots, length, weights, cache, acts)))
         for n, (count, flow) in enumerate(flows):
             t = pulp.LpVariable(f"seconds_{n}", 0)
             for value in cost.seconds(flow, policy.overlap).values():
@@ -247,9 +247,10 @@ class Search:
         for needed, limit in self._memory(policy, sizes, x):
             # in GiB: solvers dislike numbers that are far apart
             lp += needed * 2.0**-30 <= limit * 2.0**-30
-        lp.solve(_solver())
-        if lp.status != pulp.LpStatusOptimal:
+        if not _solve(lp):
             return None
+        if lp.status != pulp.LpStatusOptimal:  # the solver gave up: the pair must not be lost for that
+            return dict.fromkeys(KINDS, (1.0, 0.0, 0.0))
         return {kind: tuple(min(1.0, max(0.0, v.value() or 0.0)) for v in x[kind]) for kind in KINDS}
 
     def _memory(self, policy: Policy, sizes: list[int], x: dict) -> list:
@@ -291,28 +292,42 @@ class Search:
             gpu = int(gpu)
             percent += [gpu, min(100 - gpu, ceil(cpu)) if self.shapes.cuda else 0]
         # a kind that lies on the device whole needs no buffers to travel through
-        starts = {tuple(percent), (*percent[:4], 100, 0), (*percent[:2], 100, 0, 100, 0)}
-        found = [self._fitted(replace(policy, percent=start)) for start in sorted(starts)]
-        return min(found, key=self._score)
+        starts = [tuple(percent), (*percent[:4], 100, 0), (*percent[:2], 100, 0, 100, 0)]
+        for start in starts:
+            found = self._fitted(replace(policy, percent=start))
+            if self._missing(found) == 0:
+                break
+        return found
 
     def _fitted(self, policy: Policy) -> Candidate:
-        """Move percentages off the tier that is short, a few and then more at a time."""
+        """Move percentages off the tier that is short: as many as it lacks, rounded up."""
         found = self.candidate(policy)
-        for step in (1, 1, 2, 4, 8, 16, 32, 50, 100, 100, 100):
+        B = sum(batch_sizes(self.num_prompts, policy))
+        piece = self.shapes.slots * self.shapes.row_bytes + self.shapes.meta_bytes
+        whole = (
+            self.cost.streamed_bytes,
+            self.cost.num_decoder * B * piece,
+            B * self.workload.longest * self.cost.hidden_bytes,
+        )
+        for _ in range(8):
             short = found.plan.shortfall()
             if short is None:
                 break
             tiers = ("gpu", "cpu") if short[0] == "ram" else (short[0],)
-            moves = [
-                m for m in self._moves(found.policy, step) if m[1] in tiers and TIERS.index(m[2]) > TIERS.index(m[1])
+            steps = [min(100, ceil(100 * (short[1] - short[2]) / nbytes)) for nbytes in whole]
+            slower = [
+                m for m, a, b in self._moves(found.policy, steps) if a in tiers and TIERS.index(b) > TIERS.index(a)
             ]
-            if not moves:
+            if not slower:
                 break
-            found = min((self.candidate(m[0]) for m in moves), key=self._score)
+            missing = {m: self._plan(m)[0].missing() for m in slower}
+            fitting = [m for m in slower if missing[m] == 0]
+            # what the moves cost matters once they fit
+            found = min(map(self.candidate, fitting or [min(slower, key=missing.get)]), key=self._score)
         return found
 
-    def _moves(self, policy: Policy, step: int) -> list[tuple[Policy, str, str]]:
-        """Policies with `step` percent of one kind moved from a tier to another."""
+    def _moves(self, policy: Policy, steps: Sequence[int]) -> list[tuple[Policy, str, str]]:
+        """Policies with so many percent of weights, cache or activations moved from a tier to another."""
         moves = []
         tiers = TIERS if self.shapes.cuda else ("gpu", "disk")
         for n in range(3):
@@ -320,7 +335,7 @@ class Search:
             share = {"gpu": gpu, "cpu": cpu, "disk": 100 - gpu - cpu}
             for a in tiers:
                 for b in tiers:
-                    amount = min(step, share[a])
+                    amount = min(steps[n], share[a])
                     if a == b or amount <= 0:
                         continue
                     new = {**share, a: share[a] - amount}
@@ -333,7 +348,7 @@ class Search:
         """Small moves that make it better, until there are none: rounding may have lost something."""
         for step in (16, 4, 1):
             for _ in range(8):
-                found = min((self.candidate(m[0]) for m in self._moves(best.policy, step)), key=self._score)
+                found = min((self.candidate(m[0]) for m in self._moves(best.policy, (step,) * 3)), key=self._score)
                 if self._score(found) >= (0.0, self._score(best)[1] * (1 - 1e-6)):
                     break
                 best = found
@@ -347,18 +362,66 @@ class Search:
         best = min(tried, key=self._score)
         if self._missing(best) == 0:
             return best
-        try:
-            min(tried, key=lambda c: c.plan.missing()).plan.check()
-        except PlanError as e:
-            block = f"{smallest.gpu_batch_size} x {smallest.num_gpu_batches}"
-            raise PlanError(f"no policy fits this job, not even {block} sequences: {e}") from None
         fitting = [c for c in self._seen.values() if c.plan.missing() == 0]
-        fastest = min(fitting, key=lambda c: c.prediction.block_seconds)
-        raise UserError(
-            f"no policy finishes a block within {self.max_latency:g} s: the fastest found takes "
-            f"{fastest.prediction.block_seconds:.1f} s; raise --max-latency or shorten the output"
+        if fitting:
+            fastest = min(c.prediction.block_seconds for c in fitting)
+            raise PlanError(
+                f"no policy finishes a block within {self.max_latency:g} s: the fastest found takes {fastest:.1f} s; "
+                "raise --max-latency or shorten the output"
+            )
+        block = f"no policy fits this job, not even {smallest.gpu_batch_size} x {smallest.num_gpu_batches} sequences"
+        needed = self._shortage(smallest)
+        if not needed:
+            try:
+                min(tried, key=lambda c: c.plan.missing()).plan.check()
+            except PlanError as e:
+                raise PlanError(f"{block}: {e}") from None
+        tier = max(needed, key=lambda t: needed[t] - self.limits[t])
+        name = "RAM (the gpu and cpu tiers together)" if tier == "ram" else f"the {tier} tier"
+        raise PlanError(
+            f"{block}: {name} is too small: needs at least {gib(needed[tier])} ({needed[tier]} bytes), there are "
+            f"{gib(self.limits[tier])} ({self.limits[tier]} bytes), wherever the rest goes: give it more of it, or "
+            "take a smaller model, shorter prompts or outputs, or a smaller KV budget"
         )
 
+    def _shortage(self, policy: Policy) -> dict[str, int]:
+        """Bytes that tiers would have to have for the policy's block, where they are more than the limits: the least
+        that any placement lacks."""
+        lp, x = self._fractions()
+        lack = {tier: pulp.LpVariable(f"lack_{tier}", 0) for tier in self.limits}
+        sizes = batch_sizes(self.num_prompts, policy)
+        for (needed, limit), tier in zip(self._memory(policy, sizes, x), self.limits):
+            lp += needed * 2.0**-30 <= limit * 2.0**-30 + lack[tier]
+        # what could lie on several tiers is missed where it is cheapest
+        lp += pulp.lpSum({"disk": 1, "cpu": 2}.get(tier, 4) * v for tier, v in lack.items())
+        _solve(lp)
+        short = {tier: int((v.value() or 0.0) * 2**30) for tier, v in lack.items()}
+        return {tier: self.limits[tier] + nbytes for tier, nbytes in short.items() if nbytes > 0}
 
-def _solver():
-    return pulp.PULP_CBC_CMD(msg=False)
+    def _fractions(self) -> tuple[pulp.LpProblem, dict[str, list]]:
+        """A linear program with the nine fractions."""
+        lp = pulp.LpProblem("policy", pulp.LpMinimize)
+        x = {kind: [pulp.LpVariable(f"{kind}_{t}", 0, 1) for t in TIERS] for kind in KINDS}
+        for kind in KINDS:
+            lp += pulp.lpSum(x[kind]) == 1
+            if not self.shapes.cuda:  # the cpu tier would be a second copy in the same RAM
+                lp += x[kind][1] == 0
+        return lp, x
+
+
+def _solve(lp: pulp.LpProblem) -> bool:
+    """Whether it has a solution. What CBC writes goes to a folder of its own, which goes with it.
+
+    Raises:
+        UserError: the solver cannot be run.
+    """
+    base = tempfile.gettempdir()
+    try:
+        # pulp splits the command at blanks
+        with tempfile.TemporaryDirectory(prefix="h2o_flexgen-lp-", dir="/tmp" if " " in base else base) as folder:
+            solver = pulp.PULP_CBC_CMD(msg=False)
+            solver.tmpDir = folder
+            lp.solve(solver)
+    except (pulp.PulpSolverError, OSError) as e:
+        raise UserError(f"the policy search cannot run its solver ({e}): give the batch sizes and --percent") from None
+    return lp.status != pulp.LpStatusInfeasible

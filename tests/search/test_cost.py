@@ -56,7 +56,7 @@ def test_prompts_of_different_lengths_cost_less_than_the_longest():
         cost = planner.search(None).cost
         cost.workload = Workload(lens, 16)
         policy = Policy(4, 1, ALL_GPU)
-        placement = planner.search(None).candidate(policy).placement
+        _, placement = planner.search(None)._plan(policy)
         return cost.predict(policy, placement).job_seconds
 
     assert job((512,) * 4 + (64,) * 12) < 0.6 * job((512,) * 16)

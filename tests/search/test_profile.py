@@ -32,6 +32,24 @@ def test_a_profile_survives_a_file(tmp_path):
         {"device": "tpu"},
         {"memory": {"gpu": 1}},
         {"decode_attention": {"full": {"64": 1}}},
+        {"decode_attention": {"full": {"0": 1}, "h2o": {"64": 1}}},
+        {"dtype": "int8"},
+        {"memory": "much"},
+        {"memory": {"gpu": 1, "cpu": 1, "disk": -1}},
+        {"layer": {"0": [[1, 5]]}},
+        {"layer": {"768": [[0, 5]]}},
+        {"step_seconds": float("nan")},
+        {"step_seconds": "1"},
+        {"logit_seconds": -1},
+        {"baseline_bytes": "1"},
+        {"machine": []},
+        {"device": "cuda"},
+        {
+            "links": {
+                **json.loads(laptop().to_json())["links"],
+                "disk_to_cpu": {"bytes_per_s": 1, "slowed_by_compute": 2},
+            }
+        },
     ],
 )
 def test_nonsense_is_refused(tmp_path, change):
