@@ -153,7 +153,8 @@ def search_machine(data: dict) -> str:
         f"{phase}: median {s['median']:.2f}, from {s['lowest']:.2f} to {s['highest']:.2f}"
         for phase, s in data["summary"].items()
     )
-    return f"{markdown(header, rows)}\n\nPredicted over measured, {summary}.\n\n{where(data)}"
+    rounds = len(data["rows"][0]["prefill"]["measured"])
+    return f"{markdown(header, rows)}\n\nPredicted over measured, {summary}. Rounds: {rounds}.\n\n{where(data)}"
 
 
 def search_top(data: dict) -> str:
