@@ -13,7 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
-from h2o_flexgen.errors import Interrupted, UserError, check_writable
+from h2o_flexgen.errors import Interrupted, UserError
+from h2o_flexgen.files import check_writable
 from h2o_flexgen.policy import GIB, KVBudget, Policy, gib
 from h2o_flexgen.search.budget import MIN_HH_RATIO, budget_choices, describe_curve, largest_free
 
@@ -81,11 +82,29 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for what in ("weight", "cache"):
         add(f"--compress-{what}", action="store_true", help="not built yet: ends with an error")
+    add_limit_options(add)
+    add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
+    return parser
+
+
+def add_limit_options(add) -> None:
+    """What may be used of each tier; `add` is a group's `add_argument`."""
     add("--gpu-mem", type=float, metavar="GIB", help="use at most this much of the compute device's memory")
     add("--cpu-mem", type=float, metavar="GIB", help="use at most this much RAM for the cpu tier")
     add("--disk-mem", type=float, metavar="GIB", help="use at most this much disk")
-    add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
-    return parser
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raises UserError for counts below 1, and limits that are not positive."""
+    for name in ("prompt_len", "gen_len", "num_prompts", "gpu_batch_size", "num_gpu_batches"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+    for name in ("gpu_mem", "cpu_mem", "disk_mem", "max_latency"):
+        value = getattr(args, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            unit = "s" if name == "max_latency" else "GiB"
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0 {unit}, not {value:g}")
 
 
 def add_budget_options(parser: argparse.ArgumentParser) -> None:
@@ -269,18 +288,21 @@ def row_of(index: int, output) -> dict:
     return {"index": index, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
 
 
+def describe_budget(budget: dict | None) -> str:
+    return f"{budget['heavy']} heavy + {budget['recent']} recent slots (H2O)" if budget else "full"
+
+
 def describe(report: dict) -> str:
     """The report for people."""
-    w, policy, budget = report["workload"], report["policy"], report["kv_budget"]
+    w, policy = report["workload"], report["policy"]
     percent = " ".join(f"{p:g}" for p in policy["percent"])
-    cache = f"{budget['heavy']} heavy + {budget['recent']} recent slots (H2O)" if budget else "full"
     lines = [
         f"model      {report['model']}, {report['dtype']} on {report['device']}",
         f"workload   {w['num_prompts']} prompts of up to {w['prompt_len']} tokens, {w['gen_len']} tokens each",
         f"policy     {policy['gpu_batch_size']} x {policy['num_gpu_batches']}, percent {percent}, "
         f"overlap {'on' if policy['overlap'] else 'off'}"
         + (", attention on the CPU" if policy["cpu_cache_compute"] else ""),
-        f"KV cache   {cache}",
+        f"KV cache   {describe_budget(report['kv_budget'])}",
     ]
     predicted = report.get("predicted")
     for phase in ("prefill", "decode"):
@@ -322,15 +344,7 @@ def show(llm, outputs: list, most: int = 3) -> str:
 def run(args: argparse.Namespace) -> None:
     if args.compress_weight or args.compress_cache:
         raise UserError("compression of weights and cache is not built yet: leave --compress-weight and -cache out")
-    for name in ("prompt_len", "gen_len", "num_prompts", "gpu_batch_size", "num_gpu_batches"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
-    for name in ("gpu_mem", "cpu_mem", "disk_mem", "max_latency"):
-        value = getattr(args, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            unit = "s" if name == "max_latency" else "GiB"
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0 {unit}, not {value:g}")
+    check_sizes(args)
     for name in ("num_prompts", "prompt_len"):
         if args.input_file is not None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is for built-in prompts; --input-file brings its own")

@@ -6,7 +6,6 @@ python -m h2o_flexgen.hardware -o profile.json
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -14,9 +13,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import date
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 
@@ -25,7 +24,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from h2o_flexgen.engine.sampling import SamplingParams, sample
-from h2o_flexgen.errors import UserError, check_writable
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import check_writable
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
@@ -70,8 +70,14 @@ def machine(offload_root: Path | None = None) -> dict:
 
 
 def versions() -> dict:
-    found = {"profile": FORMAT, "python": platform.python_version()}
-    for name in ("torch", "h2o_flexgen"):
+    """What a profile is valid for, too."""
+    return {"profile": FORMAT, **installed("torch", "h2o_flexgen")}
+
+
+def installed(*names: str) -> dict[str, str]:
+    """Versions of Python and of packages, if they are there."""
+    found = {"python": platform.python_version()}
+    for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -118,12 +124,15 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         device.start(None)
     baseline = memory.resident()
     samples = defaultdict(list)
-    steps = PASSES * (len(list(_kernels(device, dtype, dry=True))) + 4)
+    steps = PASSES * (len(list(_kernels(device, dtype))) + len(LINKS))
     with tqdm(total=steps, desc="measuring this machine", unit="step", disable=not progress, leave=False) as bar:
         for _ in range(PASSES):
-            for key, seconds in chain(_kernels(device, dtype), _links(device, offload_root)):
+            for key, where, make in _kernels(device, dtype):
+                samples[key].append(_seconds(where, make()))
+                bar.update()
+            for key, seconds in _links(device, offload_root):
                 samples[key].append(seconds)
-                bar.update(key[0] not in ("small", "beside", "lost"))
+                bar.update(key[0] == "link")
     seconds = {key: median(values) for key, values in samples.items()}
     small = {kind: seconds["decode", kind, "small"] for kind in RULES}
     dispatch = seconds["layer", 64, 1]
@@ -178,28 +187,28 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
     )
 
 
-def _kernels(device: Device, dtype: torch.dtype, dry: bool = False) -> Iterator[tuple[tuple, float]]:
-    """(what, seconds of one call) of everything that computes; `dry` only counts."""
-
-    def timed(work: Callable[[], object], where: Device = device) -> float:
-        return _seconds(where, work)
-
+def _kernels(device: Device, dtype: torch.dtype) -> Iterator[tuple[tuple, Device, Callable]]:
+    """(what, where it runs, what makes the call that is timed) of everything that computes."""
     for hidden, counts in ((64, (1,)), *((hidden, TOKENS) for hidden in HIDDEN)):
-        layers = [] if dry else _layers(device, dtype, hidden)
+        layers = cache(partial(_layers, device, dtype, hidden))
         for tokens in counts:
-            yield ("layer", hidden, tokens), 0.0 if dry else timed(_layer_call(device, dtype, hidden, tokens, layers))
-        del layers
+            yield ("layer", hidden, tokens), device, partial(_layer_call, device, dtype, hidden, tokens, layers)
     for kind, rule in RULES.items():
         small = (rule if kind == "full" else HeavyHitterCache(8, 8), dtype, 64, 1, 2, 17)
-        yield ("decode", kind, "small"), 0.0 if dry else timed(_decode_call(device, *small))
+        yield ("decode", kind, "small"), device, partial(_decode_call, device, *small)
         for dim in HEAD_DIMS:
-            yield ("prefill", kind, dim), 0.0 if dry else timed(_prefill_call(device, dtype, rule, dim))
-            yield ("decode", kind, dim), 0.0 if dry else timed(_decode_call(device, rule, dtype, dim))
+            yield ("prefill", kind, dim), device, partial(_prefill_call, device, dtype, rule, dim)
+            yield ("decode", kind, dim), device, partial(_decode_call, device, rule, dtype, dim)
             if device.is_cuda:
                 host = Device("cpu")
-                yield ("cpu", kind, dim), 0.0 if dry else timed(_decode_call(host, rule, dtype, dim), host)
-    logits = torch.zeros(1) if dry else torch.randn(32, VOCABULARY, device=device.torch_device).to(dtype)
-    yield ("choose",), 0.0 if dry else timed(partial(sample, logits, SamplingParams(), list(range(32)), 0))
+                yield ("cpu", kind, dim), host, partial(_decode_call, host, rule, dtype, dim)
+    yield ("choose",), device, partial(_choose_call, device, dtype)
+
+
+def _choose_call(device: Device, dtype: torch.dtype):
+    """From logits to tokens."""
+    logits = torch.randn(32, VOCABULARY, device=device.torch_device).to(dtype)
+    return lambda: sample(logits, SamplingParams(), list(range(32)), 0)
 
 
 def _seconds(device: Device, work: Callable[[], object], least: float = 0.08) -> float:
@@ -231,11 +240,11 @@ def _reference(hidden: int) -> OPTConfig:
     return OPTConfig(VOCABULARY, hidden, 1, 4 * hidden, hidden // 64, 2048, hidden)
 
 
-def _layer_call(device: Device, dtype: torch.dtype, hidden: int, tokens: int, layers: list[dict]):
+def _layer_call(device: Device, dtype: torch.dtype, hidden: int, tokens: int, layers: Callable[[], list[dict]]):
     """A decoder layer without attention."""
     length = tokens // 16 if tokens > 256 else 1  # prompts, or new tokens
     x = torch.randn(tokens // length, length, hidden, device=device.torch_device).to(dtype)
-    config, turn = _reference(hidden), cycle(layers)
+    config, turn = _reference(hidden), cycle(layers())
     return lambda: opt.decoder_layer(config, next(turn), x, lambda q, k, v: q)
 
 
@@ -243,10 +252,10 @@ def _prefill_call(device: Device, dtype: torch.dtype, rule, dim: int):
     """Attention over prompts, 16 heads in all, of tensors as they come out of the products."""
     B, H = 2, 8
     layout = KVLayout(B, H, rule.segments(PROMPT, 1), dim, dtype, rule.scored)
-    cache = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
+    kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
     q, k, v = (torch.randn(B, PROMPT, H, dim, device=device.torch_device).to(dtype).transpose(1, 2) for _ in range(3))
     lengths = torch.full((B,), PROMPT)
-    return lambda: rule.prefill(cache, q, k, v, lengths)
+    return lambda: rule.prefill(kv, q, k, v, lengths)
 
 
 def _cache_layout(rule, dtype: torch.dtype, dim: int, B: int = 16, H: int = 16, slots: int = PROMPT) -> KVLayout:
@@ -258,15 +267,15 @@ def _decode_call(device: Device, rule, dtype: torch.dtype, dim: int, *sizes: int
     """Attention of one token per sequence over a cache that is full."""
     layout = _cache_layout(rule, dtype, dim, *sizes)
     B, H = layout.batch, layout.heads
-    cache = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
-    for x in (*cache.k, *cache.v):
+    kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
+    for x in (*kv.k, *kv.v):
         x.fill_(0.5)
     if rule.scored:
-        cache.score.uniform_()
-        cache.position.copy_(torch.arange(layout.slots).expand(cache.position.shape))
+        kv.score.uniform_()
+        kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
     q, k, v = (torch.randn(B, H, 1, dim, device=device.torch_device).to(dtype) for _ in range(3))
     lengths = torch.full((B,), 4 * layout.slots if rule.scored else layout.slots - 1)
-    return lambda: rule.decode(cache, q, k, v, lengths, 1)
+    return lambda: rule.decode(kv, q, k, v, lengths, 1)
 
 
 # links
@@ -384,11 +393,10 @@ def main(argv: list[str] | None = None) -> int:
         device = Device(args.device)
         root = Path(args.offload_dir) if args.offload_dir else default_root()
         profile = measure(device, device.dtype(args.dtype), root)
-        text = json.dumps(json.loads(profile.to_json()), indent=1)
         if args.output is None:
-            print(text)
+            print(profile.to_json())
         else:
-            Path(args.output).write_text(text + "\n")
+            Path(args.output).write_text(profile.to_json() + "\n")
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

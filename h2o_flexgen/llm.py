@@ -14,7 +14,7 @@ from h2o_flexgen.engine.engine import Engine, Sequence, make_batches
 from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.hardware import load_or_measure
-from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
+from h2o_flexgen.kv_cache import CacheRule, KVLayout, rule_for
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.models.source import find_model, load_tokenizer
@@ -25,8 +25,8 @@ from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root, sweep
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_memory
-from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy
+from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_policy
+from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy, cap_limits
 from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, size_budget
 from h2o_flexgen.search.cost import CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
@@ -247,11 +247,7 @@ class LLM:
 
     def check_length(self, prompt_len: int, gen_len: int) -> None:
         """Raises UserError unless the model has positions for a prompt and an output of these lengths."""
-        most = self.config.max_position_embeddings
-        if prompt_len + gen_len > most:
-            raise UserError(
-                f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's {most} positions"
-            )
+        self.config.check_length(prompt_len, gen_len)
 
     # the job
 
@@ -383,10 +379,7 @@ class LLM:
     # policy and plan
 
     def _rule(self, workload: Workload, budget: KVBudget | None) -> CacheRule:
-        if budget is None:
-            return FullCache()
-        most = self.config.max_position_embeddings
-        return HeavyHitterCache(*(min(slots, most) for slots in budget.slots(workload.longest)))
+        return rule_for(budget, workload.longest, self.config.max_position_embeddings)
 
     def _count_shapes(self, workload: Workload, rule: CacheRule) -> Shapes:
         return Shapes.of(
@@ -413,20 +406,13 @@ class LLM:
         found["disk"] = int(MARGIN * memory.disk_free(self.offload_root))
         if self._weights is not None and self.folder is not None:
             found["disk"] += self.folder.size()
-        limits = {t: min(found[t], cap) if (cap := self._caps[t]) is not None else found[t] for t in found}
-        if not self.device.is_cuda:
-            limits["ram"] = ram
-        return limits
+        return cap_limits(found, self._caps, shared=not self.device.is_cuda)
 
     def plan_for(self, policy: Policy, workload: Workload, rule: CacheRule, limits=None) -> tuple[Placement, Plan]:
         """Where everything goes under a policy, and the bytes it takes."""
-        batches = len(batch_sizes(len(workload.prompt_lens), policy))
-        placement = Placement.of(policy, self._shapes, self.config.num_hidden_layers, batches)
         shapes = self._count_shapes(workload, rule)
-        plan = plan_memory(policy, shapes, workload, placement, self._baseline)
-        plan.add("gpu", "workspace of matrix products", self.device.workspace_bytes)
-        plan.limits = limits or self.limits()
-        return placement, plan
+        workspace = self.device.workspace_bytes
+        return plan_policy(policy, shapes, workload, limits or self.limits(), self._baseline, workspace)
 
     def choose(self, workload: Workload) -> tuple[CacheRule, Policy, Placement, Plan]:
         """What a job will run with: its cache rule and policy, searched for where they are "auto"."""

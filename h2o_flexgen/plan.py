@@ -109,6 +109,16 @@ class Shapes:
         """Scores and positions of one sequence in one layer."""
         return 8 * self.config.num_attention_heads * self.slots if self.budget is not None else 0
 
+    @property
+    def piece_bytes(self) -> int:
+        """The cache of one sequence in one layer."""
+        return self.slots * self.row_bytes + self.meta_bytes
+
+    @property
+    def stored_ratio(self) -> float:
+        """Bytes in the checkpoint per byte of the computation."""
+        return self.stored_itemsize / self.compute_itemsize
+
     @classmethod
     def of(cls, config: OPTConfig, layers: list, rule, workload: Workload, **sizes) -> Shapes:
         """`layers` as a model lists them (`models.opt.layers`), `rule` as in kv_cache; `sizes` are the other fields."""
@@ -192,6 +202,25 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
     return plan
 
 
+def plan_policy(
+    policy: Policy,
+    shapes: Shapes,
+    workload: Workload,
+    limits: dict[str, int],
+    baseline: int,
+    workspace: int,
+    weights: dict[str, str] | None = None,
+) -> tuple[Placement, Plan]:
+    """Where everything goes under a policy, and the bytes it takes against the limits. `workspace`: bytes of the device
+    that its libraries hold; `weights` as for `Placement.of`, the rest as for `plan_memory`."""
+    batches = len(batch_sizes(len(workload.prompt_lens), policy))
+    placement = Placement.of(policy, shapes.layers, shapes.config.num_hidden_layers, batches, weights)
+    plan = plan_memory(policy, shapes, workload, placement, baseline)
+    plan.add("gpu", "workspace of matrix products", workspace)
+    plan.limits = limits
+    return placement, plan
+
+
 def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batch: int) -> int:
     """What computing a layer or the head takes on the device, for batches of `batch` prompts of up to `longest`
     tokens."""
@@ -243,7 +272,7 @@ def _plan_cache(
         plan.add(tier, "KV cache", kv[tier] + metas[tier])
     # with CPU attention prefill still fills a cache on the device
     buffers = max((batches[k] for (_, k), home in placement.cache.items() if home != "gpu"), default=0)
-    plan.add("gpu", "KV buffers", overlap * buffers * (shapes.slots * row + meta))
+    plan.add("gpu", "KV buffers", overlap * buffers * shapes.piece_bytes)
     staging = on_disk * shapes.log_rows * row
     if shapes.cuda:
         staging += 2 * on_disk * shapes.slots * row

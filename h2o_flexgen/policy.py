@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.files import read_json
 
 TIERS = ("gpu", "cpu", "disk")
 GIB = 1 << 30
@@ -156,14 +157,18 @@ class Policy:
     @classmethod
     def from_file(cls, path: str | Path) -> Policy:
         """Read a policy written by `to_json`, or by the policy search (its "policy" member)."""
+        data = read_json("the policy", path)
         try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
-        except OSError as e:
-            raise UserError(f"cannot read the policy {path}: {e.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
-            raise UserError(f"the policy {path} is not JSON: {e}") from None
+            return cls.from_dict(data)
         except UserError as e:
             raise UserError(f"the policy {path}: {e}") from None
+
+
+def cap_limits(there: dict[str, int], caps: dict[str, int | None], shared: bool) -> dict[str, int]:
+    """What may be planned for on each tier: what is there, within what the user allows. `shared`: gpu and cpu are the
+    same RAM, whose whole is the limit "ram"."""
+    limits = {tier: nbytes if caps[tier] is None else min(nbytes, caps[tier]) for tier, nbytes in there.items()}
+    return limits | ({"ram": there["cpu"]} if shared else {})
 
 
 @dataclass

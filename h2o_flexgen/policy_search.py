@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from h2o_flexgen.errors import UserError, check_writable
-from h2o_flexgen.flex_opt import Parser, add_budget_options, make_budget
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import check_writable
+from h2o_flexgen.flex_opt import (
+    Parser,
+    add_budget_options,
+    add_limit_options,
+    check_sizes,
+    describe_budget,
+    make_budget,
+)
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.plan import Shapes, Workload
-from h2o_flexgen.policy import GIB, MARGIN, TIERS, KVBudget, Policy, gib
+from h2o_flexgen.policy import GIB, MARGIN, TIERS, KVBudget, Policy, cap_limits, gib
 from h2o_flexgen.search.budget import BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
 from h2o_flexgen.search.profile import ITEMSIZE, Profile
 from h2o_flexgen.search.search import Candidate, Search
@@ -37,9 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_budget_options(parser)
     add = parser.add_argument_group("machine").add_argument
     add("--hardware", help="a profile by python -m h2o_flexgen.hardware (default: this machine, measured once)")
-    add("--gpu-mem", type=float, metavar="GIB", help="use at most this much of the compute device's memory")
-    add("--cpu-mem", type=float, metavar="GIB", help="use at most this much RAM for the cpu tier")
-    add("--disk-mem", type=float, metavar="GIB", help="use at most this much disk")
+    add_limit_options(add)
     add("--device", default="auto", help="of this machine: auto, cpu, cuda, cuda:N")
     add("--dtype", default="auto", help="of this machine: auto, float16, bfloat16, float32")
     add("--offload-dir", help="folder whose disk counts, of this machine")
@@ -84,12 +89,9 @@ class Planner:
 
     def rule(self, budget: KVBudget | None):
         """The cache rule of a budget."""
-        from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
+        from h2o_flexgen.kv_cache import rule_for
 
-        if budget is None:
-            return FullCache()
-        most = self.config.max_position_embeddings
-        return HeavyHitterCache(*(min(slots, most) for slots in budget.slots(self.workload.longest)))
+        return rule_for(budget, self.workload.longest, self.config.max_position_embeddings)
 
     def shapes(self, budget: KVBudget | None) -> Shapes:
         size = ITEMSIZE[self.profile.dtype]
@@ -120,12 +122,8 @@ class Planner:
 
 def profile_limits(profile: Profile, caps: dict[str, int | None]) -> dict[str, int]:
     """What may be planned for on each tier of a profile's machine."""
-    limits = {tier: int(MARGIN * profile.memory[tier]) for tier in TIERS}
-    ram = limits["cpu"]
-    limits = {tier: min(limit, caps[tier]) if caps[tier] is not None else limit for tier, limit in limits.items()}
-    if profile.device != "cuda":
-        limits["ram"] = ram
-    return limits
+    there = {tier: int(MARGIN * profile.memory[tier]) for tier in TIERS}
+    return cap_limits(there, caps, shared=profile.device != "cuda")
 
 
 def result_of(found: Candidate, rule, command: str) -> dict:
@@ -147,25 +145,22 @@ def result_of(found: Candidate, rule, command: str) -> dict:
 
 def describe(result: dict, found: Candidate, title: str) -> str:
     """The result for people."""
-    policy, predicted, p = found.policy, result["predicted"], found.prediction
+    policy, predicted = found.policy, result["predicted"]
     full = [tier for tier, m in result["memory_bytes"].items() if m["needed"] > _FULL * m["limit"]]
     room = f"; no room for a larger block on {' and '.join(full)}" if full else ""
     percent = " ".join(f"{x:g}" for x in policy.percent)
-    budget = result["kv_budget"]
-    cache = "full" if budget is None else f"{budget['heavy']} heavy + {budget['recent']} recent slots (H2O)"
     lines = [
         title,
         f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {percent}"
         + (", attention on the CPU" if policy.cpu_cache_compute else "")
         + ("" if policy.overlap else ", no overlap"),
-        f"KV cache   {cache}",
+        f"KV cache   {describe_budget(result['kv_budget'])}",
         f"prefill    {predicted['prefill_seconds']:.1f} s of a block",
         f"decode     {predicted['decode_seconds']:.1f} s of a block",
         f"predicted  {predicted['tokens_per_s']:.2f} tokens/s",
         f"bound by   {result['bound_by']}{room}",
     ]
-    terms = p.terms["decode" if p.decode_seconds >= p.prefill_seconds else "prefill"]
-    busy = [f"{name} {seconds:.1f} s" for name, seconds in sorted(terms.items(), key=lambda x: -x[1])[:4] if seconds]
+    busy = [f"{name} {seconds:.1f} s" for name, seconds in found.prediction.busy[:4] if seconds]
     lines.append(f"busy       {', '.join(busy)}")
     for tier, memory in result["memory_bytes"].items():
         lines.append(f"{tier + ' memory':<11}{gib(memory['needed'])} of {gib(memory['limit'])}")
@@ -217,14 +212,7 @@ def find(args: argparse.Namespace, planner: Planner) -> tuple[Candidate, KVBudge
 
 
 def run(args: argparse.Namespace) -> None:
-    for name in ("prompt_len", "gen_len", "num_prompts", "gpu_batch_size", "num_gpu_batches"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
-    for name in ("gpu_mem", "cpu_mem", "disk_mem", "max_latency"):
-        value = getattr(args, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0, not {value:g}")
+    check_sizes(args)
     if args.percent is not None and None in (args.gpu_batch_size, args.num_gpu_batches):
         raise UserError("--percent needs --gpu-batch-size and --num-gpu-batches too")
     if args.plot is not None and args.hh_ratio != "auto":
@@ -239,11 +227,7 @@ def run(args: argparse.Namespace) -> None:
         if not folder.is_dir():
             raise UserError(f"--model {args.model}: neither a facebook/opt size nor a folder")
         config = OPTConfig.from_folder(folder)
-    if args.prompt_len + args.gen_len > config.max_position_embeddings:
-        raise UserError(
-            f"prompt of {args.prompt_len} tokens + output of {args.gen_len} is longer than the model's "
-            f"{config.max_position_embeddings} positions"
-        )
+    config.check_length(args.prompt_len, args.gen_len)
     profile = Profile.from_file(args.hardware) if args.hardware is not None else this_machine(args)
     caps = {tier: None if (x := getattr(args, f"{tier}_mem")) is None else int(x * GIB) for tier in TIERS}
     many = args.num_prompts or _MANY

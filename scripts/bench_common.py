@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -20,31 +19,17 @@ sys.path.insert(0, str(ROOT))
 
 def machine(ram_cap: int | None = None) -> dict:
     """The machine in words."""
-    import torch
+    from h2o_flexgen.hardware import machine as found
 
-    cpu = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown"
-    )
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "processor": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "ram_gib": round(ram / 2**30, 1),
-        "ram_cap_gib": None if ram_cap is None else round(ram_cap / 2**30, 2),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+    m = found()
+    cap = None if ram_cap is None else round(ram_cap / 2**30, 2)
+    return {**{name: m[name] for name in ("processor", "cores", "ram_gib")}, "ram_cap_gib": cap, "gpu": m["gpu"]}
 
 
 def versions() -> dict:
-    from importlib.metadata import PackageNotFoundError, version
+    from h2o_flexgen.hardware import installed
 
-    found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            pass
-    return found
+    return installed("torch", "transformers", "numpy")
 
 
 def save(name: str, data: dict, ram_cap: int | None = None) -> Path:

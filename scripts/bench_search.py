@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import bench_common as common
 from bench_common import ROOT, MemoryCap, median
@@ -21,10 +22,9 @@ from bench_common import ROOT, MemoryCap, median
 from h2o_flexgen import policy_search
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.plan import Workload
-from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.policy import GIB, MARGIN, KVBudget, Policy
 from h2o_flexgen.search.profile import Profile
 
-GIB = 1 << 30
 T4 = ROOT / "policies" / "hardware" / "t4-16gb.json"
 
 # papers
@@ -159,7 +159,7 @@ def bench_machine(args) -> None:
                 measure(folder / "profile.json")
                 jobs = [
                     {
-                        "policy": json.loads(Policy(size, batches, percent).to_json()),
+                        "policy": asdict(Policy(size, batches, percent)),
                         "hh_ratio": ratio,
                         "prompt_len": prompt,
                         "gen_len": gen,
@@ -221,7 +221,7 @@ def bench_top(args) -> None:
             common_job = {"prompt_len": prompt, "gen_len": gen, "num_prompts": num}
             pick = {"policy": None, "hh_ratio": ratio, **common_job}
             fitting = [p for p in _grid(num) if _fits(model, cap, p, common_job, ratio, folder / "profile.json")]
-            grid = [{**pick, "policy": json.loads(p.to_json())} for p in fitting]
+            grid = [{**pick, "policy": asdict(p)} for p in fitting]
             half = len(grid) // 2
             jobs = [pick, *grid[:half], pick, *grid[half:], pick]
             work = {"model": model, "profile": str(folder / "profile.json"), "jobs": jobs}
@@ -259,7 +259,7 @@ def _fits(model: str, cap: float, policy: Policy, job: dict, ratio: float | None
     """Whether the plan of a policy stays within the cap."""
     profile = Profile.from_file(profile_path)
     limits = policy_search.profile_limits(profile, dict.fromkeys(("gpu", "cpu", "disk")))
-    limits |= dict.fromkeys(("gpu", "cpu", "ram"), int(0.95 * cap * GIB) - (64 << 20))
+    limits |= dict.fromkeys(("gpu", "cpu", "ram"), int(MARGIN * cap * GIB) - (64 << 20))
     workload = Workload((job["prompt_len"],) * job["num_prompts"], job["gen_len"])
     planner = policy_search.Planner(OPTConfig.named(model), workload, profile, limits, dummy=True)
     budget = None if ratio is None else KVBudget.from_ratio(ratio)

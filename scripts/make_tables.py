@@ -35,6 +35,14 @@ def where(data: dict) -> str:
     )
 
 
+def policy_text(p: dict, between: str = ", ") -> str:
+    return f"{p['gpu_batch_size']} x {p['num_gpu_batches']}{between}" + " ".join(f"{x:g}" for x in p["percent"])
+
+
+def cache_text(ratio: float | None) -> str:
+    return "full" if ratio is None else f"H2O {ratio:g}"
+
+
 def ram(data: dict) -> str:
     w = data["workload"]
     rows = [
@@ -84,11 +92,7 @@ def gemm(data: dict) -> str:
 def big(data: dict) -> str:
     r = data["report"]
     rows = [
-        [
-            "policy",
-            f"{r['policy']['gpu_batch_size']} x {r['policy']['num_gpu_batches']}, percent "
-            + " ".join(f"{p:g}" for p in r["policy"]["percent"]),
-        ],
+        ["policy", policy_text(r["policy"], ", percent ")],
         ["prompts", f"{r['workload']['num_prompts']} of {r['workload']['prompt_len']} tokens"],
         ["prefill", f"{r['prefill']['seconds']:.1f} s, {r['prefill']['tokens_per_s']:.1f} tokens/s"],
         ["decode", f"{r['decode']['seconds']:.1f} s, {r['decode']['tokens_per_s']:.2f} tokens/s"],
@@ -122,7 +126,7 @@ def search_papers(data: dict) -> str:
             r["source"],
             f"{r['model'].upper()} {r['prompt_len']}+{r['gen_len']}",
             r["policy"],
-            "full" if r["hh_ratio"] is None else f"H2O {r['hh_ratio']:g}",
+            cache_text(r["hh_ratio"]),
             f"{r['published_tokens_per_s']:g}",
             f"{r['predicted_tokens_per_s']:.2f}",
             f"{r['ratio']:.2f}",
@@ -137,9 +141,8 @@ def search_machine(data: dict) -> str:
     rows = [
         [
             f"{r['model'].removeprefix('facebook/')}, {r['cap_gib']:g} GiB",
-            f"{r['policy']['gpu_batch_size']} x {r['policy']['num_gpu_batches']}, "
-            + " ".join(f"{p:g}" for p in r["policy"]["percent"]),
-            f"{r['prompt_len']}+{r['gen_len']}, " + ("full" if r["hh_ratio"] is None else f"H2O {r['hh_ratio']:g}"),
+            policy_text(r["policy"]),
+            f"{r['prompt_len']}+{r['gen_len']}, {cache_text(r['hh_ratio'])}",
             f"{median(r['prefill']['measured']):.2f}",
             f"{r['prefill']['ratio']:.2f}",
             f"{median(r['decode']['measured']):.2f}",
@@ -158,17 +161,13 @@ def search_machine(data: dict) -> str:
 
 
 def search_top(data: dict) -> str:
-    def policy(p: dict) -> str:
-        return f"{p['gpu_batch_size']} x {p['num_gpu_batches']}, " + " ".join(f"{x:g}" for x in p["percent"])
-
     rows = [
         [
             f"{c['model'].removeprefix('facebook/')}, {c['cap_gib']:g} GiB",
-            f"{c['num_prompts']} x {c['prompt_len']}+{c['gen_len']}, "
-            + ("full" if c["hh_ratio"] is None else f"H2O {c['hh_ratio']:g}"),
-            policy(c["picked"]),
+            f"{c['num_prompts']} x {c['prompt_len']}+{c['gen_len']}, {cache_text(c['hh_ratio'])}",
+            policy_text(c["picked"]),
             f"{c['picked_tokens_per_s']:.1f}",
-            f"{policy(c['best_of_grid'])} (of {len(c['grid'])})",
+            f"{policy_text(c['best_of_grid'])} (of {len(c['grid'])})",
             f"{c['best_of_grid_tokens_per_s']:.1f}",
             f"{c['ratio']:.2f}",
         ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hypothesis import strategies as st
+
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.plan import Workload
 from h2o_flexgen.policy import GIB, KVBudget
@@ -39,6 +41,16 @@ def laptop(**changes) -> Profile:
         "baseline_bytes": GIB // 4,
     }
     return Profile(**(values | changes))
+
+
+@st.composite
+def percents(draw, step: int):
+    """Six percentages, in whole steps."""
+    percent = []
+    for _ in range(3):
+        gpu = draw(st.sampled_from(range(0, 101, step)))
+        percent += [gpu, draw(st.sampled_from(range(0, 101 - gpu, step)))]
+    return tuple(percent)
 
 
 def search(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machines import percents
 
 from h2o_flexgen import LLM, Policy
 from h2o_flexgen.engine.engine import Sequence, make_batches
@@ -30,15 +31,6 @@ def needs(llm, policy, workload, rule):
     return {tier: plan.needed(tier) for tier in TIERS}
 
 
-@st.composite
-def percents(draw):
-    percent = []
-    for _ in range(3):
-        gpu = draw(st.sampled_from(range(0, 101, 10)))
-        percent += [gpu, draw(st.sampled_from(range(0, 101 - gpu, 10)))]
-    return tuple(percent)
-
-
 workloads = st.builds(
     lambda count, length, gen: Workload((length,) * count, gen),
     st.integers(1, 300),
@@ -50,7 +42,7 @@ workloads = st.builds(
 @few
 @given(
     name=st.sampled_from(["facebook/opt-1.3b", "facebook/opt-30b"]),
-    percent=percents(),
+    percent=percents(10),
     rule=st.sampled_from(RULES),
     workload=workloads,
     size=st.integers(1, 40),
@@ -107,7 +99,7 @@ def test_more_on_a_lower_tier_never_needs_more_on_the_device(sizes, name, rule, 
 @given(
     name=st.sampled_from(["facebook/opt-1.3b", "facebook/opt-30b"]),
     rule=st.sampled_from(RULES),
-    percent=percents(),
+    percent=percents(10),
     what=st.sampled_from([0, 1, 2]),
 )
 def test_a_few_percent_more_on_the_device_cost_a_few_percent(sizes, name, rule, percent, what):

@@ -1,7 +1,17 @@
 """What of a sequence's keys and values is kept: the full cache, and the heavy hitters of H2O."""
 
+from __future__ import annotations
+
 from h2o_flexgen.kv_cache.base import CacheRule, KVLayout, KVTensors
 from h2o_flexgen.kv_cache.full import FullCache
 from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache
+from h2o_flexgen.policy import KVBudget
 
-__all__ = ["CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "KVTensors"]
+__all__ = ["CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "KVTensors", "rule_for"]
+
+
+def rule_for(budget: KVBudget | None, longest_prompt: int, positions: int) -> CacheRule:
+    """The rule of a KV budget, None for a full cache; slots beyond the model's `positions` could never be filled."""
+    if budget is None:
+        return FullCache()
+    return HeavyHitterCache(*(min(slots, positions) for slots in budget.slots(longest_prompt)))

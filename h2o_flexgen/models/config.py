@@ -89,6 +89,14 @@ class OPTConfig:
         eos = self.eos_token_id
         return frozenset(() if eos is None else eos if isinstance(eos, list) else (eos,))
 
+    def check_length(self, prompt_len: int, gen_len: int) -> None:
+        """Raises UserError unless there are positions for a prompt and an output of these lengths."""
+        if prompt_len + gen_len > self.max_position_embeddings:
+            raise UserError(
+                f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's "
+                f"{self.max_position_embeddings} positions"
+            )
+
     @classmethod
     def from_dict(cls, data: dict, where: str = "the config") -> OPTConfig:
         """Raises UserError: not an OPT config, a key that is missing, or sizes that do not fit."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from h2o_flexgen.plan import HEAD_ROWS, Placement, Shapes, Workload, batch_sizes, prefill_pairs
 from h2o_flexgen.policy import Policy
-from h2o_flexgen.search.profile import Profile
+from h2o_flexgen.search.profile import LINKS, Profile
 
 #: the batches of a block: sequences, and tokens of the longest prompt
 Batches = Sequence[tuple[int, int]]
@@ -34,7 +34,8 @@ class Away(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """Bytes on each link, moved one after the other, and in how many transfers from and to disk."""
+    """Bytes on each link (in the order of LINKS), moved one after the other, and in how many transfers from and to
+    disk."""
 
     read: float = 0.0  # disk to cpu
     write: float = 0.0  # cpu to disk
@@ -110,8 +111,13 @@ class Prediction:
     @property
     def bound_by(self) -> str:
         """The resource that is busy longest."""
+        return self.busy[0][0]
+
+    @property
+    def busy(self) -> list[tuple[str, float]]:
+        """[(resource, seconds)] of the longer phase, the busiest first."""
         phase = "decode" if self.decode_seconds >= self.prefill_seconds else "prefill"
-        return max(self.terms[phase].items(), key=lambda item: item[1])[0]
+        return sorted(self.terms[phase].items(), key=lambda item: -item[1])
 
 
 class CostModel:
@@ -131,7 +137,6 @@ class CostModel:
         steps, log = workload.gen_len - 1, shapes.log_rows
         self._folds = (steps // (log + 1)) / max(1, steps)
         self._log_rows = sum(i % (log + 1) for i in range(steps)) / max(1, steps)
-        self._stored = shapes.stored_itemsize / shapes.compute_itemsize
         self._batch_compute = lru_cache(maxsize=None)(self._batch_compute)
         self._prefill_batch = lru_cache(maxsize=None)(self._prefill_batch)
 
@@ -185,7 +190,7 @@ class CostModel:
     def _weights(self, away: Away) -> tuple[Lane, Lane]:
         """`away`: bytes in the type of the computation. Those of a layer that are on disk are one transfer."""
         converts = self.shapes.cuda or self.shapes.converts
-        read = self._stored * away.disk
+        read = self.shapes.stored_ratio * away.disk
         reads = away.disk * (1 / (self.layer_size * self.shapes.compute_itemsize))
         return Lane(into=away.cpu), Lane(read=read, into=away.disk if converts else 0.0, reads=reads)
 
@@ -249,10 +254,7 @@ class CostModel:
     def seconds(self, flows: Flows, overlap: bool) -> dict[str, float]:
         """What the flows take, by resource: the largest of these is the time, with overlap or without."""
         links = self.profile.links
-        read, write, into, out = (
-            1 / links[name].bytes_per_s for name in ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
-        )
-
+        read, write, into, out = (1 / links[name].bytes_per_s for name in LINKS)
         each_read, each_write = (links[name].transfer_seconds for name in ("disk_to_cpu", "cpu_to_disk"))
 
         def disk(x: Lane):
@@ -270,10 +272,7 @@ class CostModel:
         if not overlap:
             rest = flows.compute + lane(flows.load) + lane(flows.store)
             return {"all in turn (disk)": rest + from_disk, "all in turn": rest + staged}
-        lost = sum(
-            bytes_ * links[name].compute_seconds_per_byte
-            for name, bytes_ in zip(("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"), total[:4])
-        )
+        lost = sum(bytes_ * links[name].compute_seconds_per_byte for name, bytes_ in zip(LINKS, total))
         return {
             "compute": flows.compute + lost,
             "disk": disk(total) + slow["disk_to_cpu"],
@@ -316,10 +315,11 @@ class CostModel:
         every = -(-len(starts) // _MOST_BLOCKS)  # of a job of very many blocks, some stand for all
         prefill = decode = 0.0
         first, known = None, {}
+        weights = self._weights_away(placement)
         for start in starts[::every]:
             batches = tuple(self.batches(policy, start))
             if batches not in known:
-                known[batches] = self._block(policy, placement, batches)
+                known[batches] = self._block(policy, placement, weights, batches)
             found = known[batches]
             first = first or found
             prefill, decode = prefill + found[0], decode + found[1]
@@ -327,9 +327,11 @@ class CostModel:
         size = min(N, policy.block_size)
         return Prediction(first[0], first[1], prefill * scale, decode * scale, size, self.workload.gen_len, N, first[2])
 
-    def _block(self, policy: Policy, placement: Placement, batches: Batches) -> tuple[float, float, dict]:
+    def _block(
+        self, policy: Policy, placement: Placement, away: list[Away], batches: Batches
+    ) -> tuple[float, float, dict]:
+        """Seconds of prefill and decode, and the terms; `away`: the weights of each layer."""
         sizes, length = [b for b, _ in batches], batches[0][1]
-        away = self._weights_away(placement)
         cache = self._cache_away(placement, sizes)
         acts = _away(placement.activations, sizes)
         terms = {"prefill": Counter(), "decode": Counter()}

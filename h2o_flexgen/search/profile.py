@@ -8,6 +8,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import read_json
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 LINKS = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
@@ -121,12 +122,9 @@ class Profile:
     @classmethod
     def from_file(cls, path: str | Path) -> Profile:
         """Raises UserError: cannot be read, or is no profile."""
+        data = read_json("the hardware profile", path)
         try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
-        except OSError as e:
-            raise UserError(f"cannot read the hardware profile {path}: {e.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
-            raise UserError(f"the hardware profile {path} is not JSON: {e}") from None
+            return cls.from_dict(data)
         except UserError as e:
             raise UserError(f"{path}: {e}") from None
 

@@ -16,7 +16,7 @@ from math import ceil
 import pulp
 
 from h2o_flexgen.errors import PlanError, UserError
-from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, plan_memory, workspace_bytes
+from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, plan_policy, workspace_bytes
 from h2o_flexgen.policy import TIERS, Plan, Policy, gib
 from h2o_flexgen.search.cost import Away, Batches, CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
@@ -74,19 +74,16 @@ class Search:
     def candidate(self, policy: Policy) -> Candidate:
         """Cost and bytes of a policy, whether it fits or not."""
         if policy not in self._seen:
-            plan, placement = self._plan(policy)
+            placement, plan = self._plan(policy)
             self._seen[policy] = Candidate(policy, self.cost.predict(policy, placement), plan)
         return self._seen[policy]
 
-    def _plan(self, policy: Policy) -> tuple[Plan, Placement]:
+    def _plan(self, policy: Policy) -> tuple[Placement, Plan]:
         key = policy.fractions("weights")
-        batches = len(batch_sizes(self.num_prompts, policy))
-        placement = Placement.of(policy, self.shapes.layers, self.cost.num_decoder, batches, self._weights.get(key))
-        self._weights[key] = placement.weights
-        plan = plan_memory(policy, self.shapes, self.workload, placement, self.baseline)
-        plan.add("gpu", "workspace of matrix products", self.workspace)
-        plan.limits = self.limits
-        return plan, placement
+        known = self._weights.get(key)
+        found = plan_policy(policy, self.shapes, self.workload, self.limits, self.baseline, self.workspace, known)
+        self._weights[key] = found[0].weights
+        return found
 
     def _missing(self, c: Candidate) -> float:
         """Bytes, or seconds of latency, by which a policy is beyond the limits; 0 if it fits."""
@@ -203,7 +200,7 @@ class Search:
         if device < 0 or kv + (W if shapes.dummy else 0) > ram + self.limits["disk"]:
             return float("inf")
         weights = Away(cpu=max(0, W - device)) if shapes.cuda else Away()
-        read = max(0, W + kv - ram) * min(1.0, shapes.stored_itemsize / shapes.compute_itemsize)
+        read = max(0, W + kv - ram) * min(1.0, shapes.stored_ratio)
         groups = cost.slot_groups(length)
         seconds = 0.0
         for n, (count, compute) in enumerate(self._compute(policy, batches)):
@@ -258,7 +255,7 @@ class Search:
         shapes, L = self.shapes, self.cost.num_decoder
         B, rings = sum(sizes), 2 if policy.overlap else 1
         W = self.cost.streamed_bytes
-        piece = shapes.slots * shapes.row_bytes + shapes.meta_bytes
+        piece = shapes.piece_bytes
         log = shapes.log_rows * shapes.row_bytes
         A = B * self.workload.longest * self.cost.hidden_bytes
         (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = (x[kind] for kind in KINDS)
@@ -270,8 +267,7 @@ class Search:
         if shapes.dummy:
             disk += wd * W
         if shapes.cuda:
-            stored = shapes.stored_itemsize / shapes.compute_itemsize
-            cpu += self.baseline + rings * wd * (stored * W / (L + 2))
+            cpu += self.baseline + rings * wd * (shapes.stored_ratio * W / (L + 2))
             cpu += cd * (2 * sizes[-1] * shapes.slots * shapes.row_bytes)
         needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
         return [(needed[tier], limit) for tier, limit in self.limits.items()]
@@ -303,10 +299,9 @@ class Search:
         """Move percentages off the tier that is short: as many as it lacks, rounded up."""
         found = self.candidate(policy)
         B = sum(batch_sizes(self.num_prompts, policy))
-        piece = self.shapes.slots * self.shapes.row_bytes + self.shapes.meta_bytes
         whole = (
             self.cost.streamed_bytes,
-            self.cost.num_decoder * B * piece,
+            self.cost.num_decoder * B * self.shapes.piece_bytes,
             B * self.workload.longest * self.cost.hidden_bytes,
         )
         for _ in range(8):
@@ -320,7 +315,7 @@ class Search:
             ]
             if not slower:
                 break
-            missing = {m: self._plan(m)[0].missing() for m in slower}
+            missing = {m: self._plan(m)[1].missing() for m in slower}
             fitting = [m for m in slower if missing[m] == 0]
             # what the moves cost matters once they fit
             found = min(map(self.candidate, fitting or [min(slower, key=missing.get)]), key=self._score)

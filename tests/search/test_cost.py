@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import T4, laptop, search
+from machines import T4, laptop, percents, search
 
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.plan import Workload
@@ -56,23 +56,17 @@ def test_prompts_of_different_lengths_cost_less_than_the_longest():
         cost = planner.search(None).cost
         cost.workload = Workload(lens, 16)
         policy = Policy(4, 1, ALL_GPU)
-        _, placement = planner.search(None)._plan(policy)
+        placement, _ = planner.search(None)._plan(policy)
         return cost.predict(policy, placement).job_seconds
 
     assert job((512,) * 4 + (64,) * 12) < 0.6 * job((512,) * 16)
 
 
-@st.composite
-def policies(draw):
-    percent = []
-    for _ in range(3):
-        gpu = draw(st.sampled_from(range(0, 101, 20)))
-        percent += [gpu, draw(st.sampled_from(range(0, 101 - gpu, 20)))]
-    return Policy(draw(st.sampled_from([1, 4, 16])), draw(st.integers(1, 4)), tuple(percent))
+policies = st.builds(Policy, st.sampled_from([1, 4, 16]), st.integers(1, 4), percents(20))
 
 
 @few
-@given(policies(), st.sampled_from([laptop(), T4]), st.sampled_from([None, 0.2]))
+@given(policies, st.sampled_from([laptop(), T4]), st.sampled_from([None, 0.2]))
 def test_overlap_hides_and_never_adds_more_than_it_hides(policy, profile, ratio):
     """Beside each other the lanes cannot take longer than one after the other, but for what they cost compute."""
     free = replace(profile, links={name: Link(link.bytes_per_s) for name, link in profile.links.items()})
@@ -83,7 +77,7 @@ def test_overlap_hides_and_never_adds_more_than_it_hides(policy, profile, ratio)
 
 
 @few
-@given(policies(), st.sampled_from([laptop(), T4]))
+@given(policies, st.sampled_from([laptop(), T4]))
 def test_nothing_is_faster_than_everything_on_the_device(policy, profile):
     s = search(profile)
     assert s.candidate(replace(policy, percent=ALL_GPU)).prediction.job_seconds <= (
@@ -92,7 +86,7 @@ def test_nothing_is_faster_than_everything_on_the_device(policy, profile):
 
 
 @few
-@given(policies(), st.sampled_from([laptop(), T4]))
+@given(policies, st.sampled_from([laptop(), T4]))
 def test_a_fixed_budget_costs_less_the_longer_the_text(policy, profile):
     def step(ratio, prompt_len):
         p = search(profile, hh_ratio=ratio, prompt_len=prompt_len).candidate(policy).prediction
