@@ -279,8 +279,6 @@ def _plan_cache(
     if buffers:
         staging += buffers * row
     plan.add("cpu" if shapes.cuda else "gpu", "KV staging", staging)
-    if shapes.cuda:
-        plan.add("gpu", "KV log", on_disk * shapes.log_rows * row)
 
 
 def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:

@@ -94,15 +94,17 @@ class Planner:
         return rule_for(budget, self.workload.longest, self.config.max_position_embeddings)
 
     def shapes(self, budget: KVBudget | None) -> Shapes:
-        size = ITEMSIZE[self.profile.dtype]
+        dtype = self.profile.dtype
+        # the checkpoints of facebook/opt are in float16; random weights have 16 bits too
+        stored = "bfloat16" if self.dummy and dtype == "bfloat16" else "float16"
         return Shapes.of(
             self.config,
             self.layers,
             self.rule(budget),
             self.workload,
-            compute_itemsize=size,
-            stored_itemsize=size,
-            converts=False,
+            compute_itemsize=ITEMSIZE[dtype],
+            stored_itemsize=ITEMSIZE[stored],
+            converts=dtype != stored,
             cuda=self.profile.device == "cuda",
             dummy=self.dummy,
         )

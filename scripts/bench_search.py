@@ -75,13 +75,13 @@ def bench_papers(args) -> None:
 
 #: (model, cap in GiB): [(gpu batch size, batches, percent, prompt, output, hh-ratio)]
 MACHINE = {
-    ("facebook/opt-125m", 0.75): [
+    ("facebook/opt-125m", 0.9): [
         (32, 1, (0, 0, 100, 0, 100, 0), 32, 12, None),
         (16, 2, (0, 0, 50, 0, 100, 0), 64, 12, 0.2),
         (16, 4, (0, 0, 50, 0, 100, 0), 32, 12, None),
         (32, 4, (0, 0, 0, 0, 100, 0), 32, 12, 0.2),
     ],
-    ("facebook/opt-350m", 1.0): [
+    ("facebook/opt-350m", 1.2): [
         (8, 1, (0, 0, 100, 0, 100, 0), 32, 12, None),
         (16, 2, (20, 0, 100, 0, 100, 0), 64, 12, 0.2),
         (32, 2, (0, 0, 100, 0, 100, 0), 32, 12, 0.1),

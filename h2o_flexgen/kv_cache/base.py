@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,6 +92,22 @@ class KVLayout:
         """Bytes of the segments that hold the first `held` slots."""
         ends = accumulate(self.segments)
         return self.row_bytes * next((end for end in ends if end >= held), self.slots)
+
+    def vectors(self, kv: np.ndarray) -> np.ndarray:
+        """Bytes of a cache, or of tokens k and v (..., 2, B, H, D), as one array of their vectors of D numbers."""
+        return kv.view(np.dtype((np.void, self.head_dim * self.dtype.itemsize)))
+
+    def places(self, slots: Tensor) -> np.ndarray:
+        """Where a token's k and v (2, B, H, D) lie among the `vectors` of a cache if it is in slots (B, H), on the
+        CPU: (2 B H,)."""
+        slots = slots.numpy().reshape(-1)
+        ends = np.cumsum(self.segments)
+        segment = np.searchsorted(ends, slots, side="right")
+        size = np.array(self.segments)[segment]
+        begin = ends[segment] - size
+        count = self.batch * self.heads
+        k = 2 * count * begin + np.arange(count) * size + slots - begin
+        return np.concatenate((k, k + count * size))
 
     def view(self, kv: Tensor, meta: Tensor | None = None) -> KVTensors:
         """Buffers of bytes, at least `kv_bytes` and `meta_bytes` long, seen as a cache."""

@@ -142,10 +142,12 @@ class DummyCheckpoint:
     STD = 0.02
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype):
+        """`dtype`: of the computation."""
         self.shapes = shapes
-        self.dtype = dtype
+        # 16 bits a number, as the published checkpoints
+        self.dtype = torch.float16 if dtype == torch.float32 else dtype
         pool = torch.randn(self.POOL, generator=torch.Generator().manual_seed(0)) * self.STD
-        self._pool = pool.to(dtype).repeat(2)
+        self._pool = pool.to(self.dtype).repeat(2)
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         pass

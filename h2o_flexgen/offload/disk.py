@@ -110,10 +110,16 @@ class DiskIO:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
 
     def read(self, file: File, array: np.ndarray, offset: int, direct: bool = False) -> list[Future]:
-        """Start reading `array` (C-contiguous) from `offset`; wait for the futures."""
+        """Start reading `array` (C-contiguous) from `offset`; wait for the futures. The result of each is which bytes
+        of the array it has read: (begin, end)."""
         with self._lock:
             self.read_bytes += array.nbytes
-        return self._each(lambda view, at: file.read_at(view, at, direct), array, offset)
+
+        def work(view: memoryview, at: int) -> tuple[int, int]:
+            file.read_at(view, at, direct)
+            return at - offset, at - offset + len(view)
+
+        return self._each(work, array, offset)
 
     def write(self, file: File, array: np.ndarray, offset: int) -> list[Future]:
         """Start writing `array` (C-contiguous) at `offset`; wait for the futures."""

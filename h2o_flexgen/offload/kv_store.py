@@ -15,9 +15,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
-from h2o_flexgen.offload.device import Device, Lane, Ring, as_numpy, copy, finish
+from h2o_flexgen.offload.device import Device, Lane, Ring, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
 from h2o_flexgen.plan import log_rows
 
@@ -32,7 +33,7 @@ class _Piece:
     file: File | None = None
     offset: int = 0
     base: int = 0  # bytes stored in the file before the log
-    log: list[Tensor] = field(default_factory=list)  # the slots (B, H) that each row of the log went to
+    log: list[np.ndarray] = field(default_factory=list)  # the places of each row of the log in the cache
     stored: Future | None = None  # the last write home
 
 
@@ -187,25 +188,20 @@ class KVStore:
             self._load_from_disk(piece, layout, slot, used)
 
     def _load_from_disk(self, piece: _Piece, layout, slot: int, used: int) -> None:
+        buffer = self._kv.buffers[slot]
         finish(self._host_free)
-        data = self._kv.buffers[slot][: piece.base]
-        target = self._load_host[: piece.base] if self.device.is_cuda else data
-        log = self._log_host[: len(piece.log) * layout.row_bytes]
-        reads = self.io.read(piece.file, target.numpy(), piece.offset)
-        if piece.log:
-            reads += self.io.read(piece.file, log.numpy(), piece.offset + layout.kv_bytes)
+        data = (self._load_host if self.device.is_cuda else buffer)[:used].numpy()
+        log = self._log_host[: len(piece.log) * layout.row_bytes].numpy()
+        reads = self.io.read(piece.file, data[: piece.base], piece.offset)
+        reads += self.io.read(piece.file, log, piece.offset + layout.kv_bytes)
         wait(reads)
-        rows = log.view(layout.dtype).view(-1, 2, layout.batch, layout.heads, layout.head_dim)
+        data[piece.base :] = 0  # a segment that only the log has written to yet
+        if piece.log:  # a slot may be there twice: the last one stays
+            layout.vectors(data)[np.concatenate(piece.log)] = layout.vectors(log)
         if self.device.is_cuda:
-            copy(data, target)
-            rows = rows.to(self.device.torch_device, non_blocking=True)
-            self.cpu_to_gpu_bytes += data.nbytes + log.nbytes
-        self._kv.buffers[slot][piece.base : used].zero_()  # a segment that only the log has written to yet
-        cache = self._slot_view(slot, layout)
-        for slots, row in zip(piece.log, rows):
-            slots = slots if len(layout.segments) > 1 else slots.to(row.device)
-            cache.write(slots, row[0], row[1])
-        self._host_free = self.device.record()
+            copy(buffer[:used], self._load_host[:used])
+            self.cpu_to_gpu_bytes += used
+            self._host_free = self.device.record()
 
     def get(self, layer: int, batch: int, held: int):
         """The cache of a piece, ready to be used and changed in place."""
@@ -238,19 +234,20 @@ class KVStore:
 
     def _store_step(self, piece: _Piece, layout, slot: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self._meta_home(piece, layout, slot)
-        shape = (2, layout.batch, layout.heads, layout.head_dim)
-        row = self._row_host[: layout.row_bytes].view(layout.dtype).view(shape)
+        data = self._row_host[: layout.row_bytes]
+        row = data.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
         copy(row[0], k)
         copy(row[1], v)
         slots = slots.to("cpu")
         finish(self.device.record())
         self.gpu_to_cpu_bytes += layout.row_bytes
+        places = layout.places(slots)
         if piece.home == "cpu":
-            layout.view(piece.kv, piece.meta).write(slots, row[0], row[1])
+            layout.vectors(piece.kv[: layout.kv_bytes].numpy())[places] = layout.vectors(data.numpy())
         else:
             at = piece.offset + layout.kv_bytes + len(piece.log) * layout.row_bytes
-            wait(self.io.write(piece.file, as_numpy(row), at))
-            piece.log.append(slots)
+            wait(self.io.write(piece.file, data.numpy(), at))
+            piece.log.append(places)
 
     def _meta_home(self, piece: _Piece, layout, slot: int) -> None:
         if layout.scored:

@@ -153,27 +153,38 @@ class WeightStore:
         self._loading[layer] = (future, slot, views)
 
     def _fill(self, slot: int, jobs: list) -> None:
-        reads = []
         if any(host is not None and stored is not None for _, host, stored in jobs):
             finish(self._host_free[slot])
-        for target, host, stored in jobs:
-            if stored is not None:
-                reads += self._read(stored, target if host is None else host)
-        for target, host, stored in jobs:
-            if stored is None:
-                copy(target, host)
-                self.cpu_to_gpu_bytes += target.nbytes
-        wait(reads)
-        for target, host, stored in jobs:
-            if host is not None and stored is not None:
-                phase = stored.offset % PAGE
-                data = host[phase : phase + stored.nbytes]
-                if phase % stored.dtype.itemsize:  # the format asks for no alignment
-                    copy(host[: stored.nbytes], data)
-                    data = host[: stored.nbytes]
-                copy(target, data.view(stored.dtype).view(stored.shape))
-                self.cpu_to_gpu_bytes += target.nbytes
+        reads = [
+            [] if stored is None else self._read(stored, target if host is None else host)
+            for target, host, stored in jobs
+        ]
+        try:
+            for target, host, stored in jobs:
+                if stored is None:
+                    copy(target, host)
+                    self.cpu_to_gpu_bytes += target.nbytes
+            for (target, host, stored), parts in zip(jobs, reads):
+                if host is not None and stored is not None:
+                    self._pass_on(stored, host, target, parts)
+                    self.cpu_to_gpu_bytes += target.nbytes
+        finally:
+            wait([part for parts in reads for part in parts])
         self._host_free[slot] = self.device.record()
+
+    def _pass_on(self, stored: Stored, host: Tensor, target: Tensor, reads: list) -> None:
+        """Copy a tensor that is being read into `host` to `target`, part by part as it comes."""
+        phase, size = stored.offset % PAGE, stored.dtype.itemsize
+        data = host[phase : phase + stored.nbytes]
+        if phase % size:  # the format asks for no alignment
+            wait(reads)
+            copy(host[: stored.nbytes], data)
+            copy(target, host[: stored.nbytes].view(stored.dtype).view(stored.shape))
+            return
+        data, target = data.view(stored.dtype), target.view(-1)
+        for read in reads:
+            begin, end = (min(max(0, x - phase), stored.nbytes) // size for x in read.result())
+            copy(target[begin:end], data[begin:end])
 
     def _read(self, stored: Stored, span: Tensor) -> list:
         """Read whole pages around the tensor, so that O_DIRECT is possible and its phase is kept."""

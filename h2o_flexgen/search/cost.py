@@ -237,7 +237,7 @@ class CostModel:
         fold = cache.disk * (kv * self._folds)
         load = Lane(
             read=read,
-            into=moves * cache.cpu * (kv + meta) + cache.disk * (meta + log) + bus * cache.disk * on_disk,
+            into=moves * cache.cpu * (kv + meta) + cache.disk * (meta + log) + bus * cache.disk * kv,
             reads=pieces,
         )
         store = Lane(

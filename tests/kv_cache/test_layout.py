@@ -1,0 +1,26 @@
+"""Where a token's k and v lie in the bytes of a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_flexgen.kv_cache import KVLayout
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("segments", [(7,), (3, 4), (2, 1, 5)])
+def test_places_are_where_write_puts_a_token(segments, dtype):
+    B, H, D = 3, 2, 4
+    layout = KVLayout(B, H, segments, D, dtype, scored=False)
+    for slot in range(layout.slots):
+        slots = ((torch.arange(B) + slot) % layout.slots)[:, None].expand(B, H)
+        if len(segments) == 1:
+            slots = (slots + torch.arange(H)) % layout.slots  # heads need not agree
+        row = torch.randn(2, B, H, D).to(dtype)
+        expected, mine = (torch.zeros(layout.kv_bytes, dtype=torch.uint8) for _ in range(2))
+        layout.view(expected).write(slots, row[0], row[1])
+        layout.vectors(mine.numpy())[layout.places(slots)] = layout.vectors(row.view(torch.uint8).numpy().reshape(-1))
+        assert torch.equal(mine, expected)
