@@ -30,7 +30,7 @@ from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device, Lane, as_numpy, copy, finish
+from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, cache_root, default_root, wait
 from h2o_flexgen.plan import prefill_pairs
 from h2o_flexgen.search.profile import LINKS, Link, Profile
@@ -47,7 +47,7 @@ SMALL = 1 << 22
 #: a slow disk is not written to for longer
 MOST_SECONDS = 1.5
 #: of a profile: one that was kept by an older version is measured again
-FORMAT = 2
+FORMAT = 3
 PASSES = 3
 
 
@@ -182,6 +182,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         cpu_attention=decode_rates("cpu") if device.is_cuda else None,
         step_seconds=dispatch + max(small.values()),
         logit_seconds=seconds["choose",] / (32 * VOCABULARY),
+        convert_seconds_per_byte=seconds["convert",] / TRANSFER,
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
     )
@@ -203,6 +204,15 @@ def _kernels(device: Device, dtype: torch.dtype) -> Iterator[tuple[tuple, Device
                 host = Device("cpu")
                 yield ("cpu", kind, dim), host, partial(_decode_call, host, rule, dtype, dim)
     yield ("choose",), device, partial(_choose_call, device, dtype)
+    yield ("convert",), device, partial(_convert_call, device, dtype)
+
+
+def _convert_call(device: Device, dtype: torch.dtype):
+    """Weights from the other type that checkpoints come in."""
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    dst = device.buffer(TRANSFER).view(dtype)
+    src = device.buffer(dst.numel() * other.itemsize).view(other)
+    return lambda: convert(dst, src)
 
 
 def _choose_call(device: Device, dtype: torch.dtype):

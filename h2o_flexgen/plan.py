@@ -241,18 +241,20 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int
     if shapes.dummy:  # a real checkpoint already lies on disk
         plan.add("disk", "random weights", by_tier["disk"])
 
-    converts = shapes.converts or shapes.cuda
-    slot = host = 0
+    in_place = shapes.stored_itemsize if shapes.converts and not shapes.cuda else size  # read into the slot
+    slot = host = converted = 0
     for layer in shapes.streamed:
-        away = [prod(s) for n, s in layer.items() if placement.weights[n] != "gpu"]
-        disk = [prod(s) for n, s in layer.items() if placement.weights[n] == "disk"]
-        slot = max(slot, sum(slot_span(n * size) for n in away))
-        host = max(host, sum(slot_span(n * shapes.stored_itemsize) for n in disk) if converts else 0)
+        cpu, disk = ([prod(s) for n, s in layer.items() if placement.weights[n] == tier] for tier in ("cpu", "disk"))
+        slot = max(slot, sum(slot_span(n * size) for n in cpu) + sum(slot_span(n * in_place) for n in disk))
+        host = max(host, sum(slot_span(n * shapes.stored_itemsize) for n in disk))
+        converted = max(converted, sum(aligned(n * size) for n in disk))
     plan.add("gpu", "weight slots", overlap * slot)
-    plan.add("cpu" if shapes.cuda else "gpu", "weight staging", overlap * host)
-    if shapes.cuda and shapes.converts:  # a copy to CUDA changes its dtype there
+    if shapes.cuda:
+        plan.add("cpu", "weight staging", overlap * host)
         on_disk = [prod(s) for n, s in every.items() if placement.weights[n] == "disk"]
-        plan.add("gpu", "weight conversion", max(on_disk, default=0) * shapes.stored_itemsize)
+        converted = max(on_disk, default=0) * shapes.stored_itemsize  # a copy to CUDA changes its dtype there
+    if shapes.converts:
+        plan.add("gpu", "weight conversion", converted)
 
 
 def _plan_cache(

@@ -253,19 +253,25 @@ def finish(event) -> None:
         event.synchronize()
 
 
-#: numbers that torch converts without calling other threads
-_ONE_THREAD = 1 << 15
-
-
 def copy(dst: Tensor, src: Tensor) -> None:
     """Copy on the current stream; in RAM with one thread, so as not to take cores from compute."""
-    if dst.device.type != "cpu" or src.device.type != "cpu":
-        dst.copy_(src, non_blocking=True)
-    elif dst.dtype == src.dtype:
+    if dst.device.type == "cpu" and src.device.type == "cpu":
         np.copyto(as_numpy(dst), as_numpy(src))
     else:
-        for into, part in zip(dst.view(-1).split(_ONE_THREAD), src.view(-1).split(_ONE_THREAD)):
-            into.copy_(part.float())  # straight from fp16 to bf16 takes twice as long
+        dst.copy_(src, non_blocking=True)
+
+
+#: fp16 becomes bf16 through floats of so many numbers
+_PART = 1 << 18
+
+
+def convert(dst: Tensor, src: Tensor) -> None:
+    """Copy numbers of another type, on the compute device with all its threads."""
+    if torch.float32 in (dst.dtype, src.dtype):
+        dst.copy_(src)
+        return
+    for into, part in zip(dst.view(-1).split(_PART), src.view(-1).split(_PART)):
+        into.copy_(part.float())  # straight takes twice as long
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:

@@ -2,7 +2,10 @@
 
 gpu   resident, used as it is
 cpu   copied into the slot, from pinned memory where there is CUDA
-disk  read into the slot (CPU), or through a host buffer into the slot (CUDA, or another dtype)
+disk  read into the slot (CPU), or through a host buffer into the slot (CUDA)
+
+A checkpoint in another dtype is converted by the copy to CUDA. On the CPU compute converts a layer right before it
+uses it, with all cores: a thread that converts beside compute costs it more time than that takes.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from tqdm import tqdm
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, Stored
-from h2o_flexgen.offload.device import Device, Lane, as_numpy, copy, finish
+from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
 from h2o_flexgen.plan import PAGE, aligned, slot_span
 
@@ -59,13 +62,15 @@ class WeightStore:
 
         slot_bytes = max(self._slot_bytes(spec) for spec in layers)
         host_bytes = max(self._host_bytes(spec) for spec in layers)
+        converted = max(map(self._converted_bytes, layers))
+        self._converted = device.buffer(converted) if converted else None
         count = 2 if lane.overlap else 1
         self._slots = [device.buffer(slot_bytes) for _ in range(count)] if slot_bytes else []
         self._hosts = [device.host_buffer(host_bytes) for _ in range(count)] if host_bytes else []
         self._host_free = [None] * count
         self._slot_free = [None] * count
         self._turn = 0
-        self._loading: dict[int, tuple[Future | None, int, dict[str, Tensor]]] = {}
+        self._loading: dict[int, tuple[Future | None, int, dict[str, Tensor]]] = {}  # job, slot, tensors or their bytes
 
     def _load(self, names: list[tuple[str, tuple[int, ...]]], source, progress: bool) -> None:
         total = sum(prod(shape) for _, shape in names) * self.dtype.itemsize
@@ -87,30 +92,37 @@ class WeightStore:
     def device_bytes(self) -> int:
         """What of the compute device's memory is taken while these weights are loaded."""
         resident = (t for n, t in self.resident.items() if self.homes[n] == "gpu")
-        return sum(t.nbytes for t in (*resident, *self._slots))
+        converted = [] if self._converted is None else [self._converted]
+        return sum(t.nbytes for t in (*resident, *self._slots, *converted))
 
     # what a layer takes in a slot
 
     def _streams(self, spec: Spec) -> list[tuple[str, str, tuple[int, ...]]]:
         return [(short, n, shape) for short, (n, shape) in spec.items() if self.homes[n] != "gpu"]
 
-    def _is_direct(self, name: str) -> bool:
-        """Read from disk straight into the slot: nothing to convert, no bus to cross."""
-        return (
-            self.homes[name] == "disk"
-            and not self.device.is_cuda
-            and self.stored[name].dtype == self.dtype
-            and self.stored[name].offset % self.dtype.itemsize == 0
-        )
+    def _in_place(self, name: str) -> bool:
+        """Read from disk straight into the slot: no bus to cross."""
+        return self.homes[name] == "disk" and not self.device.is_cuda
+
+    def _as_it_is(self, stored: Stored) -> bool:
+        """Usable where it was read: nothing to convert, and aligned (the format does not ask for that)."""
+        return stored.dtype == self.dtype and stored.offset % self.dtype.itemsize == 0
 
     def _slot_bytes(self, spec: Spec) -> int:
-        return sum(slot_span(prod(shape) * self.dtype.itemsize) for _, _, shape in self._streams(spec))
+        return sum(
+            slot_span(self.stored[n].nbytes if self._in_place(n) else prod(shape) * self.dtype.itemsize)
+            for _, n, shape in self._streams(spec)
+        )
 
     def _host_bytes(self, spec: Spec) -> int:
+        names = [n for _, n, _ in self._streams(spec) if self.homes[n] == "disk" and self.device.is_cuda]
+        return sum(slot_span(self.stored[n].nbytes) for n in names)
+
+    def _converted_bytes(self, spec: Spec) -> int:
         return sum(
-            slot_span(self.stored[n].nbytes)
-            for _, n, _ in self._streams(spec)
-            if self.homes[n] == "disk" and not self._is_direct(n)
+            aligned(prod(shape) * self.dtype.itemsize)
+            for _, n, shape in self._streams(spec)
+            if self._in_place(n) and not self._as_it_is(self.stored[n])
         )
 
     # the schedule's calls
@@ -135,20 +147,23 @@ class WeightStore:
         self._turn = (self._turn + 1) % len(self._slots)
         views, jobs, at, host_at = {}, [], 0, 0
         for short, name, shape in streams:
-            nbytes = prod(shape) * self.dtype.itemsize
             stored = self.stored.get(name)
-            # a direct read lands at the phase its bytes have in the file, so that pages match pages
-            phase = stored.offset % PAGE if stored is not None and self._is_direct(name) else 0
-            views[short] = self._slots[slot][at + phase : at + phase + nbytes].view(self.dtype).view(shape)
+            if self._in_place(name):
+                # lands at the phase its bytes have in the file, so that pages match pages
+                phase, span = stored.offset % PAGE, slot_span(stored.nbytes)
+                views[short] = self._slots[slot][at + phase : at + phase + stored.nbytes]
+                jobs.append((self._slots[slot][at : at + span], None, stored))
+                at += span
+                continue
+            nbytes = prod(shape) * self.dtype.itemsize
+            views[short] = self._slots[slot][at : at + nbytes].view(self.dtype).view(shape)
+            at += slot_span(nbytes)
             if stored is None:
                 jobs.append((views[short], self.resident[name], None))
-            elif self._is_direct(name):
-                jobs.append((self._slots[slot][at : at + slot_span(nbytes)], None, stored))
             else:
                 span = slot_span(stored.nbytes)
                 jobs.append((views[short], self._hosts[slot][host_at : host_at + span], stored))
                 host_at += span
-            at += slot_span(nbytes)
         future = self.lane.submit(lambda: self._fill(slot, jobs), after=self._slot_free[slot])
         self._loading[layer] = (future, slot, views)
 
@@ -193,12 +208,24 @@ class WeightStore:
         return self.io.read(stored.file, _clip(span, stored, phase), begin, self.direct)
 
     def get(self, layer: int) -> dict[str, Tensor]:
-        """The weights of a layer on the device; compute waits until they are there."""
+        """The weights of a layer on the device, until `release`; compute waits until they are there."""
         self._start(layer)
         future, _, views = self._loading[layer]
         self.device.stall_on(future, "weights")
-        spec = self.layers[layer]
-        return {s: views[s] if s in views else self.resident[n] for s, (n, _) in spec.items()}
+        found, at = {}, 0
+        for short, (name, shape) in self.layers[layer].items():
+            if short not in views:
+                found[short] = self.resident[name]
+            elif not self._in_place(name):
+                found[short] = views[short]
+            elif self._as_it_is(self.stored[name]):
+                found[short] = views[short].view(self.dtype).view(shape)
+            else:
+                nbytes = prod(shape) * self.dtype.itemsize
+                found[short] = self._converted[at : at + nbytes].view(self.dtype).view(shape)
+                _convert(self.stored[name], views[short], found[short])
+                at += aligned(nbytes)
+        return found
 
     def release(self, layer: int) -> None:
         """The layer's last computation is queued: its slot may be filled anew after it."""
@@ -252,6 +279,13 @@ def is_finite(tensor: Tensor) -> bool:
         if not (torch.isfinite(low) and torch.isfinite(high)):
             return False
     return True
+
+
+def _convert(stored: Stored, data: Tensor, out: Tensor) -> None:
+    """Numbers in `out` of the bytes of a tensor as it is stored."""
+    if stored.offset % stored.dtype.itemsize:
+        data = data.clone()
+    convert(out, data.view(stored.dtype).view(stored.shape))
 
 
 def _clip(span: Tensor, stored: Stored, phase: int):

@@ -187,12 +187,17 @@ class CostModel:
 
     # traffic
 
+    def _conversion(self, away: Away):
+        """Seconds of compute in which it converts the weights that come from disk."""
+        if self.shapes.cuda or not self.shapes.converts:
+            return 0.0
+        return self.profile.convert_seconds_per_byte * away.disk
+
     def _weights(self, away: Away) -> tuple[Lane, Lane]:
         """`away`: bytes in the type of the computation. Those of a layer that are on disk are one transfer."""
-        converts = self.shapes.cuda or self.shapes.converts
         read = self.shapes.stored_ratio * away.disk
         reads = away.disk * (1 / (self.layer_size * self.shapes.compute_itemsize))
-        return Lane(into=away.cpu), Lane(read=read, into=away.disk if converts else 0.0, reads=reads)
+        return Lane(into=away.cpu), Lane(read=read, into=away.disk if self.shapes.cuda else 0.0, reads=reads)
 
     def _activations(self, policy: Policy, away: Away, nbytes: float) -> tuple[Lane, Lane]:
         """Hidden states of `nbytes` a sequence, to the device and home, between two layers."""
@@ -217,6 +222,7 @@ class CostModel:
             writes=cache.disk * (1 / policy.gpu_batch_size),
         )
         into, home = self._activations(policy, activations, length * self.hidden_bytes)
+        compute += self._conversion(weights)
         return Flows(compute, *self._weights(weights), into, store + home)
 
     def stored_slots(self, slots: int, length: int) -> int:
@@ -249,6 +255,7 @@ class CostModel:
             size = self.hidden_bytes
             load, store = load + Lane(into=cache.cpu * size), store + Lane(out=cache.cpu * 3 * size)
         into, home = self._activations(policy, activations, self.hidden_bytes)
+        compute += self._conversion(weights)
         return Flows(compute, *self._weights(weights), load + into, store + home)
 
     def seconds(self, flows: Flows, overlap: bool) -> dict[str, float]:
@@ -266,9 +273,9 @@ class CostModel:
         # while something computes a link moves less: the time that is missing comes on top
         slow = {name: link.slowed_by_compute * flows.compute for name, link in links.items()}
         total = flows.total
-        from_disk, from_cpu = lane(flows.weights_from_disk), lane(flows.weights_from_cpu)
-        # reads from disk run beside copies out of RAM
-        staged = from_cpu + flows.weights_from_disk.into * into
+        # reads from disk run beside copies out of RAM, and of what has been read
+        from_disk = disk(flows.weights_from_disk)
+        staged = lane(flows.weights_from_cpu) + flows.weights_from_disk.into * into
         if not overlap:
             rest = flows.compute + lane(flows.load) + lane(flows.store)
             return {"all in turn (disk)": rest + from_disk, "all in turn": rest + staged}

@@ -48,6 +48,7 @@ class Profile:
         cpu_attention: decode attention on the CPU beside a CUDA device, likewise; None without one.
         step_seconds: what a step of one batch through one layer costs whatever its size.
         logit_seconds: to turn one logit into a part of a choice.
+        convert_seconds_per_byte: to make a byte of weights out of those of another dtype, on the compute device.
         baseline_bytes: RAM of the process before it holds anything; workspace_bytes: of the device, by its libraries.
     """
 
@@ -65,6 +66,7 @@ class Profile:
     cpu_attention: dict[str, dict[int, float]] | None = None
     step_seconds: float = 0.0
     logit_seconds: float = 0.0
+    convert_seconds_per_byte: float = 0.0
     baseline_bytes: int = 0
     workspace_bytes: int = 0
 
@@ -113,7 +115,8 @@ class Profile:
         if not self.layer or not all(tables) or not all(math.isfinite(x) and x > 0 for x in (*rates, *sizes)):
             raise ValueError("a rate or a size is missing or not a positive number")
         others = [x for link in self.links.values() for x in astuple(link)[1:]]
-        others += [self.step_seconds, self.logit_seconds, self.baseline_bytes, self.workspace_bytes]
+        others += [self.step_seconds, self.logit_seconds, self.convert_seconds_per_byte]
+        others += [self.baseline_bytes, self.workspace_bytes]
         if not all(math.isfinite(x) and x >= 0 for x in (*others, *self.memory.values())):
             raise ValueError("a number is negative or not finite")
         if any(link.slowed_by_compute > 1 for link in self.links.values()):

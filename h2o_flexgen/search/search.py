@@ -260,14 +260,19 @@ class Search:
         A = B * self.workload.longest * self.cost.hidden_bytes
         (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = (x[kind] for kind in KINDS)
         fixed = self._fixed_bytes(policy)
-        gpu = fixed + wg * W + rings * (wc + wd) * (W / (L + 2)) + ag * A
+        layer = W / (L + 2)
+        gpu = fixed + wg * W + rings * wc * layer + ag * A
+        if shapes.cuda or not shapes.converts:
+            gpu += rings * wd * layer
+        else:
+            gpu += wd * (rings * shapes.stored_ratio * layer + layer)
         gpu += cg * (L * B * piece) + rings * (cc + cd) * (sizes[0] * piece)
         cpu = wc * W + cc * (L * B * piece) + cd * (L * B * shapes.meta_bytes) + ac * A
         disk = cd * (L * B * (shapes.slots * shapes.row_bytes + log)) + ad * A
         if shapes.dummy:
             disk += wd * W
         if shapes.cuda:
-            cpu += self.baseline + rings * wd * (shapes.stored_ratio * W / (L + 2))
+            cpu += self.baseline + rings * wd * (shapes.stored_ratio * layer)
             cpu += cd * (2 * sizes[-1] * shapes.slots * shapes.row_bytes)
         needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
         return [(needed[tier], limit) for tier, limit in self.limits.items()]
