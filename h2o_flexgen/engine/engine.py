@@ -110,8 +110,8 @@ class Engine:
                 start = self._lap(phase, start)
                 phase = "decode"
             before = sum(len(s.tokens) for b in batches for s in b.sequences) if j == self.num_layers - 1 else 0
-            w = self.weights.get(j)
             self._prefetch_weights(i, j, is_last)
+            w = self.weights.get(j)
             for k in active:
                 self._step(Step(i, j, k), w)
             del w
@@ -151,6 +151,7 @@ class Engine:
     def _prefetch_weights(self, i: int, j: int, is_last: bool) -> None:
         if not self._streaming:
             return
+        self.weights.prefetch(j)  # the next ones follow it without a pause, whatever compute waits for
         following = next((x for x in self._streaming if x > j), None)
         if following is None:
             if i + 1 == self.params.max_tokens and is_last:

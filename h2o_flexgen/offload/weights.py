@@ -164,16 +164,21 @@ class WeightStore:
                 span = slot_span(stored.nbytes)
                 jobs.append((views[short], self._hosts[slot][host_at : host_at + span], stored))
                 host_at += span
-        future = self.lane.submit(lambda: self._fill(slot, jobs), after=self._slot_free[slot])
+        # without CUDA the slot is free now: its reads queue up behind those of the layer before
+        reads = None if self.device.is_cuda else self._read_all(jobs)
+        future = self.lane.submit(lambda: self._fill(slot, jobs, reads), after=self._slot_free[slot])
         self._loading[layer] = (future, slot, views)
 
-    def _fill(self, slot: int, jobs: list) -> None:
-        if any(host is not None and stored is not None for _, host, stored in jobs):
-            finish(self._host_free[slot])
-        reads = [
+    def _read_all(self, jobs: list) -> list[list[Future]]:
+        return [
             [] if stored is None else self._read(stored, target if host is None else host)
             for target, host, stored in jobs
         ]
+
+    def _fill(self, slot: int, jobs: list, reads: list[list[Future]] | None) -> None:
+        if reads is None:
+            finish(self._host_free[slot])
+            reads = self._read_all(jobs)
         try:
             for target, host, stored in jobs:
                 if stored is None:
