@@ -36,10 +36,10 @@ from h2o_flexgen.plan import prefill_pairs
 from h2o_flexgen.search.profile import LINKS, Link, Profile
 
 #: hidden sizes and rows of the matrix products that are timed
-HIDDEN = (768, 2048)
+HIDDEN = (768, 1024, 2048)  # powers of two are slower than others: they share cache lines
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
 HEAD_DIMS = (64, 128)
-PROMPT, VOCABULARY = 512, 50272
+PROMPT, VOCABULARY, HEAD_TOKENS = 512, 50272, 32
 RULES = {"full": FullCache(), "h2o": HeavyHitterCache(128, 128)}
 #: bytes of the file that is written and read, and of one transfer
 FILE, TRANSFER = 1 << 29, 1 << 26
@@ -181,7 +181,13 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         decode_attention=decode_rates("decode"),
         cpu_attention=decode_rates("cpu") if device.is_cuda else None,
         step_seconds=dispatch + max(small.values()),
-        logit_seconds=seconds["choose",] / (32 * VOCABULARY),
+        logit_seconds=seconds["choose",] / (HEAD_TOKENS * VOCABULARY),
+        head_efficiency=2
+        * HEAD_TOKENS
+        * HIDDEN[0]
+        * VOCABULARY
+        / seconds["head",]
+        / layer_rate(HIDDEN[0], HEAD_TOKENS),
         convert_seconds_per_byte=seconds["convert",] / TRANSFER,
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
@@ -203,6 +209,7 @@ def _kernels(device: Device, dtype: torch.dtype) -> Iterator[tuple[tuple, Device
             if device.is_cuda:
                 host = Device("cpu")
                 yield ("cpu", kind, dim), host, partial(_decode_call, host, rule, dtype, dim)
+    yield ("head",), device, partial(_head_call, device, dtype)
     yield ("choose",), device, partial(_choose_call, device, dtype)
     yield ("convert",), device, partial(_convert_call, device, dtype)
 
@@ -215,10 +222,17 @@ def _convert_call(device: Device, dtype: torch.dtype):
     return lambda: convert(dst, src)
 
 
+def _head_call(device: Device, dtype: torch.dtype):
+    """From hidden states to logits."""
+    words = torch.full((VOCABULARY, HIDDEN[0]), 0.01, dtype=dtype, device=device.torch_device)
+    x = torch.randn(HEAD_TOKENS, HIDDEN[0], device=device.torch_device).to(dtype)
+    return lambda: F.linear(x, words)
+
+
 def _choose_call(device: Device, dtype: torch.dtype):
     """From logits to tokens."""
-    logits = torch.randn(32, VOCABULARY, device=device.torch_device).to(dtype)
-    return lambda: sample(logits, SamplingParams(), list(range(32)), 0)
+    logits = torch.randn(HEAD_TOKENS, VOCABULARY, device=device.torch_device).to(dtype)
+    return lambda: sample(logits, SamplingParams(), list(range(HEAD_TOKENS)), 0)
 
 
 def _seconds(device: Device, work: Callable[[], object], least: float = 0.08) -> float:

@@ -165,7 +165,7 @@ class CostModel:
         """From the last hidden states of a batch to tokens."""
         parts = [HEAD_ROWS] * (batch // HEAD_ROWS) + [batch % HEAD_ROWS] * (batch % HEAD_ROWS > 0)
         logits = batch * self.shapes.config.vocab_size * self.profile.logit_seconds
-        return sum(self._product(self.head_size, n) for n in parts) + logits
+        return sum(self._product(self.head_size, n) for n in parts) / self.profile.head_efficiency + logits
 
     def prefill_compute(self, policy: Policy, batches: Batches) -> float:
         """One decoder layer, all batches."""

@@ -48,6 +48,7 @@ class Profile:
         cpu_attention: decode attention on the CPU beside a CUDA device, likewise; None without one.
         step_seconds: what a step of one batch through one layer costs whatever its size.
         logit_seconds: to turn one logit into a part of a choice.
+        head_efficiency: the rate of the product with the vocabulary over that of a layer's products.
         convert_seconds_per_byte: to make a byte of weights out of those of another dtype, on the compute device.
         baseline_bytes: RAM of the process before it holds anything; workspace_bytes: of the device, by its libraries.
     """
@@ -66,6 +67,7 @@ class Profile:
     cpu_attention: dict[str, dict[int, float]] | None = None
     step_seconds: float = 0.0
     logit_seconds: float = 0.0
+    head_efficiency: float = 1.0
     convert_seconds_per_byte: float = 0.0
     baseline_bytes: int = 0
     workspace_bytes: int = 0
@@ -112,7 +114,11 @@ class Profile:
         tables = [*(dict(table) for table in self.layer.values()), *by_dim]
         sizes = [*self.layer, *(n for table in tables for n in table)]
         rates = [link.bytes_per_s for link in self.links.values()] + [r for table in tables for r in table.values()]
-        if not self.layer or not all(tables) or not all(math.isfinite(x) and x > 0 for x in (*rates, *sizes)):
+        if (
+            not self.layer
+            or not all(tables)
+            or not all(math.isfinite(x) and x > 0 for x in (*rates, *sizes, self.head_efficiency))
+        ):
             raise ValueError("a rate or a size is missing or not a positive number")
         others = [x for link in self.links.values() for x in astuple(link)[1:]]
         others += [self.step_seconds, self.logit_seconds, self.convert_seconds_per_byte]
