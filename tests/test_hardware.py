@@ -20,6 +20,7 @@ from h2o_flexgen.search.profile import Profile
 def quick(monkeypatch):
     monkeypatch.setattr(hardware, "HIDDEN", (128,))
     monkeypatch.setattr(hardware, "TOKENS", (1, 512))
+    monkeypatch.setattr(hardware, "HEAD_TOKENS", 1)
     monkeypatch.setattr(hardware, "PROMPT", 32)
     monkeypatch.setattr(hardware, "FILE", 1 << 20)
     monkeypatch.setattr(hardware, "TRANSFER", 1 << 18)
