@@ -219,6 +219,7 @@ def _convert_call(device: Device, dtype: torch.dtype):
     other = torch.bfloat16 if dtype == torch.float16 else torch.float16
     dst = device.buffer(TRANSFER).view(dtype)
     src = device.buffer(dst.numel() * other.itemsize).view(other)
+    src.fill_(0.5)
     return lambda: convert(dst, src)
 
 

@@ -239,7 +239,7 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int
     plan.add("gpu", "weights", by_tier["gpu"])
     plan.add("cpu", "weights", by_tier["cpu"])
     if shapes.dummy:  # a real checkpoint already lies on disk
-        plan.add("disk", "random weights", by_tier["disk"])
+        plan.add("disk", "random weights", by_tier["disk"] * shapes.stored_ratio)
 
     in_place = shapes.stored_itemsize if shapes.converts and not shapes.cuda else size  # read into the slot
     slot = host = converted = 0
@@ -270,6 +270,8 @@ def _plan_cache(
         metas["gpu" if home == "gpu" else "cpu"] += batches[k] * meta
         if home == "disk":
             on_disk = max(on_disk, batches[k])
+            if meta:  # the slots that the log's rows went to
+                metas["cpu"] += batches[k] * shapes.log_rows * shapes.config.num_attention_heads * 4
     for tier in kv:
         plan.add(tier, "KV cache", kv[tier] + metas[tier])
     # with CPU attention prefill still fills a cache on the device

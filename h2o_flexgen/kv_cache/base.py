@@ -97,10 +97,10 @@ class KVLayout:
         """Bytes of a cache, or of tokens k and v (..., 2, B, H, D), as one array of their vectors of D numbers."""
         return kv.view(np.dtype((np.void, self.head_dim * self.dtype.itemsize)))
 
-    def places(self, slots: Tensor) -> np.ndarray:
-        """Where a token's k and v (2, B, H, D) lie among the `vectors` of a cache if it is in slots (B, H), on the
-        CPU: (2 B H,)."""
-        slots = slots.numpy().reshape(-1)
+    def places(self, slots: np.ndarray) -> np.ndarray:
+        """Where a token's k and v (2, B, H, D) lie among the `vectors` of a cache if it is in slots (B, H), or (B, 1)
+        for all heads: (2 B H,)."""
+        slots = np.broadcast_to(slots, (self.batch, self.heads)).reshape(-1)
         ends = np.cumsum(self.segments)
         segment = np.searchsorted(ends, slots, side="right")
         size = np.array(self.segments)[segment]

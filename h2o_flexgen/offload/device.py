@@ -256,6 +256,7 @@ def finish(event) -> None:
 def copy(dst: Tensor, src: Tensor) -> None:
     """Copy on the current stream; in RAM with one thread, so as not to take cores from compute."""
     if dst.device.type == "cpu" and src.device.type == "cpu":
+        assert dst.dtype == src.dtype
         np.copyto(as_numpy(dst), as_numpy(src))
     else:
         dst.copy_(src, non_blocking=True)

@@ -33,7 +33,7 @@ class _Piece:
     file: File | None = None
     offset: int = 0
     base: int = 0  # bytes stored in the file before the log
-    log: list[np.ndarray] = field(default_factory=list)  # the places of each row of the log in the cache
+    log: list[np.ndarray] = field(default_factory=list)  # the slots (B, H) or (B, 1) that each row went to
     stored: Future | None = None  # the last write home
 
 
@@ -197,7 +197,8 @@ class KVStore:
         wait(reads)
         data[piece.base :] = 0  # a segment that only the log has written to yet
         if piece.log:  # a slot may be there twice: the last one stays
-            layout.vectors(data)[np.concatenate(piece.log)] = layout.vectors(log)
+            places = np.concatenate([layout.places(slots) for slots in piece.log])
+            layout.vectors(data)[places] = layout.vectors(log)
         if self.device.is_cuda:
             copy(buffer[:used], self._load_host[:used])
             self.cpu_to_gpu_bytes += used
@@ -238,16 +239,16 @@ class KVStore:
         row = data.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
         copy(row[0], k)
         copy(row[1], v)
-        slots = slots.to("cpu")
+        # of a cache that keeps everything a token has the same slot in all heads
+        slots = (slots if layout.scored else slots[:, :1]).to("cpu").numpy().astype(np.int32)
         finish(self.device.record())
         self.gpu_to_cpu_bytes += layout.row_bytes
-        places = layout.places(slots)
         if piece.home == "cpu":
-            layout.vectors(piece.kv[: layout.kv_bytes].numpy())[places] = layout.vectors(data.numpy())
+            layout.vectors(piece.kv[: layout.kv_bytes].numpy())[layout.places(slots)] = layout.vectors(data.numpy())
         else:
             at = piece.offset + layout.kv_bytes + len(piece.log) * layout.row_bytes
             wait(self.io.write(piece.file, data.numpy(), at))
-            piece.log.append(places)
+            piece.log.append(slots)
 
     def _meta_home(self, piece: _Piece, layout, slot: int) -> None:
         if layout.scored:

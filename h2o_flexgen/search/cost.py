@@ -243,7 +243,7 @@ class CostModel:
         fold = cache.disk * (kv * self._folds)
         load = Lane(
             read=read,
-            into=moves * cache.cpu * (kv + meta) + cache.disk * (meta + log) + bus * cache.disk * kv,
+            into=moves * cache.cpu * (kv + meta) + cache.disk * (meta + (kv if bus else log)),
             reads=pieces,
         )
         store = Lane(

@@ -197,7 +197,7 @@ class Search:
         kv = L * B * shapes.slots * shapes.row_bytes
         device = self.limits["gpu"] - self._fixed_bytes(policy)
         ram = device + self.limits["cpu"] if shapes.cuda else device
-        if device < 0 or kv + (W if shapes.dummy else 0) > ram + self.limits["disk"]:
+        if device < 0 or kv + (W * min(1.0, shapes.stored_ratio) if shapes.dummy else 0) > ram + self.limits["disk"]:
             return float("inf")
         weights = Away(cpu=max(0, W - device)) if shapes.cuda else Away()
         read = max(0, W + kv - ram) * min(1.0, shapes.stored_ratio)
@@ -270,7 +270,7 @@ class Search:
         cpu = wc * W + cc * (L * B * piece) + cd * (L * B * shapes.meta_bytes) + ac * A
         disk = cd * (L * B * (shapes.slots * shapes.row_bytes + log)) + ad * A
         if shapes.dummy:
-            disk += wd * W
+            disk += wd * (shapes.stored_ratio * W)
         if shapes.cuda:
             cpu += self.baseline + rings * wd * (shapes.stored_ratio * layer)
             cpu += cd * (2 * sizes[-1] * shapes.slots * shapes.row_bytes)

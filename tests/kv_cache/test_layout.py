@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,5 +23,19 @@ def test_places_are_where_write_puts_a_token(segments, dtype):
         row = torch.randn(2, B, H, D).to(dtype)
         expected, mine = (torch.zeros(layout.kv_bytes, dtype=torch.uint8) for _ in range(2))
         layout.view(expected).write(slots, row[0], row[1])
-        layout.vectors(mine.numpy())[layout.places(slots)] = layout.vectors(row.view(torch.uint8).numpy().reshape(-1))
+        layout.vectors(mine.numpy())[layout.places(slots.numpy())] = layout.vectors(
+            row.view(torch.uint8).numpy().reshape(-1)
+        )
         assert torch.equal(mine, expected)
+
+
+def test_of_two_tokens_in_one_slot_the_later_stays():
+    """What replaying a log relies on."""
+    layout = KVLayout(2, 3, (5,), 4, torch.float32, scored=True)
+    slots = [np.full((2, 3), slot) for slot in (1, 3, 1)]
+    rows = torch.arange(3.0).view(3, 1).expand(3, 2 * 2 * 3 * 4).contiguous()
+    kv = np.zeros(layout.kv_bytes, np.uint8)
+    places = np.concatenate([layout.places(s) for s in slots])
+    layout.vectors(kv)[places] = layout.vectors(rows.view(torch.uint8).numpy().reshape(-1))
+    k = layout.view(torch.from_numpy(kv), torch.zeros(layout.meta_bytes, dtype=torch.uint8)).k[0]
+    assert (k[:, :, 1] == 2).all() and (k[:, :, 3] == 1).all()
