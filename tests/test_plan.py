@@ -140,7 +140,8 @@ def test_all_weights_on_a_tier_are_counted_there(sizes, rule):
     for tier, percent in zip(TIERS, [(100, 0), (0, 100), (0, 0)]):
         _, plan = llm.plan_for(Policy(8, 1, (*percent, 100, 0, 100, 0)), workload, rule, NO_LIMITS)
         weights = sum(b for t, what, b in plan.items if t == tier and "weights" in what)
-        assert 0.99 * 4 * numbers < weights <= 4 * numbers
+        size = 2 if tier == "disk" else 4  # in fp32, of random weights that are stored in 16 bits
+        assert 0.99 * size * numbers < weights <= size * numbers
 
 
 def test_a_fixed_budget_does_not_grow_with_the_output(sizes):
