@@ -151,6 +151,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
             for kind, rule in RULES.items()
         }
 
+    head_rate = 2 * HIDDEN[0] * VOCABULARY * HEAD_TOKENS / seconds["head",]
     ram = memory.ram_available()
     return Profile(
         machine=machine(offload_root),
@@ -182,12 +183,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         cpu_attention=decode_rates("cpu") if device.is_cuda else None,
         step_seconds=dispatch + max(small.values()),
         logit_seconds=seconds["choose",] / (HEAD_TOKENS * VOCABULARY),
-        head_efficiency=2
-        * HEAD_TOKENS
-        * HIDDEN[0]
-        * VOCABULARY
-        / seconds["head",]
-        / layer_rate(HIDDEN[0], HEAD_TOKENS),
+        head_efficiency=head_rate / layer_rate(HIDDEN[0], HEAD_TOKENS),
         convert_seconds_per_byte=seconds["convert",] / TRANSFER,
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,

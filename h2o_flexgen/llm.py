@@ -389,7 +389,7 @@ class LLM:
             workload,
             compute_itemsize=self.dtype.itemsize,
             stored_itemsize=max(dtype.itemsize for dtype in self._stored_dtypes),
-            converts=self._stored_dtypes != {self.dtype} or not self.source.is_aligned(),
+            converts=self._stored_dtypes != {self.dtype},
             cuda=self.device.is_cuda,
             dummy=isinstance(self.source, DummyCheckpoint),
         )

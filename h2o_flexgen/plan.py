@@ -115,6 +115,11 @@ class Shapes:
         return self.slots * self.row_bytes + self.meta_bytes
 
     @property
+    def converts_by_compute(self) -> bool:
+        """Whether weights from disk lie on the device as they are stored, and compute converts a layer to use it."""
+        return self.converts and not self.cuda
+
+    @property
     def stored_ratio(self) -> float:
         """Bytes in the checkpoint per byte of the computation."""
         return self.stored_itemsize / self.compute_itemsize
@@ -241,7 +246,7 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int
     if shapes.dummy:  # a real checkpoint already lies on disk
         plan.add("disk", "random weights", by_tier["disk"] * shapes.stored_ratio)
 
-    in_place = shapes.stored_itemsize if shapes.converts and not shapes.cuda else size  # read into the slot
+    in_place = shapes.stored_itemsize if shapes.converts_by_compute else size  # read into the slot
     slot = host = converted = 0
     for layer in shapes.streamed:
         cpu, disk = ([prod(s) for n, s in layer.items() if placement.weights[n] == tier] for tier in ("cpu", "disk"))

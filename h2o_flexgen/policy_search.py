@@ -70,7 +70,7 @@ _MANY = 4096
 
 class Planner:
     """The policy search for a model, a job and a profile, without the model's weights. They count as a checkpoint in
-    the type of the computation, whose space on disk is spent already; with `dummy` it is not."""
+    float16, whose space on disk is spent already; with `dummy` as random weights, which take it."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.device import as_numpy
+from h2o_flexgen.offload.device import as_numpy, convert
 from h2o_flexgen.offload.disk import DiskIO, File, cache_root, wait
 from h2o_flexgen.plan import aligned
 
@@ -110,10 +110,6 @@ class Checkpoint:
     def stored_dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].dtype
 
-    def is_aligned(self) -> bool:
-        """Whether every tensor lies at a multiple of its item size, so that it can be used where it was read."""
-        return all(stored.offset % stored.dtype.itemsize == 0 for stored in self.tensors.values())
-
     def on_disk(self, names: list[str], dtype: torch.dtype, make_file, io: DiskIO) -> dict[str, Stored]:
         """The tensors where they already lie: nothing is copied."""
         return {name: self.tensors[name] for name in names}
@@ -124,7 +120,7 @@ class Checkpoint:
         target = out if out.dtype == stored.dtype else torch.empty(stored.shape, dtype=stored.dtype)
         wait(io.read(stored.file, as_numpy(target), stored.offset))
         if target is not out:
-            out.copy_(target)
+            convert(out, target)
 
     def close(self) -> None:
         for file in {id(s.file): s.file for s in self.tensors.values()}.values():
@@ -154,9 +150,6 @@ class DummyCheckpoint:
 
     def stored_dtype(self, name: str) -> torch.dtype:
         return self.dtype
-
-    def is_aligned(self) -> bool:
-        return True
 
     def on_disk(self, names: list[str], dtype: torch.dtype, make_file, io: DiskIO) -> dict[str, Stored]:
         """Write the tensors to a file of the offload folder, one after the other."""

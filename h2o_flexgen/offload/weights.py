@@ -62,15 +62,14 @@ class WeightStore:
 
         slot_bytes = max(self._slot_bytes(spec) for spec in layers)
         host_bytes = max(self._host_bytes(spec) for spec in layers)
-        converted = max(map(self._converted_bytes, layers))
-        self._converted = device.buffer(converted) if converted else None
+        self._converted = device.buffer(max(map(self._converted_bytes, layers)))
         count = 2 if lane.overlap else 1
         self._slots = [device.buffer(slot_bytes) for _ in range(count)] if slot_bytes else []
         self._hosts = [device.host_buffer(host_bytes) for _ in range(count)] if host_bytes else []
         self._host_free = [None] * count
         self._slot_free = [None] * count
         self._turn = 0
-        self._loading: dict[int, tuple[Future | None, int, dict[str, Tensor]]] = {}  # job, slot, tensors or their bytes
+        self._loading: dict[int, tuple[Future | None, int, dict[str, Tensor]]] = {}  # job, slot, as stored
 
     def _load(self, names: list[tuple[str, tuple[int, ...]]], source, progress: bool) -> None:
         total = sum(prod(shape) for _, shape in names) * self.dtype.itemsize
@@ -92,8 +91,7 @@ class WeightStore:
     def device_bytes(self) -> int:
         """What of the compute device's memory is taken while these weights are loaded."""
         resident = (t for n, t in self.resident.items() if self.homes[n] == "gpu")
-        converted = [] if self._converted is None else [self._converted]
-        return sum(t.nbytes for t in (*resident, *self._slots, *converted))
+        return sum(t.nbytes for t in (*resident, *self._slots, self._converted))
 
     # what a layer takes in a slot
 
@@ -103,10 +101,6 @@ class WeightStore:
     def _in_place(self, name: str) -> bool:
         """Read from disk straight into the slot: no bus to cross."""
         return self.homes[name] == "disk" and not self.device.is_cuda
-
-    def _as_it_is(self, stored: Stored) -> bool:
-        """Usable where it was read: nothing to convert, and aligned (the format does not ask for that)."""
-        return stored.dtype == self.dtype and stored.offset % self.dtype.itemsize == 0
 
     def _slot_bytes(self, spec: Spec) -> int:
         return sum(
@@ -122,7 +116,7 @@ class WeightStore:
         return sum(
             aligned(prod(shape) * self.dtype.itemsize)
             for _, n, shape in self._streams(spec)
-            if self._in_place(n) and not self._as_it_is(self.stored[n])
+            if self._in_place(n) and self.stored[n].dtype != self.dtype
         )
 
     # the schedule's calls
@@ -149,9 +143,8 @@ class WeightStore:
         for short, name, shape in streams:
             stored = self.stored.get(name)
             if self._in_place(name):
-                # lands at the phase its bytes have in the file, so that pages match pages
-                phase, span = stored.offset % PAGE, slot_span(stored.nbytes)
-                views[short] = self._slots[slot][at + phase : at + phase + stored.nbytes]
+                span, begin = slot_span(stored.nbytes), at + _begin(stored)
+                views[short] = self._slots[slot][begin : begin + stored.nbytes].view(stored.dtype).view(shape)
                 jobs.append((self._slots[slot][at : at + span], None, stored))
                 at += span
                 continue
@@ -185,7 +178,14 @@ class WeightStore:
                     copy(target, host)
                     self.cpu_to_gpu_bytes += target.nbytes
             for (target, host, stored), parts in zip(jobs, reads):
-                if host is not None and stored is not None:
+                if stored is None:
+                    continue
+                phase, begin = stored.offset % PAGE, _begin(stored)
+                if begin != phase:
+                    wait(parts)
+                    span = target if host is None else host
+                    copy(span[begin : begin + stored.nbytes], span[phase : phase + stored.nbytes])
+                if host is not None:
                     self._pass_on(stored, host, target, parts)
                     self.cpu_to_gpu_bytes += target.nbytes
         finally:
@@ -195,13 +195,8 @@ class WeightStore:
     def _pass_on(self, stored: Stored, host: Tensor, target: Tensor, reads: list) -> None:
         """Copy a tensor that is being read into `host` to `target`, part by part as it comes."""
         phase, size = stored.offset % PAGE, stored.dtype.itemsize
-        data = host[phase : phase + stored.nbytes]
-        if phase % size:  # the format asks for no alignment
-            wait(reads)
-            copy(host[: stored.nbytes], data)
-            copy(target, host[: stored.nbytes].view(stored.dtype).view(stored.shape))
-            return
-        data, target = data.view(stored.dtype), target.view(-1)
+        data = host[_begin(stored) :][: stored.nbytes].view(stored.dtype)
+        target = target.view(-1)
         for read in reads:
             begin, end = (min(max(0, x - phase), stored.nbytes) // size for x in read.result())
             copy(target[begin:end], data[begin:end])
@@ -221,14 +216,12 @@ class WeightStore:
         for short, (name, shape) in self.layers[layer].items():
             if short not in views:
                 found[short] = self.resident[name]
-            elif not self._in_place(name):
+            elif views[short].dtype == self.dtype:
                 found[short] = views[short]
-            elif self._as_it_is(self.stored[name]):
-                found[short] = views[short].view(self.dtype).view(shape)
             else:
                 nbytes = prod(shape) * self.dtype.itemsize
                 found[short] = self._converted[at : at + nbytes].view(self.dtype).view(shape)
-                _convert(self.stored[name], views[short], found[short])
+                convert(found[short], views[short])
                 at += aligned(nbytes)
         return found
 
@@ -286,11 +279,11 @@ def is_finite(tensor: Tensor) -> bool:
     return True
 
 
-def _convert(stored: Stored, data: Tensor, out: Tensor) -> None:
-    """Numbers in `out` of the bytes of a tensor as it is stored."""
-    if stored.offset % stored.dtype.itemsize:
-        data = data.clone()
-    convert(out, data.view(stored.dtype).view(stored.shape))
+def _begin(stored: Stored) -> int:
+    """Where a tensor begins in the span it is read into: at the phase it has in the file, so that pages match pages, or
+    moved to the start if its numbers would not be aligned there (the format does not ask for that)."""
+    phase = stored.offset % PAGE
+    return 0 if phase % stored.dtype.itemsize else phase
 
 
 def _clip(span: Tensor, stored: Stored, phase: int):

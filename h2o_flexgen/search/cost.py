@@ -189,7 +189,7 @@ class CostModel:
 
     def _conversion(self, away: Away):
         """Seconds of compute in which it converts the weights that come from disk."""
-        if self.shapes.cuda or not self.shapes.converts:
+        if not self.shapes.converts_by_compute:
             return 0.0
         return self.profile.convert_seconds_per_byte * away.disk
 
@@ -222,7 +222,7 @@ class CostModel:
             writes=cache.disk * (1 / policy.gpu_batch_size),
         )
         into, home = self._activations(policy, activations, length * self.hidden_bytes)
-        compute += self._conversion(weights)
+        compute = compute + self._conversion(weights)
         return Flows(compute, *self._weights(weights), into, store + home)
 
     def stored_slots(self, slots: int, length: int) -> int:
@@ -255,7 +255,7 @@ class CostModel:
             size = self.hidden_bytes
             load, store = load + Lane(into=cache.cpu * size), store + Lane(out=cache.cpu * 3 * size)
         into, home = self._activations(policy, activations, self.hidden_bytes)
-        compute += self._conversion(weights)
+        compute = compute + self._conversion(weights)
         return Flows(compute, *self._weights(weights), load + into, store + home)
 
     def seconds(self, flows: Flows, overlap: bool) -> dict[str, float]:

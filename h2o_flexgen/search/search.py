@@ -197,10 +197,11 @@ class Search:
         kv = L * B * shapes.slots * shapes.row_bytes
         device = self.limits["gpu"] - self._fixed_bytes(policy)
         ram = device + self.limits["cpu"] if shapes.cuda else device
-        if device < 0 or kv + (W * min(1.0, shapes.stored_ratio) if shapes.dummy else 0) > ram + self.limits["disk"]:
+        stored = min(1.0, shapes.stored_ratio)
+        if device < 0 or kv + (W * stored if shapes.dummy else 0) > ram + self.limits["disk"]:
             return float("inf")
         weights = Away(cpu=max(0, W - device)) if shapes.cuda else Away()
-        read = max(0, W + kv - ram) * min(1.0, shapes.stored_ratio)
+        read = max(0, W + kv - ram) * stored
         groups = cost.slot_groups(length)
         seconds = 0.0
         for n, (count, compute) in enumerate(self._compute(policy, batches)):
@@ -262,10 +263,10 @@ class Search:
         fixed = self._fixed_bytes(policy)
         layer = W / (L + 2)
         gpu = fixed + wg * W + rings * wc * layer + ag * A
-        if shapes.cuda or not shapes.converts:
-            gpu += rings * wd * layer
-        else:
+        if shapes.converts_by_compute:
             gpu += wd * (rings * shapes.stored_ratio * layer + layer)
+        else:
+            gpu += rings * wd * layer
         gpu += cg * (L * B * piece) + rings * (cc + cd) * (sizes[0] * piece)
         cpu = wc * W + cc * (L * B * piece) + cd * (L * B * shapes.meta_bytes) + ac * A
         disk = cd * (L * B * (shapes.slots * shapes.row_bytes + log)) + ad * A
