@@ -12,10 +12,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import date
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from statistics import median
 
@@ -26,28 +27,33 @@ from tqdm import tqdm
 from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
-from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, KVLayout
+from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, cache_root, default_root, wait
-from h2o_flexgen.plan import prefill_pairs
+from h2o_flexgen.plan import prefill_pairs, request_bytes
 from h2o_flexgen.search.profile import LINKS, Link, Profile
 
 #: hidden sizes and rows of the matrix products that are timed
 HIDDEN = (768, 1024, 2048)  # powers of two are slower than others: they share cache lines
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
 HEAD_DIMS = (64, 128)
-PROMPT, VOCABULARY, HEAD_TOKENS = 512, 50272, 32
+PHASES = ("prefill", "decode", "cpu")  # of attention
+PROMPT, SHORT, VOCABULARY, HEAD_TOKENS = 512, 32, 50272, 32
 RULES = {"full": FullCache(), "h2o": HeavyHitterCache(128, 128)}
+SHORT_RULES = {"full": FullCache(), "h2o": HeavyHitterCache(8, 8)}
 #: bytes of the file that is written and read, and of one transfer
 FILE, TRANSFER = 1 << 29, 1 << 26
-SMALL = 1 << 22
+#: bytes of a small one: a cache piece that comes in, the row that goes home
+SMALL = {"disk_to_cpu": 1 << 22, "cpu_to_disk": 1 << 18}
+#: bytes that drive others from the caches
+COLD = 1 << 25
 #: a slow disk is not written to for longer
 MOST_SECONDS = 1.5
 #: of a profile: one that was kept by an older version is measured again
-FORMAT = 3
+FORMAT = 4
 PASSES = 3
 
 
@@ -128,27 +134,40 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
     with tqdm(total=steps, desc="measuring this machine", unit="step", disable=not progress, leave=False) as bar:
         for _ in range(PASSES):
             for key, where, make in _kernels(device, dtype):
-                samples[key].append(_seconds(where, make()))
+                samples[key].append(_seconds(where, make(), cold=key[0] in ("small", "decode", "cpu", "step")))
                 bar.update()
-            for key, seconds in _links(device, offload_root):
+            for key, seconds in _links(device, dtype, offload_root):
                 samples[key].append(seconds)
                 bar.update(key[0] == "link")
     seconds = {key: median(values) for key, values in samples.items()}
-    small = {kind: seconds["decode", kind, "small"] for kind in RULES}
-    dispatch = seconds["layer", 64, 1]
+    small = {kind: seconds["small", kind] for kind in RULES}
+    dispatch = seconds["step",]
 
     def layer_rate(hidden: int, tokens: int) -> float:
         taken = seconds["layer", hidden, tokens]
         return 24 * hidden * hidden * tokens / max(taken - dispatch, taken / 4)
 
-    def decode_rates(where: str) -> dict:
-        return {
-            kind: {
-                dim: _cache_layout(rule, dtype, dim).kv_bytes
-                / max(seconds[where, kind, dim] - small[kind], seconds[where, kind, dim] / 4)
-                for dim in HEAD_DIMS
-            }
-            for kind, rule in RULES.items()
+    def each_request(what: str, per_byte: str, name: str) -> float:
+        """The part of a small transfer that its bytes do not explain, for each of its requests."""
+        if name not in SMALL:
+            return 0.0
+        size = SMALL[name]
+        return max(0.0, seconds[what, name] - seconds[per_byte, name] * size) / -(-size // request_bytes(size))
+
+    rates, constants = {}, {}
+    for phase, kind in sorted({key[:2] for key in seconds if key[0] in PHASES}):
+        each, work = {}, {}  # of one head: seconds, and flops or bytes
+        for size in (*HEAD_DIMS, "short"):
+            taken = seconds[phase, kind, size]
+            case = _Attention.of(phase, kind, size)
+            each[size] = max(taken - small[kind], taken / 4) / (case.batch * case.heads)
+            work[size] = case.work(phase, dtype)
+        first = HEAD_DIMS[0]
+        slope = max(each[first] - each["short"], each[first] / 4) / (work[first] - work["short"])
+        constant = max(0.0, each["short"] - slope * work["short"])
+        constants.setdefault(phase, {})[kind] = constant
+        rates.setdefault(phase, {})[kind] = {
+            dim: work[dim] / max(each[dim] - constant, each[dim] / 4) for dim in HEAD_DIMS
         }
 
     head_rate = 2 * HIDDEN[0] * VOCABULARY * HEAD_TOKENS / seconds["head",]
@@ -170,17 +189,16 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
                 1 / seconds["link", name],
                 seconds["lost", name],
                 max(0.0, 1 - seconds["link", name] / seconds["beside", name]),
-                max(0.0, seconds["small", name] - seconds["link", name] * SMALL),
+                each_request("small", "link", name),
+                each_request("lost small", "lost", name),
             )
             for name in LINKS
         },
         layer={hidden: [(n, layer_rate(hidden, n)) for n in TOKENS] for hidden in HIDDEN},
-        prefill_attention={
-            kind: {dim: 4 * dim * 16 * prefill_pairs(PROMPT) / seconds["prefill", kind, dim] for dim in HEAD_DIMS}
-            for kind in RULES
-        },
-        decode_attention=decode_rates("decode"),
-        cpu_attention=decode_rates("cpu") if device.is_cuda else None,
+        prefill_attention=rates["prefill"],
+        decode_attention=rates["decode"],
+        cpu_attention=rates.get("cpu"),
+        head_seconds=constants,
         step_seconds=dispatch + max(small.values()),
         logit_seconds=seconds["choose",] / (HEAD_TOKENS * VOCABULARY),
         head_efficiency=head_rate / layer_rate(HIDDEN[0], HEAD_TOKENS),
@@ -192,19 +210,22 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
 
 def _kernels(device: Device, dtype: torch.dtype) -> Iterator[tuple[tuple, Device, Callable]]:
     """(what, where it runs, what makes the call that is timed) of everything that computes."""
-    for hidden, counts in ((64, (1,)), *((hidden, TOKENS) for hidden in HIDDEN)):
+    yield ("step",), device, partial(_layer_call, device, dtype, 64, 1, partial(_layers, device, dtype, 64))
+    for hidden in HIDDEN:
         layers = cache(partial(_layers, device, dtype, hidden))
-        for tokens in counts:
+        for tokens in TOKENS:
             yield ("layer", hidden, tokens), device, partial(_layer_call, device, dtype, hidden, tokens, layers)
-    for kind, rule in RULES.items():
-        small = (rule if kind == "full" else HeavyHitterCache(8, 8), dtype, 64, 1, 2, 17)
-        yield ("decode", kind, "small"), device, partial(_decode_call, device, *small)
-        for dim in HEAD_DIMS:
-            yield ("prefill", kind, dim), device, partial(_prefill_call, device, dtype, rule, dim)
-            yield ("decode", kind, dim), device, partial(_decode_call, device, rule, dtype, dim)
-            if device.is_cuda:
+    for kind in RULES:
+        smallest = _Attention(SHORT_RULES[kind], 1, 2, 64, SHORT)
+        yield ("small", kind), device, partial(_decode_call, device, dtype, smallest)
+        for phase, size in product(PHASES, (*HEAD_DIMS, "short")):
+            case = _Attention.of(phase, kind, size)
+            if phase != "cpu":
+                call = _prefill_call if phase == "prefill" else _decode_call
+                yield (phase, kind, size), device, partial(call, device, dtype, case)
+            elif device.is_cuda:
                 host = Device("cpu")
-                yield ("cpu", kind, dim), host, partial(_decode_call, host, rule, dtype, dim)
+                yield (phase, kind, size), host, partial(_decode_call, host, dtype, case)
     yield ("head",), device, partial(_head_call, device, dtype)
     yield ("choose",), device, partial(_choose_call, device, dtype)
     yield ("convert",), device, partial(_convert_call, device, dtype)
@@ -232,13 +253,15 @@ def _choose_call(device: Device, dtype: torch.dtype):
     return lambda: sample(logits, SamplingParams(), list(range(HEAD_TOKENS)), 0)
 
 
-def _seconds(device: Device, work: Callable[[], object], least: float = 0.08) -> float:
+def _seconds(device: Device, work: Callable[[], object], least: float = 0.08, cold: bool = False) -> float:
     """Median time of a call, over at least `least` seconds and two calls unless one takes long, after one that does
-    not count."""
+    not count. `cold`: with other data in the caches, as after the products of a layer."""
     work()
     device.synchronize()
-    times = []
-    while len(times) < 2 and sum(times) < 0.5 or (sum(times) < least and len(times) < 100):
+    times, other = [], device.buffer(COLD if cold else 0)
+    while len(times) < 2 and sum(times) < 0.5 or (sum(times) < least and len(times) < (20 if cold else 100)):
+        other.add_(1)
+        device.synchronize()
         start = time.perf_counter()
         work()
         device.synchronize()
@@ -269,24 +292,49 @@ def _layer_call(device: Device, dtype: torch.dtype, hidden: int, tokens: int, la
     return lambda: opt.decoder_layer(config, next(turn), x, lambda q, k, v: q)
 
 
-def _prefill_call(device: Device, dtype: torch.dtype, rule, dim: int):
-    """Attention over prompts, 16 heads in all, of tensors as they come out of the products."""
-    B, H = 2, 8
-    layout = KVLayout(B, H, rule.segments(PROMPT, 1), dim, dtype, rule.scored)
+@dataclass(frozen=True)
+class _Attention:
+    """An attention that is timed: of prompts of so many tokens, or of one token over as many slots."""
+
+    rule: CacheRule
+    batch: int
+    heads: int
+    head_dim: int
+    tokens: int
+
+    @classmethod
+    def of(cls, phase: str, kind: str, size: int | str) -> _Attention:
+        """`size`: a head size, or "short"."""
+        if size == "short":
+            return cls(SHORT_RULES[kind], 16, 16, HEAD_DIMS[0], SHORT)
+        return cls(RULES[kind], 1 if phase == "prefill" else 16, 1024 // size, size, PROMPT)
+
+    def layout(self, dtype: torch.dtype, decode: bool = True) -> KVLayout:
+        segments = self.rule.segments(self.tokens, 1)
+        if decode and not self.rule.scored:  # behind the prompt it has grown
+            segments = (self.tokens // 2, self.tokens // 2)
+        return KVLayout(self.batch, self.heads, segments, self.head_dim, dtype, self.rule.scored)
+
+    def work(self, phase: str, dtype: torch.dtype) -> int:
+        """Flops, or bytes of K and V, of one head of one sequence."""
+        if phase == "prefill":
+            return 4 * self.head_dim * prefill_pairs(self.tokens)
+        return self.layout(dtype).kv_bytes // (self.batch * self.heads)
+
+
+def _prefill_call(device: Device, dtype: torch.dtype, case: _Attention):
+    """Attention over prompts, of tensors as they come out of the products."""
+    layout, rule = case.layout(dtype, decode=False), case.rule
     kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
-    q, k, v = (torch.randn(B, PROMPT, H, dim, device=device.torch_device).to(dtype).transpose(1, 2) for _ in range(3))
-    lengths = torch.full((B,), PROMPT)
+    shape = (case.batch, case.tokens, case.heads, case.head_dim)
+    q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype).transpose(1, 2) for _ in range(3))
+    lengths = torch.full((case.batch,), case.tokens)
     return lambda: rule.prefill(kv, q, k, v, lengths)
 
 
-def _cache_layout(rule, dtype: torch.dtype, dim: int, B: int = 16, H: int = 16, slots: int = PROMPT) -> KVLayout:
-    segments = (rule.budget + 1,) if rule.scored else (slots,)
-    return KVLayout(B, H * 64 // dim, segments, dim, dtype, rule.scored)
-
-
-def _decode_call(device: Device, rule, dtype: torch.dtype, dim: int, *sizes: int):
+def _decode_call(device: Device, dtype: torch.dtype, case: _Attention):
     """Attention of one token per sequence over a cache that is full."""
-    layout = _cache_layout(rule, dtype, dim, *sizes)
+    layout, rule = case.layout(dtype), case.rule
     B, H = layout.batch, layout.heads
     kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
     for x in (*kv.k, *kv.v):
@@ -294,7 +342,7 @@ def _decode_call(device: Device, rule, dtype: torch.dtype, dim: int, *sizes: int
     if rule.scored:
         kv.score.uniform_()
         kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
-    q, k, v = (torch.randn(B, H, 1, dim, device=device.torch_device).to(dtype) for _ in range(3))
+    q, k, v = (torch.randn(B, H, 1, case.head_dim, device=device.torch_device).to(dtype) for _ in range(3))
     lengths = torch.full((B,), 4 * layout.slots if rule.scored else layout.slots - 1)
     return lambda: rule.decode(kv, q, k, v, lengths, 1)
 
@@ -302,19 +350,18 @@ def _decode_call(device: Device, rule, dtype: torch.dtype, dim: int, *sizes: int
 # links
 
 
-def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
-    """Of each link the seconds of a small transfer ("small"), and the seconds per byte of a large one alone ("link"),
-    while something computes ("beside"), and of compute that it cost then ("lost")."""
+def _links(device: Device, dtype: torch.dtype, offload_root: Path) -> Iterator[tuple[tuple, float]]:
+    """Of each link the seconds per byte of large transfers alone ("link"), while something computes ("beside"), and of
+    compute that it cost then ("lost"); of the disk the seconds of a small transfer too ("small", "lost small")."""
     pinned = device.pinned_count()
     buffer, host = device.buffer(TRANSFER), device.host_buffer(TRANSFER)
     for data in (host, buffer):
         data.fill_(1)
-    x = torch.randn(64, 1024, device=device.torch_device)
-    w = torch.randn(4096, 1024, device=device.torch_device)
+    work = _layer_call(device, dtype, HIDDEN[0], HEAD_TOKENS, partial(_layers, device, dtype, HIDDEN[0]))
     folder = OffloadFolder(offload_root)
     io, lane = DiskIO(), Lane(device, "measure")
     try:
-        file = folder.file("measure", FILE, direct=True)
+        file = folder.file("measure", FILE)
         data, target = as_numpy(host), as_numpy(device.host_buffer(TRANSFER))
 
         written = 0
@@ -323,8 +370,7 @@ def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
             nonlocal written
             ended, done = _after(MOST_SECONDS), 0
             while done < FILE and not (done and ended()):
-                wait(io.write(file, data, done))
-                os.fsync(file.fd)
+                wait(io.write(file, data, done, True))
                 done += TRANSFER
             written = max(written, done)
             return done
@@ -335,9 +381,6 @@ def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
                 wait(io.read(file, target, done, True))
                 done += TRANSFER
             return done
-
-        def drop() -> None:
-            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
         def move(into, out_of) -> int:
             for _ in range(FILE // TRANSFER):
@@ -351,34 +394,38 @@ def _links(device: Device, offload_root: Path) -> Iterator[tuple[tuple, float]]:
             "cpu_to_gpu": partial(move, buffer, host),
             "gpu_to_cpu": partial(move, host, buffer),
         }
-        small = {
-            "cpu_to_disk": lambda at: wait(io.write(file, data[:SMALL], at)),
-            "disk_to_cpu": lambda at: wait(io.read(file, target[:SMALL], at, True)),
-            "cpu_to_gpu": lambda at: (copy(buffer[:SMALL], host[:SMALL]), finish(device.record())),
-            "gpu_to_cpu": lambda at: (copy(host[:SMALL], buffer[:SMALL]), finish(device.record())),
-        }
+
+        def small_ones(name: str, ended: Callable[[], bool]) -> int:
+            """Small transfers one after the other; how many."""
+            call, part = {"cpu_to_disk": (io.write, data), "disk_to_cpu": (io.read, target)}[name]
+            size, count = SMALL[name], 0
+            while not (count and ended()):
+                wait(call(file, part[:size], count * size % TRANSFER, True))
+                count += 1
+            return count
+
         for name, job in jobs.items():
-            drop()
-            times = []
-            for at in range(0, min(TRANSFER, 16 * SMALL), SMALL):
-                start = time.perf_counter()
-                lane.submit(partial(small[name], at)).result()
-                times.append(time.perf_counter() - start)
-            yield ("small", name), median(times)
-            drop()
             moved = []
             start = time.perf_counter()
             lane.submit(lambda job=job, moved=moved: moved.append(job())).result()
             yield ("link", name), (time.perf_counter() - start) / moved[-1]
-            alone = _products(device, x, w, _after(0.2))
-            drop()
+            alone = _repeat(device, work, _after(0.2))
             start = time.perf_counter()
             future = lane.submit(lambda job=job, moved=moved: moved.append(job()))
-            beside = _products(device, x, w, future.done)
+            beside = _repeat(device, work, future.done)
             seconds = time.perf_counter() - start
             future.result()
             yield ("beside", name), seconds / moved[-1]
             yield ("lost", name), max(0.0, 1 - beside / alone) * seconds / moved[-1]
+            if name in SMALL:
+                start = time.perf_counter()
+                future = lane.submit(lambda name=name, moved=moved: moved.append(small_ones(name, _after(0.1))))
+                future.result()
+                yield ("small", name), (time.perf_counter() - start) / moved[-1]
+                start = time.perf_counter()
+                future = lane.submit(lambda name=name, moved=moved: moved.append(small_ones(name, _after(0.2))))
+                beside = _repeat(device, work, future.done)
+                yield ("lost small", name), max(0.0, 1 - beside / alone) * (time.perf_counter() - start) / moved[-1]
     finally:
         lane.close()
         io.close()
@@ -391,11 +438,11 @@ def _after(seconds: float) -> Callable[[], bool]:
     return lambda: time.perf_counter() > end
 
 
-def _products(device: Device, x, w, ended: Callable[[], bool]) -> float:
-    """Matrix products per second until something has ended."""
+def _repeat(device: Device, work: Callable[[], object], ended: Callable[[], bool]) -> float:
+    """Calls per second until something has ended."""
     done, start = 0, time.perf_counter()
-    while not ended():
-        F.linear(x, w)
+    while not (done and ended()):
+        work()
         finish(device.record())  # and not the copies beside it
         done += 1
     return done / (time.perf_counter() - start)

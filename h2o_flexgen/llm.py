@@ -483,7 +483,7 @@ class LLM:
     def _make_file(self, name: str, nbytes: int):
         if self.folder is None:
             self.folder = OffloadFolder(self.offload_root)
-        return self.folder.file(name, nbytes, direct=name == "weights")
+        return self.folder.file(name, nbytes)
 
     def _load_weights(self, policy: Policy, placement: Placement) -> WeightStore:
         key = tuple(sorted(placement.weights.items()))

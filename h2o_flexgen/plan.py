@@ -12,6 +12,10 @@ from h2o_flexgen.placement import place_weights, spread
 from h2o_flexgen.policy import Plan, Policy
 
 PAGE = 4096
+#: a disk request; larger ones gained nothing, smaller ones cost processor time (docs/benchmarks/disk.json)
+REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
+#: that keep the disk's queue full
+THREADS = 4
 #: rows of logits that are turned into tokens at once
 HEAD_ROWS = 128
 #: attention over prompts: probabilities held at once (what stays in a processor's cache, or fills a GPU), and queries
@@ -171,6 +175,18 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
+def disk_span(slots: int, row: int) -> int:
+    """Bytes on disk of a cache piece of so many slots, `row` bytes each, and of its log: the piece and every row of the
+    log take whole pages, as direct reads and writes want them."""
+    return aligned(slots * row) + log_rows(slots) * aligned(row)
+
+
+def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> int:
+    """How large the requests are in which so many bytes are read or written: what is small is cut so that every thread
+    has a part."""
+    return min(most, max(LEAST_REQUEST, aligned(-(-nbytes // threads))))
+
+
 def slot_span(nbytes: int) -> int:
     """Room for a tensor at any phase within a page, in whole pages."""
     return aligned(nbytes) + PAGE
@@ -270,19 +286,19 @@ def _plan_cache(
     metas = {"gpu": 0, "cpu": 0, "disk": 0}
     on_disk = 0
     for (_, k), home in placement.cache.items():
-        rows = shapes.slots + (shapes.log_rows if home == "disk" else 0)
-        kv[home] += batches[k] * rows * row
+        size = batches[k] * row
+        kv[home] += disk_span(shapes.slots, size) if home == "disk" else shapes.slots * size
         metas["gpu" if home == "gpu" else "cpu"] += batches[k] * meta
         if home == "disk":
             on_disk = max(on_disk, batches[k])
-            if meta:  # the slots that the log's rows went to
-                metas["cpu"] += batches[k] * shapes.log_rows * shapes.config.num_attention_heads * 4
+            # where the vectors of the log's rows belong
+            metas["cpu"] += batches[k] * shapes.log_rows * 2 * shapes.config.num_attention_heads * 4
     for tier in kv:
         plan.add(tier, "KV cache", kv[tier] + metas[tier])
     # with CPU attention prefill still fills a cache on the device
     buffers = max((batches[k] for (_, k), home in placement.cache.items() if home != "gpu"), default=0)
     plan.add("gpu", "KV buffers", overlap * buffers * shapes.piece_bytes)
-    staging = on_disk * shapes.log_rows * row
+    staging = shapes.log_rows * aligned(on_disk * row)
     if shapes.cuda:
         staging += 2 * on_disk * shapes.slots * row
     if buffers:

@@ -4,8 +4,9 @@
     machine   policies over two models and three memory caps, run for real: predicted over measured
     top       the policy that the search picks against a hand grid, both run for real
 
-`machine` and `top` run in memory cgroups, page cache included, and measure the hardware anew before every group, since
-a shared machine is not equally fast all day. Results go to docs/benchmarks/.
+`machine` and `top` run in memory cgroups, page cache included, and measure the hardware anew before every group (and
+`machine` after it: the mean of both predictions counts), since a shared machine is not equally fast all day. Results go
+to docs/benchmarks/.
 """
 
 from __future__ import annotations
@@ -154,9 +155,11 @@ def bench_machine(args) -> None:
     folder = common.scratch()
     runs: dict[tuple, list] = {}
     try:
+        after = folder / "after.json"
+        measure(after)
         for _ in range(args.rounds):
             for (model, cap), policies in MACHINE.items():
-                measure(folder / "profile.json")
+                before = after.rename(folder / "before.json")
                 jobs = [
                     {
                         "policy": asdict(Policy(size, batches, percent)),
@@ -167,8 +170,10 @@ def bench_machine(args) -> None:
                     }
                     for size, batches, percent, prompt, gen, ratio in policies
                 ]
-                rows = run_child({"model": model, "profile": str(folder / "profile.json"), "jobs": jobs}, cap)
+                rows = run_child({"model": model, "profile": str(before), "jobs": jobs}, cap)
+                measure(after)
                 for n, row in enumerate(rows):
+                    row["after"] = _predicted(model, row, after).of_job()
                     runs.setdefault((model, cap, n), []).append(row)
             _save_machine(runs)
     finally:
@@ -178,14 +183,18 @@ def bench_machine(args) -> None:
 def _save_machine(runs: dict) -> None:
     table = []
     for (model, cap, _), reports in runs.items():
-        row = {"model": model, "cap_gib": cap, **{k: v for k, v in reports[0].items() if k != "report"}}
+        row = {"model": model, "cap_gib": cap, **{k: v for k, v in reports[0].items() if k not in ("report", "after")}}
         for phase in ("prefill", "decode"):
             measured = [r["report"][phase]["seconds"] for r in reports]
-            predicted = [r["report"]["predicted"][f"{phase}_seconds"] for r in reports]
+            before, after = (
+                [p[f"{phase}_seconds"] for p in predictions]
+                for predictions in ([r["report"]["predicted"] for r in reports], [r["after"] for r in reports])
+            )
             row[phase] = {
                 "measured": measured,
-                "predicted": predicted,
-                "ratio": median([p / m for p, m in zip(predicted, measured)]),
+                "predicted_before": before,
+                "predicted_after": after,
+                "ratio": median([(b + a) / 2 / m for b, a, m in zip(before, after, measured)]),
             }
         row["bound_by"] = reports[0]["report"]["predicted"]["bound_by"]
         table.append(row)
@@ -199,13 +208,14 @@ def _save_machine(runs: dict) -> None:
 
 #: (model, cap in GiB, prompts, prompt, output, hh-ratio)
 TOP = [
-    ("facebook/opt-125m", 1.0, 128, 16, 48, 0.2),
-    ("facebook/opt-125m", 1.0, 64, 64, 24, None),
-    ("facebook/opt-350m", 1.25, 64, 16, 32, 0.2),
+    ("facebook/opt-125m", 0.9, 64, 32, 16, 0.2),
+    ("facebook/opt-125m", 1.0, 64, 64, 12, None),
+    ("facebook/opt-350m", 1.25, 64, 16, 16, 0.2),
 ]
+H2O_RATIO = 0.2
 GRID = [
     (size, batches, percent)
-    for size, batches in ((8, 1), (16, 2), (32, 1), (32, 2), (64, 1))
+    for size, batches in ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1))
     for percent in ((0, 0, 100, 0, 100, 0), (30, 0, 100, 0, 100, 0), (30, 0, 50, 0, 100, 0), (0, 0, 0, 0, 0, 0))
 ]
 
@@ -220,7 +230,11 @@ def bench_top(args) -> None:
             measure(folder / "profile.json")
             common_job = {"prompt_len": prompt, "gen_len": gen, "num_prompts": num}
             pick = {"policy": None, "hh_ratio": ratio, **common_job}
-            fitting = [p for p in _grid(num) if _fits(model, cap, p, common_job, ratio, folder / "profile.json")]
+            fitting = [p for p in _grid(num) if _fits(model, cap, p, pick, folder / "profile.json")]
+            full, h2o = (
+                _search(model, pick | {"hh_ratio": r}, folder / "profile.json", _limits(cap)).best().policy.block_size
+                for r in (None, H2O_RATIO)
+            )
             grid = [{**pick, "policy": asdict(p)} for p in fitting]
             half = len(grid) // 2
             jobs = [pick, *grid[:half], pick, *grid[half:], pick]
@@ -236,6 +250,7 @@ def bench_top(args) -> None:
                     "cap_gib": cap,
                     **common_job,
                     "hh_ratio": ratio,
+                    "picked_block": {"full": full, f"hh_ratio {H2O_RATIO}": h2o},
                     "picked": picks[0]["policy"],
                     "picked_tokens_per_s": mine,
                     "best_of_grid": best["policy"],
@@ -255,15 +270,26 @@ def _grid(num: int) -> list[Policy]:
     return [Policy(size, batches, percent) for size, batches, percent in GRID if size * batches <= num]
 
 
-def _fits(model: str, cap: float, policy: Policy, job: dict, ratio: float | None, profile_path) -> bool:
-    """Whether the plan of a policy stays within the cap."""
+def _search(model: str, job: dict, profile_path, limits: dict):
+    """The search for a job as `child` runs it, on hardware as profiled."""
     profile = Profile.from_file(profile_path)
-    limits = policy_search.profile_limits(profile, dict.fromkeys(("gpu", "cpu", "disk")))
-    limits |= dict.fromkeys(("gpu", "cpu", "ram"), int(MARGIN * cap * GIB) - (64 << 20))
+    limits = policy_search.profile_limits(profile, dict.fromkeys(("gpu", "cpu", "disk"))) | limits
     workload = Workload((job["prompt_len"],) * job["num_prompts"], job["gen_len"])
     planner = policy_search.Planner(OPTConfig.named(model), workload, profile, limits, dummy=True)
-    budget = None if ratio is None else KVBudget.from_ratio(ratio)
-    return planner.search(budget).candidate(policy).plan.shortfall() is None
+    return planner.search(None if job["hh_ratio"] is None else KVBudget.from_ratio(job["hh_ratio"]))
+
+
+def _predicted(model: str, job: dict, profile_path):
+    return _search(model, job, profile_path, {}).candidate(Policy.from_dict(job["policy"])).prediction
+
+
+def _limits(cap: float) -> dict[str, int]:
+    return dict.fromkeys(("gpu", "cpu", "ram"), int(MARGIN * cap * GIB) - (64 << 20))
+
+
+def _fits(model: str, cap: float, policy: Policy, job: dict, profile_path) -> bool:
+    """Whether the plan of a policy stays within the cap."""
+    return _search(model, job, profile_path, _limits(cap)).candidate(policy).plan.shortfall() is None
 
 
 def main() -> None:

@@ -24,10 +24,11 @@ def quick(monkeypatch):
     monkeypatch.setattr(hardware, "PROMPT", 32)
     monkeypatch.setattr(hardware, "FILE", 1 << 20)
     monkeypatch.setattr(hardware, "TRANSFER", 1 << 18)
-    monkeypatch.setattr(hardware, "SMALL", 1 << 16)
+    monkeypatch.setattr(hardware, "SHORT", 4)
+    monkeypatch.setattr(hardware, "SMALL", {"disk_to_cpu": 1 << 16, "cpu_to_disk": 1 << 14})
     monkeypatch.setattr(hardware, "PASSES", 1)
     seconds = hardware._seconds
-    monkeypatch.setattr(hardware, "_seconds", lambda device, work: seconds(device, work, 0.0))
+    monkeypatch.setattr(hardware, "_seconds", lambda device, work, cold: seconds(device, work, 0.0, cold))
 
 
 def test_a_measured_profile_is_a_profile(quick, tmp_path):

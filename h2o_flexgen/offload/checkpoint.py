@@ -55,7 +55,7 @@ class Checkpoint:
             self._index(path)
 
     def _index(self, path: Path) -> None:
-        file = File(path, direct=True)
+        file = File(path)
         size = path.stat().st_size
         try:
             (length,) = struct.unpack("<Q", os.pread(file.fd, 8, 0))

@@ -9,28 +9,23 @@ import shutil
 import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.plan import PAGE, aligned
-
-#: one request; larger ones gained nothing, smaller ones cost processor time (docs/benchmarks/disk.json)
-REQUEST = 4 << 20
-THREADS = 4
-#: what is small is cut so that every thread has a part, but not smaller than this
-LEAST_REQUEST = 1 << 19
+from h2o_flexgen.plan import PAGE, REQUEST, THREADS, request_bytes
 
 
 class File:
     """A file that is read and written at offsets by several threads.
 
-    `direct` reads bypass the page cache (O_DIRECT): offset, length and address must be multiples of 4096.
-    Where the file system refuses that, they are ordinary reads.
+    `direct` reads and writes bypass the page cache (O_DIRECT): offset and address must be multiples of 4096.
+    Where the file system refuses that, they are ordinary ones.
     """
 
-    def __init__(self, path: Path, writable: bool = False, direct: bool = False):
+    def __init__(self, path: Path, writable: bool = False):
         self.path = path
         self.fd = self.direct_fd = None
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
@@ -38,9 +33,9 @@ class File:
             self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
         except OSError as e:
             raise UserError(f"cannot open {path}: {e.strerror}") from None
-        if direct and hasattr(os, "O_DIRECT"):
+        if hasattr(os, "O_DIRECT"):
             try:
-                self.direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                self.direct_fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC)
             except OSError:
                 pass
 
@@ -60,34 +55,46 @@ class File:
                 ) from None
 
     def read_at(self, view: memoryview, offset: int, direct: bool = False) -> None:
-        """Fill `view`; a direct read takes whole pages, and leaves what is left over to the page cache."""
+        """Fill `view`."""
+
+        def read(fd: int, part: memoryview, at: int) -> int:
+            count = os.preadv(fd, [part], at)
+            if count <= 0:
+                raise UserError(f"{self.path} ended at byte {at}: the file was cut short")
+            return count
+
+        try:
+            self._move(read, view, offset, direct)
+        except OSError as e:
+            raise UserError(f"cannot read {self.path}: {e.strerror}") from None
+
+    def write_at(self, view: memoryview, offset: int, direct: bool = False) -> None:
+        """Write all of `view`."""
+        try:
+            self._move(os.pwrite, view, offset, direct)
+        except OSError as e:
+            raise UserError(
+                f"cannot write to the offload folder {self.path.parent}: {e.strerror}; "
+                "free disk space or name another --offload-dir"
+            ) from None
+
+    def _move(self, call, view: memoryview, offset: int, direct: bool) -> None:
+        """`call(fd, part, at)` until all is moved. What is direct takes whole pages, and leaves the rest to the page
+        cache."""
         whole = len(view) - len(view) % PAGE if direct and self.direct_fd is not None else 0
         done = 0
         while done < len(view):
             fd, end = (self.direct_fd, whole) if done < whole else (self.fd, len(view))
             try:
-                count = os.preadv(fd, [view[done:end]], offset + done)
-            except OSError as e:
+                count = call(fd, view[done:end], offset + done)
+            except OSError:
                 if fd == self.fd:
-                    raise UserError(f"cannot read {self.path}: {e.strerror}") from None
-                whole = 0  # this file system takes no direct reads of this shape
+                    raise
+                whole = 0  # this file system takes no direct requests of this shape
                 continue
-            if count <= 0:
-                raise UserError(f"{self.path} ended at byte {offset + done}: the file was cut short")
             done += count
             if count % PAGE:
                 whole = 0
-
-    def write_at(self, view: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(view):
-            try:
-                done += os.pwrite(self.fd, view[done:], offset + done)
-            except OSError as e:
-                raise UserError(
-                    f"cannot write to the offload folder {self.path.parent}: {e.strerror}; "
-                    "free disk space or name another --offload-dir"
-                ) from None
 
     def close(self) -> None:
         for fd in (self.fd, self.direct_fd):
@@ -121,15 +128,15 @@ class DiskIO:
 
         return self._each(work, array, offset)
 
-    def write(self, file: File, array: np.ndarray, offset: int) -> list[Future]:
+    def write(self, file: File, array: np.ndarray, offset: int, direct: bool = False) -> list[Future]:
         """Start writing `array` (C-contiguous) at `offset`; wait for the futures."""
         with self._lock:
             self.written_bytes += array.nbytes
-        return self._each(file.write_at, array, offset)
+        return self._each(partial(file.write_at, direct=direct), array, offset)
 
     def _each(self, work, array: np.ndarray, offset: int) -> list[Future]:
         view = memoryview(array).cast("B")
-        step = min(self.request, max(LEAST_REQUEST, aligned(-(-len(view) // self.threads))))
+        step = request_bytes(len(view), self.request, self.threads)
         return [self._pool.submit(work, view[at : at + step], offset + at) for at in range(0, len(view), step)]
 
     def close(self) -> None:
@@ -176,9 +183,9 @@ class OffloadFolder:
             ) from None
         atexit.register(self.close)  # for who never closes an LLM
 
-    def file(self, name: str, nbytes: int, direct: bool = False) -> File:
+    def file(self, name: str, nbytes: int) -> File:
         """A new file of `nbytes`, its space reserved."""
-        file = File(self.path / name, writable=True, direct=direct)
+        file = File(self.path / name, writable=True)
         self._files.append(file)
         file.allocate(nbytes)
         return file

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o_flexgen.offload.device import Device, Lane, Ring, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.plan import log_rows
+from h2o_flexgen.plan import aligned, disk_span, log_rows
 
 Key = tuple[int, int]
 
@@ -33,7 +33,7 @@ class _Piece:
     file: File | None = None
     offset: int = 0
     base: int = 0  # bytes stored in the file before the log
-    log: list[np.ndarray] = field(default_factory=list)  # the slots (B, H) or (B, 1) that each row went to
+    log: list[np.ndarray] = field(default_factory=list)  # where the vectors of each row belong (KVLayout.places)
     stored: Future | None = None  # the last write home
 
 
@@ -81,7 +81,7 @@ class KVStore:
                     piece.kv = device.host_buffer(layout.kv_bytes)
                 else:
                     piece.offset = disk_bytes
-                    disk_bytes += layout.kv_bytes + log_rows(layout.slots) * layout.row_bytes
+                    disk_bytes += disk_span(layout.slots, layout.row_bytes)
             self.pieces[layer, batch] = piece
         if disk_bytes:
             self.file = make_file("kv_cache", disk_bytes)
@@ -91,13 +91,13 @@ class KVStore:
         streamed = [layouts[b] for (_, b), home in homes.items() if home != "gpu"]
         on_disk = [layouts[b] for (_, b), home in homes.items() if home == "disk"]
         count = 2 if load_lane.overlap else 1
-        self._kv = Ring(device, max((x.kv_bytes for x in streamed), default=0), count)
+        self._kv = Ring(device, aligned(max((x.kv_bytes for x in streamed), default=0)), count)
         self._meta = Ring(device, max((x.meta_bytes for x in streamed), default=0), count)
         # what crosses a bus between device and disk passes through here
-        crossing = max((x.kv_bytes for x in on_disk), default=0) if device.is_cuda else 0
+        crossing = aligned(max((x.kv_bytes for x in on_disk), default=0)) if device.is_cuda else 0
         self._load_host, self._store_host = device.host_buffer(crossing), device.host_buffer(crossing)
-        self._log_host = device.host_buffer(max((log_rows(x.slots) * x.row_bytes for x in on_disk), default=0))
-        self._row_host = device.host_buffer(max((x.row_bytes for x in streamed), default=0))
+        self._log_host = device.host_buffer(max((log_rows(x.slots) * aligned(x.row_bytes) for x in on_disk), default=0))
+        self._row_host = device.host_buffer(aligned(max((x.row_bytes for x in streamed), default=0)))
         self._host_free = None
 
     def begin_block(self, layouts: list) -> None:
@@ -144,17 +144,18 @@ class KVStore:
 
     def _store_all(self, piece: _Piece, layout, slot: int, used: int) -> None:
         self._meta_home(piece, layout, slot)
-        data = self._kv.buffers[slot][:used]
+        buffer = self._kv.buffers[slot]
         self.gpu_to_cpu_bytes += used
         if piece.home == "cpu":
-            copy(piece.kv[:used], data)
+            copy(piece.kv[:used], buffer[:used])
             finish(self.device.record())
             return
+        data = buffer[: aligned(used)]
         if self.device.is_cuda:
-            copy(self._store_host[:used], data)
+            copy(self._store_host[:used], buffer[:used])
             finish(self.device.record())
-            data = self._store_host[:used]
-        wait(self.io.write(piece.file, data.numpy(), piece.offset))
+            data = self._store_host[: aligned(used)]
+        wait(self.io.write(piece.file, data.numpy(), piece.offset, True))
         piece.base = used
         piece.log.clear()
 
@@ -190,15 +191,16 @@ class KVStore:
     def _load_from_disk(self, piece: _Piece, layout, slot: int, used: int) -> None:
         buffer = self._kv.buffers[slot]
         finish(self._host_free)
-        data = (self._load_host if self.device.is_cuda else buffer)[:used].numpy()
-        log = self._log_host[: len(piece.log) * layout.row_bytes].numpy()
-        reads = self.io.read(piece.file, data[: piece.base], piece.offset)
-        reads += self.io.read(piece.file, log, piece.offset + layout.kv_bytes)
+        data = (self._load_host if self.device.is_cuda else buffer).numpy()
+        log = self._log_host[: len(piece.log) * aligned(layout.row_bytes)].numpy()
+        reads = self.io.read(piece.file, data[: aligned(piece.base)], piece.offset, True)
+        reads += self.io.read(piece.file, log, piece.offset + aligned(layout.kv_bytes), True)
         wait(reads)
+        data = data[:used]
         data[piece.base :] = 0  # a segment that only the log has written to yet
         if piece.log:  # a slot may be there twice: the last one stays
-            places = np.concatenate([layout.places(slots) for slots in piece.log])
-            layout.vectors(data)[places] = layout.vectors(log)
+            rows = log.reshape(len(piece.log), -1)[:, : layout.row_bytes]
+            layout.vectors(data)[np.concatenate(piece.log)] = layout.vectors(rows).reshape(-1)
         if self.device.is_cuda:
             copy(buffer[:used], self._load_host[:used])
             self.cpu_to_gpu_bytes += used
@@ -240,15 +242,16 @@ class KVStore:
         copy(row[0], k)
         copy(row[1], v)
         # of a cache that keeps everything a token has the same slot in all heads
-        slots = (slots if layout.scored else slots[:, :1]).to("cpu").numpy().astype(np.int32)
+        places = layout.places((slots if layout.scored else slots[:, :1]).to("cpu").numpy())
         finish(self.device.record())
         self.gpu_to_cpu_bytes += layout.row_bytes
         if piece.home == "cpu":
-            layout.vectors(piece.kv[: layout.kv_bytes].numpy())[layout.places(slots)] = layout.vectors(data.numpy())
+            layout.vectors(piece.kv[: layout.kv_bytes].numpy())[places] = layout.vectors(data.numpy())
         else:
-            at = piece.offset + layout.kv_bytes + len(piece.log) * layout.row_bytes
-            wait(self.io.write(piece.file, data.numpy(), at))
-            piece.log.append(slots)
+            size = aligned(layout.row_bytes)
+            at = piece.offset + aligned(layout.kv_bytes) + len(piece.log) * size
+            wait(self.io.write(piece.file, self._row_host[:size].numpy(), at, True))
+            piece.log.append(places.astype(np.int32))
 
     def _meta_home(self, piece: _Piece, layout, slot: int) -> None:
         if layout.scored:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
-from h2o_flexgen.plan import HEAD_ROWS, Placement, Shapes, Workload, batch_sizes, prefill_pairs
+from h2o_flexgen.plan import HEAD_ROWS, Placement, Shapes, Workload, batch_sizes, prefill_pairs, request_bytes
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.search.profile import LINKS, Profile
 
@@ -34,7 +34,7 @@ class Away(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """Bytes on each link (in the order of LINKS), moved one after the other, and in how many transfers from and to
+    """Bytes on each link (in the order of LINKS), moved one after the other, and in how many requests from and to
     disk."""
 
     read: float = 0.0  # disk to cpu
@@ -131,6 +131,9 @@ class CostModel:
         self.hidden_bytes = config.hidden_size * shapes.compute_itemsize
         matrices = [sum(prod(s) for s in layer.values() if len(s) > 1) for layer in shapes.streamed]
         self.layer_size, self.head_size = matrices[1], matrices[-1]  # numbers in a decoder layer and in the head
+        sizes = [prod(s) for s in shapes.streamed[1].values() if len(s) > 1]
+        requests = sum(_requests(n * shapes.stored_itemsize) for n in sizes)
+        self._requests_per_byte = requests / (sum(sizes) * shapes.compute_itemsize)
         #: bytes that must pass through the device in a step
         self.streamed_bytes = sum(matrices) * shapes.compute_itemsize
         # the log of a piece on disk grows by a row a step, and is folded into the piece when it is full
@@ -150,16 +153,19 @@ class CostModel:
         """A decode step of one batch through a decoder layer, without attention."""
         return self._product(self.layer_size, batch) + self.profile.step_seconds
 
+    def _attention(self, phase: str, work: float) -> float:
+        """Seconds of one sequence in one layer."""
+        config = self.shapes.config
+        return self.profile.attention_seconds(phase, self.kind, work, config.num_attention_heads, config.head_dim)
+
     def _prefill_batch(self, batch: int, length: int, prefill_tokens: int) -> float:
         """The same for prompts of `length` tokens in micro-batches, with attention."""
         config = self.shapes.config
         rows = min(batch, max(1, prefill_tokens // length))
         sizes = [rows] * (batch // rows) + [batch % rows] * (batch % rows > 0)
         flops = 4 * config.hidden_size * prefill_pairs(length)
-        rate = self.profile.attention_rate("prefill", self.kind, config.head_dim)
-        return sum(
-            self._product(self.layer_size, n * length) + n * flops / rate + self.profile.step_seconds for n in sizes
-        )
+        each = self._attention("prefill", flops)
+        return sum(self._product(self.layer_size, n * length) + n * each + self.profile.step_seconds for n in sizes)
 
     def head_compute(self, batch: int) -> float:
         """From the last hidden states of a batch to tokens."""
@@ -176,53 +182,56 @@ class CostModel:
         products = layers * sum(self._batch_compute(b) for b, _ in batches)
         sequences = layers * sum(b for b, _ in batches)
         nbytes = slots * self.shapes.row_bytes
-        rate = self.profile.attention_rate("decode", self.kind, self.shapes.config.head_dim)
+        each = self._attention("decode", nbytes)
         if not self._attends_on_cpu(policy):
-            return products + sequences * nbytes / rate
-        slow = self.profile.attention_rate("cpu", self.kind, self.shapes.config.head_dim)
-        return products + (sequences - cache.cpu) * nbytes / rate + cache.cpu * nbytes / slow
+            return products + sequences * each
+        return products + (sequences - cache.cpu) * each + cache.cpu * self._attention("cpu", nbytes)
 
     def _attends_on_cpu(self, policy: Policy) -> bool:
         return policy.cpu_cache_compute and self.shapes.cuda and self.profile.cpu_attention is not None
 
     # traffic
 
-    def _conversion(self, away: Away):
+    def conversion(self, away: Away):
         """Seconds of compute in which it converts the weights that come from disk."""
         if not self.shapes.converts_by_compute:
             return 0.0
         return self.profile.convert_seconds_per_byte * away.disk
 
     def _weights(self, away: Away) -> tuple[Lane, Lane]:
-        """`away`: bytes in the type of the computation. Those of a layer that are on disk are one transfer."""
+        """`away`: bytes in the type of the computation."""
         read = self.shapes.stored_ratio * away.disk
-        reads = away.disk * (1 / (self.layer_size * self.shapes.compute_itemsize))
+        reads = away.disk * self._requests_per_byte
         return Lane(into=away.cpu), Lane(read=read, into=away.disk if self.shapes.cuda else 0.0, reads=reads)
 
     def _activations(self, policy: Policy, away: Away, nbytes: float) -> tuple[Lane, Lane]:
         """Hidden states of `nbytes` a sequence, to the device and home, between two layers."""
         bus = 1 if self.shapes.cuda else 0
         crossing = nbytes * (away.cpu + bus * away.disk)
-        pieces = away.disk * (1 / policy.gpu_batch_size)
+        requests = self._piece_requests(policy, away, nbytes)
         return (
-            Lane(read=nbytes * away.disk, into=crossing, reads=pieces),
-            Lane(write=nbytes * away.disk, out=crossing, writes=pieces),
+            Lane(read=nbytes * away.disk, into=crossing, reads=requests),
+            Lane(write=nbytes * away.disk, out=crossing, writes=requests),
         )
+
+    def _piece_requests(self, policy: Policy, away: Away, nbytes: float):
+        """Of pieces of a batch on disk, `nbytes` a sequence."""
+        batch = policy.gpu_batch_size
+        return away.disk * (_requests(batch * nbytes) / batch)
 
     def prefill_flows(
         self, policy: Policy, compute, length: int, weights: Away, cache: Away, activations: Away
     ) -> Flows:
-        """`length`: of the longest prompt."""
+        """`length`: of the longest prompt; `weights`: those that come meanwhile, for the next layer."""
         shapes = self.shapes
         kept = shapes.slots if shapes.budget is not None else length
         kv, bus = kept * shapes.row_bytes, 1 if shapes.cuda else 0
         store = Lane(
             write=cache.disk * kv,
             out=(cache.cpu + bus * cache.disk) * kv + (cache.cpu + cache.disk) * shapes.meta_bytes,
-            writes=cache.disk * (1 / policy.gpu_batch_size),
+            writes=self._piece_requests(policy, cache, kv),
         )
         into, home = self._activations(policy, activations, length * self.hidden_bytes)
-        compute = compute + self._conversion(weights)
         return Flows(compute, *self._weights(weights), into, store + home)
 
     def stored_slots(self, slots: int, length: int) -> int:
@@ -238,31 +247,29 @@ class CostModel:
         row, meta, bus = shapes.row_bytes, shapes.meta_bytes, 1 if shapes.cuda else 0
         kv, on_disk, log = slots * row, self.stored_slots(slots, length) * row, self._log_rows * row
         moves = 0 if policy.cpu_cache_compute else 1  # else a cache on the cpu tier is used where it lies
-        pieces = cache.disk * (1 / policy.gpu_batch_size)
         read = cache.disk * (on_disk + log)
         fold = cache.disk * (kv * self._folds)
         load = Lane(
             read=read,
-            into=moves * cache.cpu * (kv + meta) + cache.disk * (meta + (kv if bus else log)),
-            reads=pieces,
+            into=moves * cache.cpu * (kv + meta) + cache.disk * (meta + (kv if bus else log + kv - on_disk)),
+            reads=self._piece_requests(policy, cache, on_disk) + self._piece_requests(policy, cache, log),
         )
         store = Lane(
             write=cache.disk * row + fold,
             out=moves * cache.cpu * (row + meta) + cache.disk * (row + meta) + bus * fold,
-            writes=pieces,
+            writes=self._piece_requests(policy, cache, row),
         )
         if self._attends_on_cpu(policy):
             size = self.hidden_bytes
             load, store = load + Lane(into=cache.cpu * size), store + Lane(out=cache.cpu * 3 * size)
         into, home = self._activations(policy, activations, self.hidden_bytes)
-        compute = compute + self._conversion(weights)
         return Flows(compute, *self._weights(weights), load + into, store + home)
 
     def seconds(self, flows: Flows, overlap: bool) -> dict[str, float]:
         """What the flows take, by resource: the largest of these is the time, with overlap or without."""
         links = self.profile.links
         read, write, into, out = (1 / links[name].bytes_per_s for name in LINKS)
-        each_read, each_write = (links[name].transfer_seconds for name in ("disk_to_cpu", "cpu_to_disk"))
+        each_read, each_write = (links[name].request_seconds for name in ("disk_to_cpu", "cpu_to_disk"))
 
         def disk(x: Lane):
             return x.read * read + x.write * write + x.reads * each_read + x.writes * each_write
@@ -280,6 +287,8 @@ class CostModel:
             rest = flows.compute + lane(flows.load) + lane(flows.store)
             return {"all in turn (disk)": rest + from_disk, "all in turn": rest + staged}
         lost = sum(bytes_ * links[name].compute_seconds_per_byte for name, bytes_ in zip(LINKS, total))
+        lost += total.reads * links["disk_to_cpu"].compute_seconds_per_request
+        lost += total.writes * links["cpu_to_disk"].compute_seconds_per_request
         return {
             "compute": flows.compute + lost,
             "disk": disk(total) + slow["disk_to_cpu"],
@@ -349,27 +358,29 @@ class CostModel:
                 terms[phase][name] += times * value
             return times * max(seconds.values())
 
-        # layers that are alike are costed once
-        alike = Counter(zip(away[1:-1], cache))
-        ends = (away[0], away[-1])
-        compute = self.prefill_compute(policy, batches)
-        prefill = sum(
-            spend("prefill", n, self.prefill_flows(policy, compute, length, w, c, acts)) for (w, c), n in alike.items()
-        )
-        head = sum(map(self.head_compute, sizes))
+        # layers that are alike are costed once; while one computes the next one's weights come
         nothing = Away()
-        for w, work in zip(ends, (0.0, head)):
-            prefill += spend("prefill", 1, self.prefill_flows(policy, work, length, w, nothing, nothing))
-        first = next((w for w in away if w.cpu or w.disk), nothing)  # nothing runs beside the very first
+        alike = Counter(zip(away[1:-1], away[2:], cache))
+        embedding = (0.0, away[0], away[1] if away[0] != nothing else nothing)
+        head = (sum(map(self.head_compute, sizes)), away[-1], away[0] if away[0] != nothing else away[1])
+        ends = [(work + self.conversion(w), coming) for work, w, coming in (embedding, head)]
+        compute = self.prefill_compute(policy, batches)
+        prefill = 0.0
+        for (w, coming, c), n in alike.items():
+            work = compute + self.conversion(w)
+            prefill += spend("prefill", n, self.prefill_flows(policy, work, length, coming, c, acts))
+        for work, coming in ends:
+            prefill += spend("prefill", 1, self.prefill_flows(policy, work, length, coming, nothing, nothing))
+        first = next((w for w in away if w != nothing), nothing)  # nothing runs beside the very first
         if policy.overlap:
             prefill += max(self.seconds(Flows(0.0, *self._weights(first), Lane(), Lane()), True).values())
         decode = 0.0
         for slots, count in self.slot_groups(length):
-            for (w, c), n in alike.items():
-                work = self.decode_compute(policy, batches, slots, c)
-                decode += spend("decode", count * n, self.decode_flows(policy, work, slots, length, w, c, acts))
-            for w, work in zip(ends, (0.0, head)):
-                decode += spend("decode", count, self.decode_flows(policy, work, 0, length, w, nothing, nothing))
+            for (w, coming, c), n in alike.items():
+                work = self.decode_compute(policy, batches, slots, c) + self.conversion(w)
+                decode += spend("decode", count * n, self.decode_flows(policy, work, slots, length, coming, c, acts))
+            for work, coming in ends:
+                decode += spend("decode", count, self.decode_flows(policy, work, 0, length, coming, nothing, nothing))
         return prefill, decode, terms
 
     def _weights_away(self, placement: Placement) -> list[Away]:
@@ -387,6 +398,11 @@ class CostModel:
         """Sequences of each decoder layer whose cache is away."""
         keys = range(len(sizes))
         return [_away([placement.cache[layer, k] for k in keys], sizes) for layer in range(self.num_decoder)]
+
+
+def _requests(nbytes: float) -> int:
+    """In which so many bytes come from disk or go there."""
+    return ceil(nbytes / request_bytes(ceil(nbytes))) if nbytes else 0
 
 
 def _away(homes: list[str], sizes: list[int]) -> Away:

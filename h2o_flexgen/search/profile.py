@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
@@ -24,13 +24,15 @@ class Link:
         compute_seconds_per_byte: what a byte takes away from compute that runs meanwhile (the processor's time, or the
             whole transfer where the two do not overlap).
         slowed_by_compute: the part of its rate that is lost while something computes, in [0, 1].
-        transfer_seconds: what a transfer costs whatever its size (the queue fills and drains).
+        request_seconds: what a request costs whatever its size (of the disk only).
+        compute_seconds_per_request: what it takes away from compute whatever its size.
     """
 
     bytes_per_s: float
     compute_seconds_per_byte: float = 0.0
     slowed_by_compute: float = 0.0
-    transfer_seconds: float = 0.0
+    request_seconds: float = 0.0
+    compute_seconds_per_request: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Profile:
         prefill_attention: "full" or "h2o" -> {head size: flops per second}, 4 flops per query, key and number.
         decode_attention: likewise {head size: bytes of K and V per second}.
         cpu_attention: decode attention on the CPU beside a CUDA device, likewise; None without one.
+        head_seconds: "prefill", "decode" or "cpu" -> "full" or "h2o" -> seconds of attention for each head of each
+            sequence, whatever its work.
         step_seconds: what a step of one batch through one layer costs whatever its size.
         logit_seconds: to turn one logit into a part of a choice.
         head_efficiency: the rate of the product with the vocabulary over that of a layer's products.
@@ -65,6 +69,7 @@ class Profile:
     prefill_attention: dict[str, dict[int, float]]
     decode_attention: dict[str, dict[int, float]]
     cpu_attention: dict[str, dict[int, float]] | None = None
+    head_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     step_seconds: float = 0.0
     logit_seconds: float = 0.0
     head_efficiency: float = 1.0
@@ -76,8 +81,10 @@ class Profile:
         """Flops per second of the matrix products of `tokens` rows in a model of that hidden size."""
         return between({size: between(dict(table), tokens) for size, table in self.layer.items()}, hidden)
 
-    def attention_rate(self, phase: str, kind: str, head_dim: int) -> float:
-        return between(getattr(self, f"{phase}_attention")[kind], head_dim)
+    def attention_seconds(self, phase: str, kind: str, work: float, heads: int, head_dim: int) -> float:
+        """Of one sequence; `work`: flops in prefill, else bytes of K and V. `phase` "cpu": a decode step there."""
+        rate = between(getattr(self, f"{phase}_attention")[kind], head_dim)
+        return work / rate + heads * self.head_seconds.get(phase, {}).get(kind, 0.0)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -121,6 +128,7 @@ class Profile:
         ):
             raise ValueError("a rate or a size is missing or not a positive number")
         others = [x for link in self.links.values() for x in astuple(link)[1:]]
+        others += [x for each in self.head_seconds.values() for x in each.values()]
         others += [self.step_seconds, self.logit_seconds, self.convert_seconds_per_byte]
         others += [self.baseline_bytes, self.workspace_bytes]
         if not all(math.isfinite(x) and x >= 0 for x in (*others, *self.memory.values())):

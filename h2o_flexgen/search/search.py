@@ -227,6 +227,7 @@ class Search:
         head = sum(map(cost.head_compute, sizes))
 
         seconds = []
+        head += cost.conversion(weights)
         compute = L * cost.prefill_compute(policy, batches) + head
         flows = [(1, cost.prefill_flows(policy, compute, length, weights, cache, acts))]
         for slots, count in cost.slot_groups(length):

@@ -47,7 +47,7 @@ def test_any_read_is_exact(content, offset, length, phase, direct, request_size)
     length = min(length, SIZE - offset)
     if request_size < 1000:
         length = min(length, 200)  # one request a byte
-    file, io = File(content, direct=True), DiskIO(threads=3, request=request_size)
+    file, io = File(content), DiskIO(threads=3, request=request_size)
     out = buffer(length, phase)
     wait(io.read(file, out, offset, direct))
     assert np.array_equal(out, CONTENT[offset : offset + length])
@@ -77,7 +77,7 @@ def test_any_write_is_exact_and_touches_nothing_else(tmp_path_factory, writes, r
 
 
 def test_arrays_of_any_type_and_shape(tmp_path):
-    file, io = File(tmp_path / "f", writable=True, direct=True), DiskIO(request=PAGE)
+    file, io = File(tmp_path / "f", writable=True), DiskIO(request=PAGE)
     data = np.random.default_rng(1).standard_normal((3, 5, 2000)).astype(np.float32)
     wait(io.write(file, data, 7))
     out = np.empty_like(data)
@@ -98,13 +98,13 @@ def test_a_file_system_that_refuses_direct_reads(content, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", no_open)
-        file = File(content, direct=True)
+        file = File(content)
     assert file.direct_fd is None
     out = np.empty(SIZE, np.uint8)
     file.read_at(memoryview(out), 0, direct=True)
     assert np.array_equal(out, CONTENT)
 
-    file = File(content, direct=True)
+    file = File(content)
 
     def no_read(fd, buffers, offset):
         if fd == file.direct_fd:
@@ -124,7 +124,7 @@ def test_short_reads_and_writes_go_on_where_they_stopped(content, tmp_path, monk
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: real_write(fd, view[:777], at))
     for direct in (False, True):
         out = buffer(SIZE, 0)
-        File(content, direct=True).read_at(memoryview(out), 0, direct)
+        File(content).read_at(memoryview(out), 0, direct)
         assert np.array_equal(out, CONTENT)
     file = File(tmp_path / "copy", writable=True)
     file.write_at(memoryview(CONTENT), 3)
@@ -165,16 +165,16 @@ def test_files_give_their_descriptors_back(tmp_path):
         return len(os.listdir("/proc/self/fd"))
 
     before = open_files()
-    file = File(tmp_path / "f", writable=True, direct=True)
+    file = File(tmp_path / "f", writable=True)
     assert open_files() == before + 2
     file.close()
     file.close()
     assert open_files() == before
-    file = File(tmp_path / "f", writable=True, direct=True)
+    file = File(tmp_path / "f", writable=True)
     del file
     assert open_files() == before
     folder = OffloadFolder(tmp_path / "root")
-    file = folder.file("kv", 5 * PAGE, direct=True)
+    file = folder.file("kv", 5 * PAGE)
     folder.close()
     assert file.fd is None and open_files() == before
 

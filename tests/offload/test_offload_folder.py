@@ -166,9 +166,9 @@ def test_a_job_runs_in_a_private_folder_of_its_own(model, tmp_path, monkeypatch)
     seen = []
     real = OffloadFolder.file
 
-    def file(self, name, nbytes, direct=False):
+    def file(self, name, nbytes):
         seen.append((name, mode(self.root), mode(self.path)))
-        return real(self, name, nbytes, direct)
+        return real(self, name, nbytes)
 
     monkeypatch.setattr(OffloadFolder, "file", file)
     with LLM(str(model), DISK, path="_DUMMY_", progress=False, offload_dir=tmp_path / "off") as llm:
