@@ -33,6 +33,7 @@ from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, cache_root, default_root, wait
+from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.plan import prefill_pairs, request_bytes
 from h2o_flexgen.search.profile import LINKS, Link, Profile
 
@@ -154,6 +155,15 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         size = SMALL[name]
         return max(0.0, seconds[what, name] - seconds[per_byte, name] * size) / -(-size // request_bytes(size))
 
+    def visit_seconds() -> float:
+        """What a visit takes from compute besides its bytes and its requests: one reads the piece, one its log, one
+        writes the new row."""
+        layout, lost = VISITED.layout(dtype), {name: seconds["lost", name] for name in SMALL}
+        known = layout.kv_bytes * lost["disk_to_cpu"] + layout.row_bytes * lost["cpu_to_disk"]
+        for name in ("disk_to_cpu", "disk_to_cpu", "cpu_to_disk"):
+            known += each_request("lost small", "lost", name)
+        return max(0.0, seconds["visit",] - known)
+
     rates, constants = {}, {}
     for phase, kind in sorted({key[:2] for key in seconds if key[0] in PHASES}):
         each, work = {}, {}  # of one head: seconds, and flops or bytes
@@ -199,6 +209,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         decode_attention=rates["decode"],
         cpu_attention=rates.get("cpu"),
         head_seconds=constants,
+        visit_seconds=visit_seconds(),
         step_seconds=dispatch + max(small.values()),
         logit_seconds=seconds["choose",] / (HEAD_TOKENS * VOCABULARY),
         head_efficiency=head_rate / layer_rate(HIDDEN[0], HEAD_TOKENS),
@@ -322,6 +333,10 @@ class _Attention:
         return self.layout(dtype).kv_bytes // (self.batch * self.heads)
 
 
+#: the cache pieces that come and go while something computes
+VISITED = _Attention(RULES["full"], 4, 16, 64, SHORT)
+
+
 def _prefill_call(device: Device, dtype: torch.dtype, case: _Attention):
     """Attention over prompts, of tensors as they come out of the products."""
     layout, rule = case.layout(dtype, decode=False), case.rule
@@ -425,12 +440,45 @@ def _links(device: Device, dtype: torch.dtype, offload_root: Path) -> Iterator[t
                 start = time.perf_counter()
                 future = lane.submit(lambda name=name, moved=moved: moved.append(small_ones(name, _after(0.2))))
                 beside = _repeat(device, work, future.done)
+                future.result()
                 yield ("lost small", name), max(0.0, 1 - beside / alone) * (time.perf_counter() - start) / moved[-1]
+        alone = _repeat(device, work, _after(0.2))
+        yield ("visit",), max(0.0, 1 / _visits(device, dtype, work, io, folder.file) - 1 / alone)
     finally:
         lane.close()
         io.close()
         folder.close()
         device.unpin(pinned)
+
+
+def _visits(device: Device, dtype: torch.dtype, work: Callable[[], object], io: DiskIO, make_file) -> float:
+    """Calls per second of `work` while before each a piece of a full cache comes from disk, and after it goes back."""
+    layout, held = VISITED.layout(dtype), VISITED.tokens - 1
+    lanes = [Lane(device, name) for name in ("load", "store")]
+    try:
+        pieces = [(0, 0), (0, 1)]
+        store = KVStore(device, 1, [layout] * 2, dict.fromkeys(pieces, "disk"), io, *lanes, make_file)
+        store.begin_block([layout] * 2)
+        for piece in pieces:
+            store.blank(*piece)
+            store.store_all(*piece, held)
+        slots = torch.full((layout.batch, layout.heads), held, device=device.torch_device)
+        k = torch.zeros(layout.batch, layout.heads, layout.head_dim, dtype=dtype, device=device.torch_device)
+        done, ended, start = 0, _after(0.3), time.perf_counter()
+        while done < 2 or not ended():
+            now, following = pieces[done % 2], pieces[(done + 1) % 2]
+            store.get(*now, held)
+            store.prefetch(*following, held)
+            work()
+            store.store_step(*now, held, slots, k, k)
+            finish(device.record())
+            done += 1
+        rate = done / (time.perf_counter() - start)
+        store.drain()
+        return rate
+    finally:
+        for each in lanes:
+            each.close()
 
 
 def _after(seconds: float) -> Callable[[], bool]:

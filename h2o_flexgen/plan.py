@@ -182,8 +182,8 @@ def disk_span(slots: int, row: int) -> int:
 
 
 def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> int:
-    """How large the requests are in which so many bytes are read or written: what is small is cut so that every thread
-    has a part."""
+    """How large the requests are in which so many bytes are read or written: cut so that every thread has a part, but
+    not smaller than LEAST_REQUEST."""
     return min(most, max(LEAST_REQUEST, aligned(-(-nbytes // threads))))
 
 

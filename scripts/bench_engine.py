@@ -389,7 +389,7 @@ def bench_reads(args) -> None:
     block = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)
     rows = []
     try:
-        file = File(folder / "weights", writable=True, direct=True)
+        file = File(folder / "weights", writable=True)
         for at in range(0, layer * count, len(block)):
             file.write_at(memoryview(block.numpy()), at)
         os.fsync(file.fd)

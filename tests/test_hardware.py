@@ -15,6 +15,8 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.search.profile import Profile
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @pytest.fixture
 def quick(monkeypatch):
@@ -37,6 +39,11 @@ def test_a_measured_profile_is_a_profile(quick, tmp_path):
     assert profile.memory["gpu"] == profile.memory["cpu"] > 0
     assert profile.machine["cores"] >= 1
     assert list((tmp_path / "offload").iterdir()) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "policies" / "hardware").iterdir()), ids=lambda path: path.stem)
+def test_kept_profiles_can_be_read(path):
+    Profile.from_file(path)
 
 
 def test_the_command_writes_a_profile(quick, tmp_path):

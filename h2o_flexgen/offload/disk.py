@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import os
 import shutil
@@ -87,8 +88,8 @@ class File:
             fd, end = (self.direct_fd, whole) if done < whole else (self.fd, len(view))
             try:
                 count = call(fd, view[done:end], offset + done)
-            except OSError:
-                if fd == self.fd:
+            except OSError as e:
+                if fd == self.fd or e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 whole = 0  # this file system takes no direct requests of this shape
                 continue

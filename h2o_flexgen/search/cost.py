@@ -178,9 +178,11 @@ class CostModel:
         return sum(self._prefill_batch(b, length, policy.prefill_tokens) for b, length in batches)
 
     def decode_compute(self, policy: Policy, batches: Batches, slots: int, cache: Away, layers: int = 1):
-        """`layers` decoder layers, all batches; `cache.cpu` sequences times layers may be attended to on the CPU."""
+        """`layers` decoder layers, all batches; `cache` sequences times layers that come from disk, or may be
+        attended to on the CPU."""
         products = layers * sum(self._batch_compute(b) for b, _ in batches)
         sequences = layers * sum(b for b, _ in batches)
+        products = products + cache.disk * (self.profile.visit_seconds / policy.gpu_batch_size)
         nbytes = slots * self.shapes.row_bytes
         each = self._attention("decode", nbytes)
         if not self._attends_on_cpu(policy):
@@ -257,7 +259,7 @@ class CostModel:
         store = Lane(
             write=cache.disk * row + fold,
             out=moves * cache.cpu * (row + meta) + cache.disk * (row + meta) + bus * fold,
-            writes=self._piece_requests(policy, cache, row),
+            writes=self._piece_requests(policy, cache, row) + self._folds * self._piece_requests(policy, cache, kv),
         )
         if self._attends_on_cpu(policy):
             size = self.hidden_bytes

@@ -50,6 +50,7 @@ class Profile:
         cpu_attention: decode attention on the CPU beside a CUDA device, likewise; None without one.
         head_seconds: "prefill", "decode" or "cpu" -> "full" or "h2o" -> seconds of attention for each head of each
             sequence, whatever its work.
+        visit_seconds: what a visit of a cache piece from disk takes from compute besides its bytes and requests.
         step_seconds: what a step of one batch through one layer costs whatever its size.
         logit_seconds: to turn one logit into a part of a choice.
         head_efficiency: the rate of the product with the vocabulary over that of a layer's products.
@@ -70,6 +71,7 @@ class Profile:
     decode_attention: dict[str, dict[int, float]]
     cpu_attention: dict[str, dict[int, float]] | None = None
     head_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    visit_seconds: float = 0.0
     step_seconds: float = 0.0
     logit_seconds: float = 0.0
     head_efficiency: float = 1.0
@@ -129,7 +131,7 @@ class Profile:
             raise ValueError("a rate or a size is missing or not a positive number")
         others = [x for link in self.links.values() for x in astuple(link)[1:]]
         others += [x for each in self.head_seconds.values() for x in each.values()]
-        others += [self.step_seconds, self.logit_seconds, self.convert_seconds_per_byte]
+        others += [self.visit_seconds, self.step_seconds, self.logit_seconds, self.convert_seconds_per_byte]
         others += [self.baseline_bytes, self.workspace_bytes]
         if not all(math.isfinite(x) and x >= 0 for x in (*others, *self.memory.values())):
             raise ValueError("a number is negative or not finite")

@@ -57,17 +57,27 @@ def test_any_read_is_exact(content, offset, length, phase, direct, request_size)
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 9_000)), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(
+            st.one_of(st.integers(0, 20_000), st.sampled_from([0, PAGE, 2 * PAGE])),
+            st.one_of(st.integers(1, 9_000), st.sampled_from([PAGE, 2 * PAGE])),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from([0, 0, 1, 512]),
+    st.booleans(),
     st.sampled_from([700, PAGE, 1 << 22]),
 )
-def test_any_write_is_exact_and_touches_nothing_else(tmp_path_factory, writes, request_size):
+def test_any_write_is_exact_and_touches_nothing_else(tmp_path_factory, writes, phase, direct, request_size):
     path = tmp_path_factory.mktemp("write") / "file"
     expected = np.zeros(30_000, dtype=np.uint8)
     file, io = File(path, writable=True), DiskIO(threads=3, request=request_size)
     file.allocate(len(expected))
     for n, (offset, length) in enumerate(writes):
-        data = np.full(length, n + 1, dtype=np.uint8)
-        wait(io.write(file, data, offset))
+        data = buffer(length, phase)
+        data[:] = n + 1
+        wait(io.write(file, data, offset, direct))
         expected[offset : offset + length] = data
     assert np.array_equal(np.frombuffer(path.read_bytes(), np.uint8), expected)
     assert io.written_bytes == sum(length for _, length in writes)
@@ -87,9 +97,9 @@ def test_arrays_of_any_type_and_shape(tmp_path):
     io.close()
 
 
-def test_a_file_system_that_refuses_direct_reads(content, monkeypatch):
-    """At open (tmpfs of old), or only at the read: ordinary reads take over."""
-    real_open, real_read = os.open, os.preadv
+def test_a_file_system_that_refuses_direct_requests(content, tmp_path, monkeypatch):
+    """At open (tmpfs of old), or only at the request: ordinary ones take over."""
+    real_open, real_read, real_write = os.open, os.preadv, os.pwrite
 
     def no_open(path, flags, *mode, **more):
         if flags & os.O_DIRECT:
@@ -116,6 +126,34 @@ def test_a_file_system_that_refuses_direct_reads(content, monkeypatch):
     file.read_at(memoryview(out), 0, direct=True)
     assert np.array_equal(out, CONTENT)
 
+    copy = File(tmp_path / "copy", writable=True)
+
+    def no_write(fd, part, offset):
+        if fd == copy.direct_fd:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_write(fd, part, offset)
+
+    monkeypatch.setattr(os, "pwrite", no_write)
+    copy.write_at(memoryview(CONTENT), 0, direct=True)
+    assert (tmp_path / "copy").read_bytes() == CONTENT.tobytes()
+
+
+def test_a_direct_write_that_fails_is_not_tried_again_through_the_page_cache(tmp_path, monkeypatch):
+    """There it might seem to succeed."""
+    file = File(tmp_path / "f", writable=True)
+    if file.direct_fd is None:
+        pytest.skip("this file system takes no direct requests")
+    real = os.pwrite
+
+    def broken(fd, part, offset):
+        if fd == file.direct_fd:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, part, offset)
+
+    monkeypatch.setattr(os, "pwrite", broken)
+    with pytest.raises(UserError, match="cannot write to the offload folder.*Input/output error"):
+        file.write_at(memoryview(buffer(2 * PAGE, 0)), 0, direct=True)
+
 
 def test_short_reads_and_writes_go_on_where_they_stopped(content, tmp_path, monkeypatch):
     """A signal or a network file system may move less than was asked for."""
@@ -126,9 +164,11 @@ def test_short_reads_and_writes_go_on_where_they_stopped(content, tmp_path, monk
         out = buffer(SIZE, 0)
         File(content).read_at(memoryview(out), 0, direct)
         assert np.array_equal(out, CONTENT)
-    file = File(tmp_path / "copy", writable=True)
-    file.write_at(memoryview(CONTENT), 3)
-    assert (tmp_path / "copy").read_bytes() == b"\0\0\0" + CONTENT.tobytes()
+    for n, (begin, direct) in enumerate([(3, False), (0, False), (0, True)]):
+        file = File(tmp_path / f"copy{n}", writable=True)
+        out[:] = CONTENT
+        file.write_at(memoryview(out), begin, direct)
+        assert (tmp_path / f"copy{n}").read_bytes() == bytes(begin) + CONTENT.tobytes()
 
 
 def test_all_requests_end_before_the_first_error_is_raised(tmp_path, monkeypatch):
