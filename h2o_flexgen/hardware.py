@@ -34,7 +34,7 @@ from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, cache_root, default_root, wait
 from h2o_flexgen.offload.kv_store import KVStore
-from h2o_flexgen.plan import prefill_pairs, request_bytes
+from h2o_flexgen.plan import prefill_pairs, requests
 from h2o_flexgen.search.profile import LINKS, Link, Profile
 
 #: hidden sizes and rows of the matrix products that are timed
@@ -146,14 +146,14 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
 
     def layer_rate(hidden: int, tokens: int) -> float:
         taken = seconds["layer", hidden, tokens]
-        return 24 * hidden * hidden * tokens / max(taken - dispatch, taken / 4)
+        return 24 * hidden * hidden * tokens / _beyond(taken, dispatch)
 
     def each_request(what: str, per_byte: str, name: str) -> float:
         """The part of a small transfer that its bytes do not explain, for each of its requests."""
         if name not in SMALL:
             return 0.0
         size = SMALL[name]
-        return max(0.0, seconds[what, name] - seconds[per_byte, name] * size) / -(-size // request_bytes(size))
+        return max(0.0, seconds[what, name] - seconds[per_byte, name] * size) / requests(size)
 
     def visit_seconds() -> float:
         """What a visit takes from compute besides its bytes and its requests: one reads the piece, one its log, one
@@ -170,15 +170,13 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         for size in (*HEAD_DIMS, "short"):
             taken = seconds[phase, kind, size]
             case = _Attention.of(phase, kind, size)
-            each[size] = max(taken - small[kind], taken / 4) / (case.batch * case.heads)
+            each[size] = _beyond(taken, small[kind]) / (case.batch * case.heads)
             work[size] = case.work(phase, dtype)
         first = HEAD_DIMS[0]
-        slope = max(each[first] - each["short"], each[first] / 4) / (work[first] - work["short"])
+        slope = _beyond(each[first], each["short"]) / (work[first] - work["short"])
         constant = max(0.0, each["short"] - slope * work["short"])
         constants.setdefault(phase, {})[kind] = constant
-        rates.setdefault(phase, {})[kind] = {
-            dim: work[dim] / max(each[dim] - constant, each[dim] / 4) for dim in HEAD_DIMS
-        }
+        rates.setdefault(phase, {})[kind] = {dim: work[dim] / _beyond(each[dim], constant) for dim in HEAD_DIMS}
 
     head_rate = 2 * HIDDEN[0] * VOCABULARY * HEAD_TOKENS / seconds["head",]
     ram = memory.ram_available()
@@ -217,6 +215,11 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
     )
+
+
+def _beyond(taken: float, known: float) -> float:
+    """A time without a part of it that is known; noise must not make it vanish."""
+    return max(taken - known, taken / 4)
 
 
 def _kernels(device: Device, dtype: torch.dtype) -> Iterator[tuple[tuple, Device, Callable]]:
@@ -410,38 +413,36 @@ def _links(device: Device, dtype: torch.dtype, offload_root: Path) -> Iterator[t
             "gpu_to_cpu": partial(move, host, buffer),
         }
 
-        def small_ones(name: str, ended: Callable[[], bool]) -> int:
+        def small_ones(name: str, seconds: float) -> int:
             """Small transfers one after the other; how many."""
             call, part = {"cpu_to_disk": (io.write, data), "disk_to_cpu": (io.read, target)}[name]
-            size, count = SMALL[name], 0
+            ended, size, count = _after(seconds), SMALL[name], 0
             while not (count and ended()):
                 wait(call(file, part[:size], count * size % TRANSFER, True))
                 count += 1
             return count
 
-        for name, job in jobs.items():
-            moved = []
+        def timed(job: Callable[[], int], alone: float | None = None) -> tuple[float, float]:
+            """Seconds for each thing that a job moves, and those of compute that it takes away: from `work` beside it,
+            which makes `alone` calls per second otherwise. Without `alone` nothing computes."""
+            moved, share = [], 0.0
             start = time.perf_counter()
-            lane.submit(lambda job=job, moved=moved: moved.append(job())).result()
-            yield ("link", name), (time.perf_counter() - start) / moved[-1]
-            alone = _repeat(device, work, _after(0.2))
-            start = time.perf_counter()
-            future = lane.submit(lambda job=job, moved=moved: moved.append(job()))
-            beside = _repeat(device, work, future.done)
-            seconds = time.perf_counter() - start
+            future = lane.submit(lambda: moved.append(job()))
+            if alone is not None:
+                share = max(0.0, 1 - _repeat(device, work, future.done) / alone)
             future.result()
-            yield ("beside", name), seconds / moved[-1]
-            yield ("lost", name), max(0.0, 1 - beside / alone) * seconds / moved[-1]
+            seconds = (time.perf_counter() - start) / moved[0]
+            return seconds, share * seconds
+
+        for name, job in jobs.items():
+            yield ("link", name), timed(job)[0]
+            alone = _repeat(device, work, _after(0.2))
+            beside, lost = timed(job, alone)
+            yield ("beside", name), beside
+            yield ("lost", name), lost
             if name in SMALL:
-                start = time.perf_counter()
-                future = lane.submit(lambda name=name, moved=moved: moved.append(small_ones(name, _after(0.1))))
-                future.result()
-                yield ("small", name), (time.perf_counter() - start) / moved[-1]
-                start = time.perf_counter()
-                future = lane.submit(lambda name=name, moved=moved: moved.append(small_ones(name, _after(0.2))))
-                beside = _repeat(device, work, future.done)
-                future.result()
-                yield ("lost small", name), max(0.0, 1 - beside / alone) * (time.perf_counter() - start) / moved[-1]
+                yield ("small", name), timed(partial(small_ones, name, 0.1))[0]
+                yield ("lost small", name), timed(partial(small_ones, name, 0.2), alone)[1]
         alone = _repeat(device, work, _after(0.2))
         yield ("visit",), max(0.0, 1 / _visits(device, dtype, work, io, folder.file) - 1 / alone)
     finally:

@@ -187,6 +187,11 @@ def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> i
     return min(most, max(LEAST_REQUEST, aligned(-(-nbytes // threads))))
 
 
+def requests(nbytes: int) -> int:
+    """How many requests that is."""
+    return -(-nbytes // request_bytes(nbytes))
+
+
 def slot_span(nbytes: int) -> int:
     """Room for a tensor at any phase within a page, in whole pages."""
     return aligned(nbytes) + PAGE

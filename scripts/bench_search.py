@@ -186,10 +186,8 @@ def _save_machine(runs: dict) -> None:
         row = {"model": model, "cap_gib": cap, **{k: v for k, v in reports[0].items() if k not in ("report", "after")}}
         for phase in ("prefill", "decode"):
             measured = [r["report"][phase]["seconds"] for r in reports]
-            before, after = (
-                [p[f"{phase}_seconds"] for p in predictions]
-                for predictions in ([r["report"]["predicted"] for r in reports], [r["after"] for r in reports])
-            )
+            before = [r["report"]["predicted"][f"{phase}_seconds"] for r in reports]
+            after = [r["after"][f"{phase}_seconds"] for r in reports]
             row[phase] = {
                 "measured": measured,
                 "predicted_before": before,

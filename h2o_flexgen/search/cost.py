@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
-from h2o_flexgen.plan import HEAD_ROWS, Placement, Shapes, Workload, batch_sizes, prefill_pairs, request_bytes
+from h2o_flexgen.plan import HEAD_ROWS, Placement, Shapes, Workload, batch_sizes, prefill_pairs, requests
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.search.profile import LINKS, Profile
 
@@ -132,8 +132,8 @@ class CostModel:
         matrices = [sum(prod(s) for s in layer.values() if len(s) > 1) for layer in shapes.streamed]
         self.layer_size, self.head_size = matrices[1], matrices[-1]  # numbers in a decoder layer and in the head
         sizes = [prod(s) for s in shapes.streamed[1].values() if len(s) > 1]
-        requests = sum(_requests(n * shapes.stored_itemsize) for n in sizes)
-        self._requests_per_byte = requests / (sum(sizes) * shapes.compute_itemsize)
+        count = sum(requests(n * shapes.stored_itemsize) for n in sizes)
+        self._requests_per_byte = count / (sum(sizes) * shapes.compute_itemsize)
         #: bytes that must pass through the device in a step
         self.streamed_bytes = sum(matrices) * shapes.compute_itemsize
         # the log of a piece on disk grows by a row a step, and is folded into the piece when it is full
@@ -210,16 +210,16 @@ class CostModel:
         """Hidden states of `nbytes` a sequence, to the device and home, between two layers."""
         bus = 1 if self.shapes.cuda else 0
         crossing = nbytes * (away.cpu + bus * away.disk)
-        requests = self._piece_requests(policy, away, nbytes)
+        pieces = self._piece_requests(policy, away, nbytes)
         return (
-            Lane(read=nbytes * away.disk, into=crossing, reads=requests),
-            Lane(write=nbytes * away.disk, out=crossing, writes=requests),
+            Lane(read=nbytes * away.disk, into=crossing, reads=pieces),
+            Lane(write=nbytes * away.disk, out=crossing, writes=pieces),
         )
 
     def _piece_requests(self, policy: Policy, away: Away, nbytes: float):
         """Of pieces of a batch on disk, `nbytes` a sequence."""
         batch = policy.gpu_batch_size
-        return away.disk * (_requests(batch * nbytes) / batch)
+        return away.disk * (requests(ceil(batch * nbytes)) / batch)
 
     def prefill_flows(
         self, policy: Policy, compute, length: int, weights: Away, cache: Away, activations: Away
@@ -400,11 +400,6 @@ class CostModel:
         """Sequences of each decoder layer whose cache is away."""
         keys = range(len(sizes))
         return [_away([placement.cache[layer, k] for k in keys], sizes) for layer in range(self.num_decoder)]
-
-
-def _requests(nbytes: float) -> int:
-    """In which so many bytes come from disk or go there."""
-    return ceil(nbytes / request_bytes(ceil(nbytes))) if nbytes else 0
 
 
 def _away(homes: list[str], sizes: list[int]) -> Away:

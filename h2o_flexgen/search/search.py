@@ -224,14 +224,14 @@ class Search:
         weights = Away(*(cost.streamed_bytes * f for f in x["weights"][1:]))
         cache = Away(*(L * B * f for f in x["cache"][1:]))
         acts = Away(*(L * B * f for f in x["activations"][1:]))
-        head = sum(map(cost.head_compute, sizes))
+        # the head, and the conversion of every layer
+        once = sum(map(cost.head_compute, sizes)) + cost.conversion(weights)
 
         seconds = []
-        head += cost.conversion(weights)
-        compute = L * cost.prefill_compute(policy, batches) + head
+        compute = L * cost.prefill_compute(policy, batches) + once
         flows = [(1, cost.prefill_flows(policy, compute, length, weights, cache, acts))]
         for slots, count in cost.slot_groups(length):
-            compute = cost.decode_compute(policy, batches, slots, cache, L) + head
+            compute = cost.decode_compute(policy, batches, slots, cache, L) + once
             flows.append((count, cost.decode_flows(policy, compute, slots, length, weights, cache, acts)))
         for n, (count, flow) in enumerate(flows):
             t = pulp.LpVariable(f"seconds_{n}", 0)
