@@ -129,7 +129,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
     """
     if device.is_cuda and not device.workspace_bytes:
         device.start(None)
-    baseline = memory.resident()
+    baseline = memory.baseline()
     samples = defaultdict(list)
     steps = PASSES * (len(list(_kernels(device, dtype))) + len(LINKS))
     with tqdm(total=steps, desc="measuring this machine", unit="step", disable=not progress, leave=False) as bar:
@@ -179,7 +179,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         rates.setdefault(phase, {})[kind] = {dim: work[dim] / _beyond(each[dim], constant) for dim in HEAD_DIMS}
 
     head_rate = 2 * HIDDEN[0] * VOCABULARY * HEAD_TOKENS / seconds["head",]
-    ram = memory.ram_available()
+    ram = memory.ram_in_all()
     return Profile(
         machine=machine(offload_root),
         versions=versions(),

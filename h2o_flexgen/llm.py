@@ -166,7 +166,7 @@ class LLM:
 
         if self.device.is_cuda:
             self.device.start(gpu_mem)
-        self._baseline = memory.resident()
+        self._baseline = memory.baseline()
         self.folder: OffloadFolder | None = None
         self._io: tuple[DiskIO, ...] = ()
         self._lanes: list[Lane] = []
@@ -396,8 +396,7 @@ class LLM:
 
     def limits(self) -> dict[str, int]:
         """Bytes that may be planned for on each tier ("ram": gpu and cpu together where they are one)."""
-        ours = memory.resident()
-        ram = int(MARGIN * (memory.ram_available() + ours))
+        ram = int(MARGIN * memory.ram_in_all())
         if self.device.is_cuda:
             held = self.device.workspace_bytes + (self._weights.device_bytes if self._weights is not None else 0)
             found = {"gpu": int(MARGIN * (self.device.free_bytes() + held)), "cpu": ram}

@@ -200,7 +200,7 @@ def slot_span(nbytes: int) -> int:
 def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: Placement, baseline: int) -> Plan:
     """The bytes a job needs on each tier at its peak.
 
-    `baseline` is what the process holds already (interpreter and libraries), in bytes of RAM.
+    `baseline` is what the process holds whatever it computes (interpreter and libraries), in bytes of RAM.
     """
     size = shapes.compute_itemsize
     plan = Plan(shared=not shapes.cuda)

@@ -284,10 +284,10 @@ def this_machine(args: argparse.Namespace) -> Profile:
     device = Device(args.device)
     root = Path(args.offload_dir) if args.offload_dir else default_root()
     profile = load_or_measure(device, device.dtype(args.dtype), root)
-    ours = memory.resident()  # which a plan counts as the process itself
-    ram = memory.ram_available() + ours
+    ram = memory.ram_in_all()
     gpu = device.free_bytes() if device.is_cuda else ram
-    return replace(profile, memory={"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}, baseline_bytes=ours)
+    there = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}
+    return replace(profile, memory=there, baseline_bytes=memory.baseline())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -206,18 +206,25 @@ def _save_machine(runs: dict) -> None:
 
 #: (model, cap in GiB, prompts, prompt, output, hh-ratio)
 TOP = [
-    ("facebook/opt-125m", 0.9, 64, 32, 10, 0.2),
+    ("facebook/opt-125m", 0.8, 64, 32, 32, 0.2),
     ("facebook/opt-125m", 1.0, 64, 64, 8, None),
     ("facebook/opt-350m", 1.25, 64, 16, 10, 0.2),
 ]
 #: the blocks picked with and without H2O are compared for so many prompts
-H2O_RATIO, MANY = 0.2, 512
+H2O_RATIO, MANY = 0.2, 4096
 #: the best of the grid that run again, alternating with the pick
 FINALISTS, FINALS = 3, 3
 GRID = [
-    (size, batches, percent)
+    (size, batches, (weights, 0, cache, 0, activations, 0))
     for size, batches in ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1))
-    for percent in ((0, 0, 100, 0, 100, 0), (30, 0, 100, 0, 100, 0), (30, 0, 50, 0, 100, 0), (0, 0, 0, 0, 0, 0))
+    for weights, cache, activations in (
+        (100, 100, 100),
+        (60, 100, 100),
+        (30, 100, 100),
+        (30, 50, 100),
+        (0, 100, 100),
+        (0, 0, 0),
+    )
 ]
 
 
@@ -290,7 +297,7 @@ def _predicted(model: str, job: dict, profile_path):
 
 
 def _limits(cap: float) -> dict[str, int]:
-    return dict.fromkeys(("gpu", "cpu", "ram"), int(MARGIN * cap * GIB) - (64 << 20))
+    return dict.fromkeys(("gpu", "cpu", "ram"), int(MARGIN * cap * GIB))
 
 
 def _fits(model: str, cap: float, policy: Policy, job: dict, profile_path) -> bool:

@@ -170,10 +170,12 @@ def search_top(data: dict) -> str:
             f"{policy_text(c['best_of_grid'])} (of {len(c['grid'])})",
             f"{c['best_of_grid_tokens_per_s']:.1f}",
             f"{c['ratio']:.2f}",
+            f"{c['picked_block']['full']}, {c['picked_block']['h2o']}",
         ]
         for c in data["cases"]
     ]
     header = ["model, cap", "job", "picked", "tokens/s", "best of the grid", "tokens/s", "picked / best"]
+    header.append("block picked: full, H2O")
     return f"{markdown(header, rows)}\n\n{where(data)}"
 
 
@@ -186,6 +188,7 @@ TABLES = {
     "engine_disk": disk,
     "engine_gemm": gemm,
     "opt-30b": big,
+    "opt-30b-searched": big,
     "opt-6.7b-8gib": big,
     "disk": reads,
 }

@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+#: what libraries and the allocator come to hold beyond tensors as soon as they compute: 20 to 70 MiB
+LIBRARIES = 48 << 20
 #: cgroup v1 says "no limit" with a number near 2**63
 _UNLIMITED = 1 << 60
 
@@ -71,6 +73,16 @@ def ram_available() -> int:
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     cgroup = cgroup_available()
     return machine if cgroup is None else max(0, min(machine, cgroup))
+
+
+def ram_in_all() -> int:
+    """Bytes of RAM this process can hold. Its mapped files are left out: what can be dropped counts as free already."""
+    return ram_available() + _status("RssAnon") + _status("RssShmem")
+
+
+def baseline() -> int:
+    """Bytes of RAM that this process holds, and will hold whatever it computes."""
+    return resident() + LIBRARIES
 
 
 def disk_free(folder: Path) -> int:

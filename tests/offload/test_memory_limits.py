@@ -166,6 +166,14 @@ def test_without_proc_the_system_is_asked(machine):
     memory.reset_peak()
 
 
+def test_mapped_files_are_not_counted_twice(machine):
+    """Page cache counts as available: mapped files of our own are a part of it."""
+    machine.meminfo(GIB)
+    machine.write("/proc/self/status", "VmRSS:\t  300 kB\nRssAnon:\t  100 kB\nRssFile:\t  180 kB\nRssShmem:\t  20 kB\n")
+    assert memory.ram_in_all() == GIB + (120 << 10)
+    assert memory.baseline() == (300 << 10) + memory.LIBRARIES
+
+
 def test_this_machine():
     import numpy as np
 
