@@ -21,5 +21,8 @@ setup(
         "tqdm>=4.64",
         "pulp>=2.7,<4",
     ],
-    extras_require={"test": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.6"], "plot": ["matplotlib>=3.7"]},
+    extras_require={
+        "test": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.6"],
+        "plot": ["matplotlib>=3.7"],
+    },
 )

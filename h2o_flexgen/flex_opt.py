@@ -122,7 +122,7 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
     add("--hh-size", type=int, help="heavy hitters in slots")
     add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
-    add("--min-hh-ratio", type=float, default=MIN_HH_RATIO, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
+    add("--min-hh-ratio", type=float, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
 
 
 def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | str:
@@ -149,9 +149,12 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | s
 def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
     """The KV budget, "auto", or None for a full cache."""
     given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
+    if args.min_hh_ratio is not None and args.hh_ratio != "auto":
+        raise UserError("--min-hh-ratio is the floor of --hh-ratio auto")
     if args.hh_ratio == "auto":
         if any(value is not None for value in given[1:]):
             raise UserError("--hh-ratio auto sizes the whole KV budget: leave --recent-ratio and the sizes out")
+        args.min_hh_ratio = MIN_HH_RATIO if args.min_hh_ratio is None else args.min_hh_ratio
         budget_choices(args.min_hh_ratio)
         return "auto"
     return None if all(value is None for value in given) else KVBudget(*given)
@@ -267,10 +270,10 @@ class OutputFile:
             raise UserError(f"cannot write {self.path}: {e.strerror}; finished rows are in {self.partial}") from None
 
 
-def _check_distinct(args: argparse.Namespace) -> None:
+def check_distinct(args: argparse.Namespace, *options: str) -> None:
     """No two of the files may be one: the second to be written would destroy the first."""
     seen = {}
-    for option in ("--input-file", "--policy", "--output-file", "--report"):
+    for option in options:
         path = getattr(args, option.strip("-").replace("-", "_"))
         if path is None:
             continue
@@ -348,7 +351,7 @@ def run(args: argparse.Namespace) -> None:
     for name in ("num_prompts", "prompt_len"):
         if args.input_file is not None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is for built-in prompts; --input-file brings its own")
-    _check_distinct(args)
+    check_distinct(args, "--input-file", "--policy", "--hardware", "--output-file", "--report")
     rows = read_prompts(args.input_file) if args.input_file is not None else None
     policy, budget = make_policy(args, len(rows) if rows else None), make_budget(args)
     output_file = OutputFile(args.output_file) if args.output_file is not None else None
@@ -369,6 +372,8 @@ def run(args: argparse.Namespace) -> None:
         if args.verbose:
             print(f"policy: {policy.to_json()}\n{plan.describe()}", file=sys.stderr)
 
+    names = ("gpu_batch_size", "num_gpu_batches", "cpu_cache_compute", "max_latency")
+    searched = {name: getattr(args, name) for name in names} if policy == "auto" else {}
     with LLM(
         args.model,
         policy,
@@ -380,14 +385,11 @@ def run(args: argparse.Namespace) -> None:
         gpu_mem=limit(args.gpu_mem),
         cpu_mem=limit(args.cpu_mem),
         disk_mem=limit(args.disk_mem),
-        gpu_batch_size=args.gpu_batch_size,
-        num_gpu_batches=args.num_gpu_batches,
-        overlap=args.overlap is not False,
-        cpu_cache_compute=args.cpu_cache_compute,
         hardware=args.hardware,
-        max_latency=args.max_latency,
-        min_hh_ratio=args.min_hh_ratio,
+        min_hh_ratio=args.min_hh_ratio or MIN_HH_RATIO,
         on_plan=on_plan,
+        overlap=args.overlap is not False,
+        **searched,
     ) as llm:
         if rows is None:
             block = (args.gpu_batch_size or 4) * (args.num_gpu_batches or 1)

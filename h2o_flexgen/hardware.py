@@ -58,8 +58,9 @@ FORMAT = 4
 PASSES = 3
 
 
-def machine(offload_root: Path | None = None) -> dict:
+def machine(offload_root: Path | None = None, device: Device | None = None) -> dict:
     """What a profile is valid for."""
+    card = device.torch_device if device is not None and device.is_cuda else None
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -69,7 +70,7 @@ def machine(offload_root: Path | None = None) -> dict:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name(card) if torch.cuda.is_available() else None,
     }
     if offload_root is not None:
         found["disk"] = _mount(offload_root)
@@ -105,7 +106,7 @@ def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, prog
     path = cache_root() / "hardware" / f"{device.torch_device.type}-{name}.json"
     try:
         profile = Profile.from_file(path)
-        if (profile.machine, profile.versions) == (machine(offload_root), versions()):
+        if (profile.machine, profile.versions) == (machine(offload_root, device), versions()):
             return profile
     except UserError:
         pass
@@ -181,7 +182,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
     head_rate = 2 * HIDDEN[0] * VOCABULARY * HEAD_TOKENS / seconds["head",]
     ram = memory.ram_in_all()
     return Profile(
-        machine=machine(offload_root),
+        machine=machine(offload_root, device),
         versions=versions(),
         date=date.today().isoformat(),
         command="python -m h2o_flexgen.hardware",
@@ -229,6 +230,7 @@ def _kernels(device: Device, dtype: torch.dtype) -> Iterator[tuple[tuple, Device
         layers = cache(partial(_layers, device, dtype, hidden))
         for tokens in TOKENS:
             yield ("layer", hidden, tokens), device, partial(_layer_call, device, dtype, hidden, tokens, layers)
+        del layers
     for kind in RULES:
         smallest = _Attention(SHORT_RULES[kind], 1, 2, 64, SHORT)
         yield ("small", kind), device, partial(_decode_call, device, dtype, smallest)

@@ -123,6 +123,11 @@ class LLM:
                 f'kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), or "auto", not {kv_budget!r}'
             )
         self._auto = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute)
+        searched = (gpu_batch_size, num_gpu_batches, cpu_cache_compute, max_latency)
+        if self.policy != "auto" and any(x is not None for x in searched):
+            raise UserError(
+                'batch sizes, cpu_cache_compute and max_latency are for policy "auto": a policy has its own'
+            )
         self.profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
         mine = (self.device.torch_device.type, str(self.dtype).removeprefix("torch."))
         if self.profile is not None and (self.profile.device, self.profile.dtype) != mine:

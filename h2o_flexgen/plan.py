@@ -317,11 +317,12 @@ def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     inner = ffn * _INNER_TENSORS.get(config.activation_function, 4)
     mlp = tokens * (3 * E + inner) * size
     attention = tokens * 7 * E * size
+    H = config.num_attention_heads
     if shapes.budget is not None:
-        H = config.num_attention_heads
-        # three copies in (B*H, T, D) shape; scores; the sort's keys and indices; the rows that are kept
-        attention += tokens * 3 * E * size + tokens * H * (4 + 4 + 4 + 8)
-        attention += tokens * E * size
+        attention += tokens * H * (4 + 4 + 4 + 8)  # scores; the sort's keys and indices
+    if shapes.budget is not None or (not shapes.cuda and size == 2):  # in chunks
+        # three copies in (B*H, T, D) shape, and the context; or the rows that are kept
+        attention += tokens * 4 * E * size
         # a chunk of logits, and its probabilities in fp32 beside those of the chunk before
         queries = min(QUERY_CHUNK, P) * P
         attention += min(

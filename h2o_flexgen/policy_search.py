@@ -13,11 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_writable
+from h2o_flexgen.files import check_writable, read_json
 from h2o_flexgen.flex_opt import (
     Parser,
     add_budget_options,
     add_limit_options,
+    check_distinct,
     check_sizes,
     describe_budget,
     make_budget,
@@ -69,8 +70,8 @@ _MANY = 4096
 
 
 class Planner:
-    """The policy search for a model, a job and a profile, without the model's weights. They count as a checkpoint in
-    float16, whose space on disk is spent already; with `dummy` as random weights, which take it."""
+    """The policy search for a model, a job and a profile, without the model's weights. They count as a checkpoint of
+    dtype `stored`, whose space on disk is spent already; with `dummy` as weights that take it."""
 
     def __init__(
         self,
@@ -80,11 +81,12 @@ class Planner:
         limits: dict[str, int],
         dummy: bool = False,
         one_block: bool = False,
+        stored: str = "float16",
     ):
         from h2o_flexgen.models import opt
 
         self.config, self.workload, self.profile, self.limits = config, workload, profile, limits
-        self.dummy, self.one_block = dummy, one_block
+        self.dummy, self.one_block, self.stored = dummy, one_block, stored
         self.layers = opt.layers(config)
 
     def rule(self, budget: KVBudget | None):
@@ -95,16 +97,14 @@ class Planner:
 
     def shapes(self, budget: KVBudget | None) -> Shapes:
         dtype = self.profile.dtype
-        # the checkpoints of facebook/opt are in float16; random weights have 16 bits too
-        stored = "bfloat16" if self.dummy and dtype == "bfloat16" else "float16"
         return Shapes.of(
             self.config,
             self.layers,
             self.rule(budget),
             self.workload,
             compute_itemsize=ITEMSIZE[dtype],
-            stored_itemsize=ITEMSIZE[stored],
-            converts=dtype != stored,
+            stored_itemsize=ITEMSIZE[self.stored],
+            converts=dtype != self.stored,
             cuda=self.profile.device == "cuda",
             dummy=self.dummy,
         )
@@ -172,7 +172,7 @@ def describe(result: dict, found: Candidate, title: str) -> str:
     return "\n".join([*lines, f"run it     {result['command']}"])
 
 
-def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: int) -> str:
+def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: int, dtype: str) -> str:
     """The flex_opt command that runs a policy."""
     words = ["python", "-m", "h2o_flexgen.flex_opt", "--model", args.model]
     words += ["--prompt-len", args.prompt_len, "--gen-len", args.gen_len, "--num-prompts", num_prompts]
@@ -182,7 +182,8 @@ def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: i
                 words += [f"--{name.replace('_', '-')}", getattr(budget, name)]
     words += ["--gpu-batch-size", policy.gpu_batch_size, "--num-gpu-batches", policy.num_gpu_batches]
     words += ["--percent", *(f"{x:g}" for x in policy.percent)]
-    for option in ("device", "dtype", "offload_dir", "gpu_mem", "cpu_mem", "disk_mem"):
+    words += ["--dtype", dtype]
+    for option in ("device", "offload_dir", "gpu_mem", "cpu_mem", "disk_mem"):
         if getattr(args, option) not in (None, "auto"):
             words += [f"--{option.replace('_', '-')}", getattr(args, option)]
     words += ["--cpu-cache-compute"] * policy.cpu_cache_compute + ["--no-overlap"] * (not policy.overlap)
@@ -215,8 +216,12 @@ def find(args: argparse.Namespace, planner: Planner) -> tuple[Candidate, KVBudge
 
 def run(args: argparse.Namespace) -> None:
     check_sizes(args)
-    if args.percent is not None and None in (args.gpu_batch_size, args.num_gpu_batches):
-        raise UserError("--percent needs --gpu-batch-size and --num-gpu-batches too")
+    make_budget(args)
+    if args.percent is not None:
+        if None in (args.gpu_batch_size, args.num_gpu_batches):
+            raise UserError("--percent needs --gpu-batch-size and --num-gpu-batches too")
+        Policy(args.gpu_batch_size, args.num_gpu_batches, tuple(args.percent))
+    check_distinct(args, "--hardware", "--output", "--plot")
     if args.plot is not None and args.hh_ratio != "auto":
         raise UserError("--plot draws the curve of --hh-ratio auto")
     for option, path in (("--output", args.output), ("--plot", args.plot)):
@@ -224,22 +229,25 @@ def run(args: argparse.Namespace) -> None:
             check_writable(option, Path(path))
     config = OPTConfig.named(args.model)
     dummy = config is not None  # a name's weights may not be here: their space on disk counts
+    stored = "float16"  # as facebook/opt publishes them
     if config is None:
         folder = Path(args.model)
         if not folder.is_dir():
             raise UserError(f"--model {args.model}: neither a facebook/opt size nor a folder")
-        config = OPTConfig.from_folder(folder)
+        config, stored = OPTConfig.from_folder(folder), stored_dtype(folder)
     config.check_length(args.prompt_len, args.gen_len)
-    profile = Profile.from_file(args.hardware) if args.hardware is not None else this_machine(args)
+    profile = this_machine(args) if args.hardware is None else profile_of(args)
     caps = {tier: None if (x := getattr(args, f"{tier}_mem")) is None else int(x * GIB) for tier in TIERS}
     many = args.num_prompts or _MANY
     if args.num_prompts is None and None not in (args.gpu_batch_size, args.num_gpu_batches):
         many = args.gpu_batch_size * args.num_gpu_batches
     workload = Workload((args.prompt_len,) * many, args.gen_len)
-    planner = Planner(config, workload, profile, profile_limits(profile, caps), dummy, args.num_prompts is None)
+    limits = profile_limits(profile, caps)
+    planner = Planner(config, workload, profile, limits, dummy, args.num_prompts is None, stored)
     found, budget, curve = find(args, planner)
     num_prompts = args.num_prompts or found.policy.block_size
-    result = result_of(found, planner.rule(budget), command_for(args, found.policy, budget, num_prompts))
+    command = command_for(args, found.policy, budget, num_prompts, profile.dtype)
+    result = result_of(found, planner.rule(budget), command)
     if args.json:
         print(json.dumps(result))
     else:
@@ -272,9 +280,27 @@ def _print(
     print(describe(result, found, title))
 
 
+def stored_dtype(folder: Path) -> str:
+    """The type of a checkpoint's weights, as its config.json names it."""
+    data = read_json("the config", folder / "config.json")
+    found = str(data.get("dtype") or data.get("torch_dtype")).removeprefix("torch.")
+    return found if found in ITEMSIZE else "float16"
+
+
+def profile_of(args: argparse.Namespace) -> Profile:
+    """The profile that is given, if no other option contradicts it."""
+    profile = Profile.from_file(args.hardware)
+    for option, there in (("device", profile.device), ("dtype", profile.dtype)):
+        if getattr(args, option).split(":")[0] not in ("auto", there):
+            raise UserError(f"--{option} {getattr(args, option)} contradicts --hardware, a profile of {there}")
+    return profile
+
+
 def this_machine(args: argparse.Namespace) -> Profile:
     """This machine's rates as they were measured, and its memory as it is now."""
     from dataclasses import replace
+
+    from transformers import AutoTokenizer  # noqa: F401  a job holds it
 
     from h2o_flexgen.hardware import load_or_measure
     from h2o_flexgen.offload import memory

@@ -294,6 +294,7 @@ class CostModel:
         return {
             "compute": flows.compute + lost,
             "disk": disk(total) + slow["disk_to_cpu"],
+            "disk writes": total.write * write + total.writes * each_write + slow["cpu_to_disk"],
             "cpu to gpu": total.into * into + slow["cpu_to_gpu"],
             "gpu to cpu": total.out * out + slow["gpu_to_cpu"],
             "weights from disk": from_disk + slow["disk_to_cpu"],
@@ -328,22 +329,21 @@ class CostModel:
 
     def predict(self, policy: Policy, placement: Placement) -> Prediction:
         """The time of the first block and of the job."""
-        N = len(self.workload.prompt_lens)
-        starts = range(0, N, policy.block_size)
-        every = -(-len(starts) // _MOST_BLOCKS)  # of a job of very many blocks, some stand for all
-        prefill = decode = 0.0
-        first, known = None, {}
-        weights = self._weights_away(placement)
-        for start in starts[::every]:
+        N, size = len(self.workload.prompt_lens), policy.block_size
+        weights, known = self._weights_away(placement), {}
+
+        def block(start: int) -> tuple[float, float, dict]:
             batches = tuple(self.batches(policy, start))
             if batches not in known:
                 known[batches] = self._block(policy, placement, weights, batches)
-            found = known[batches]
-            first = first or found
-            prefill, decode = prefill + found[0], decode + found[1]
-        scale = len(starts) / len(starts[::every])
-        size = min(N, policy.block_size)
-        return Prediction(first[0], first[1], prefill * scale, decode * scale, size, self.workload.gen_len, N, first[2])
+            return known[batches]
+
+        full = range(0, N - N % size, size)
+        some = full[(len(full) - 1) // _MOST_BLOCKS // 2 :: -(-len(full) // _MOST_BLOCKS) or 1]  # stand for all
+        jobs = [(start, len(full) / len(some)) for start in some] + ([(len(full) * size, 1)] if N % size else [])
+        prefill, decode = (sum(times * block(start)[phase] for start, times in jobs) for phase in (0, 1))
+        first = block(0)
+        return Prediction(first[0], first[1], prefill, decode, min(N, size), self.workload.gen_len, N, first[2])
 
     def _block(
         self, policy: Policy, placement: Placement, away: list[Away], batches: Batches
@@ -360,29 +360,28 @@ class CostModel:
                 terms[phase][name] += times * value
             return times * max(seconds.values())
 
-        # layers that are alike are costed once; while one computes the next one's weights come
-        nothing = Away()
-        alike = Counter(zip(away[1:-1], away[2:], cache))
-        embedding = (0.0, away[0], away[1] if away[0] != nothing else nothing)
-        head = (sum(map(self.head_compute, sizes)), away[-1], away[0] if away[0] != nothing else away[1])
-        ends = [(work + self.conversion(w), coming) for work, w, coming in (embedding, head)]
+        # layers that are alike are costed once
+        nothing, coming = Away(), _coming(away)
+        alike = Counter(zip(away[1:-1], coming[1:-1], cache))
+        embedding, head = (0.0, 0), (sum(map(self.head_compute, sizes)), -1)
+        ends = [(work + self.conversion(away[j]), coming[j]) for work, j in (embedding, head)]
         compute = self.prefill_compute(policy, batches)
         prefill = 0.0
-        for (w, coming, c), n in alike.items():
+        for (w, next_w, c), n in alike.items():
             work = compute + self.conversion(w)
-            prefill += spend("prefill", n, self.prefill_flows(policy, work, length, coming, c, acts))
-        for work, coming in ends:
-            prefill += spend("prefill", 1, self.prefill_flows(policy, work, length, coming, nothing, nothing))
+            prefill += spend("prefill", n, self.prefill_flows(policy, work, length, next_w, c, acts))
+        for work, next_w in ends:
+            prefill += spend("prefill", 1, self.prefill_flows(policy, work, length, next_w, nothing, nothing))
         first = next((w for w in away if w != nothing), nothing)  # nothing runs beside the very first
         if policy.overlap:
             prefill += max(self.seconds(Flows(0.0, *self._weights(first), Lane(), Lane()), True).values())
         decode = 0.0
         for slots, count in self.slot_groups(length):
-            for (w, coming, c), n in alike.items():
+            for (w, next_w, c), n in alike.items():
                 work = self.decode_compute(policy, batches, slots, c) + self.conversion(w)
-                decode += spend("decode", count * n, self.decode_flows(policy, work, slots, length, coming, c, acts))
-            for work, coming in ends:
-                decode += spend("decode", count, self.decode_flows(policy, work, 0, length, coming, nothing, nothing))
+                decode += spend("decode", count * n, self.decode_flows(policy, work, slots, length, next_w, c, acts))
+            for work, next_w in ends:
+                decode += spend("decode", count, self.decode_flows(policy, work, 0, length, next_w, nothing, nothing))
         return prefill, decode, terms
 
     def _weights_away(self, placement: Placement) -> list[Away]:
@@ -400,6 +399,20 @@ class CostModel:
         """Sequences of each decoder layer whose cache is away."""
         keys = range(len(sizes))
         return [_away([placement.cache[layer, k] for k in keys], sizes) for layer in range(self.num_decoder)]
+
+
+def _coming(away: list[Away]) -> list[Away]:
+    """The weights that come while each layer computes: those of the next layer that streams, which the engine fetches
+    from the layer that streamed before it on. `away`: of each layer."""
+    nothing = Away()
+    coming = [nothing] * len(away)
+    begin = 0 if away[0] != nothing else 1  # an embedding that does not stream takes no time either
+    streams = [j for j, w in enumerate(away) if w != nothing]
+    turn = len(away) - begin
+    for before, j in zip([streams[-1] - turn, *streams] if streams else [], streams):
+        for at in range(before, j):
+            coming[at if at >= begin else at + turn] = Away(*(x / (j - before) for x in away[j]))
+    return coming
 
 
 def _away(homes: list[str], sizes: list[int]) -> Away:

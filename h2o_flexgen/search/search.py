@@ -125,7 +125,9 @@ class Search:
             for cpu in cpu_choices
         ]
         # the cheapest bound first, which no linear program is needed for
-        bounds = sorted(((self._per_prompt(p, self._quick_bound(p)), n) for n, p in enumerate(pairs)))
+        most = self.max_latency or float("inf")
+        quick = [(self._quick_bound(p), n) for n, p in enumerate(pairs)]
+        bounds = sorted((self._per_prompt(pairs[n], s) if s <= most else float("inf"), n) for s, n in quick)
         best: Candidate | None = None
         for bound, n in bounds:
             if bound == float("inf") or (best is not None and bound >= self._score(best)[1] and not exhaustive):
