@@ -214,7 +214,7 @@ def _save_machine(runs: dict) -> None:
 TOP = [
     ("facebook/opt-125m", 0.8, 64, 32, 16, 0.2),
     ("facebook/opt-125m", 1.0, 64, 64, 8, None),
-    ("facebook/opt-350m", 1.25, 64, 16, 10, 0.2),
+    ("facebook/opt-350m", 1.25, 64, 16, 24, 0.2),
 ]
 #: the blocks picked with and without H2O are compared for so many prompts
 H2O_RATIO, MANY = 0.2, 4096
@@ -222,7 +222,7 @@ H2O_RATIO, MANY = 0.2, 4096
 FINALISTS, FINALS = 3, 3
 GRID = [
     (size, batches, (weights, 0, cache, 0, activations, 0))
-    for size, batches in ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1))
+    for size, batches in ((16, 2), (32, 1), (32, 2), (48, 1), (64, 1))
     for weights, cache, activations in (
         (100, 100, 100),
         (60, 100, 100),
