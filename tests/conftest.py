@@ -7,7 +7,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
+tqdm.monitor_interval = 0  # its thread comes with the first bar of a process: tests count threads
 settings.register_profile("exact", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("exact")
 pytest.register_assert_rewrite("cli_tools")

@@ -68,5 +68,6 @@ def search(
         profile, {tier: int(caps[tier] * GIB) if tier in caps else None for tier in ("gpu", "cpu", "disk")}
     )
     workload = Workload((prompt_len,) * prompts, gen_len)
-    planner = Planner(OPTConfig.named(model), workload, profile, limits, dummy=True)
+    stored = "bfloat16" if profile.dtype == "bfloat16" else "float16"
+    planner = Planner(OPTConfig.named(model), workload, profile, limits, dummy=True, stored=stored)
     return planner.search(None if hh_ratio is None else KVBudget.from_ratio(hh_ratio), max_latency)

@@ -749,8 +749,7 @@ def test_nothing_fits_at_all(refused, model):
 def test_a_plan_that_does_not_fit_the_ram(refused, model, monkeypatch):
     from h2o_flexgen.offload import memory
 
-    monkeypatch.setattr(memory, "ram_available", lambda: 1 << 20)
-    monkeypatch.setattr(memory, "resident", lambda: 1 << 20)
+    monkeypatch.setattr(memory, "ram_in_all", lambda: 2 << 20)
     job = ("--prompt-len", "60", "--gen-len", "2", "--gpu-batch-size", "512")
     message = refused("--model", model, *job, *percent(ON_GPU))
     assert "RAM" in message and "bytes" in message

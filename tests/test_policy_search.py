@@ -142,6 +142,10 @@ def _has_matplotlib() -> bool:
         (("--hh-ratio", "some"), "--hh-ratio"),
         (("--hh-ratio", "auto", "--hh-size", 3), "--hh-ratio auto sizes the whole"),
         (("--hh-ratio", "auto", "--min-hh-ratio", 0), "--min-hh-ratio"),
+        (("--min-hh-ratio", 0.2), "--min-hh-ratio is the floor of --hh-ratio auto"),
+        (("--dtype", "float16"), "--dtype float16 contradicts --hardware, a profile of float32"),
+        (("--device", "cuda:1"), "--device cuda:1 contradicts --hardware, a profile of cpu"),
+        (("-o", "./x.json", "--plot", "x.json"), "--output and --plot name the same file"),
         (("--plot", "x.png"), "--plot draws the curve of --hh-ratio auto"),
         (("--hardware", "/nowhere/x.json"), "cannot read the hardware profile"),
         (("--disk-mem", 0.1, "--gpu-mem", 1), "tier is too small"),
@@ -212,6 +216,26 @@ def test_a_latency_limit_contradicts_percentages(refused, model):  # noqa: F811
     assert "--percent contradicts --max-latency" in line
 
 
+@pytest.mark.parametrize(
+    "option", [{"max_latency": 5}, {"gpu_batch_size": 2}, {"num_gpu_batches": 2}, {"cpu_cache_compute": True}]
+)
+def test_what_a_given_policy_would_ignore_is_refused(model, option):  # noqa: F811
+    with pytest.raises(UserError, match="a policy has its own"):
+        LLM(str(model), Policy(2), **option)
+
+
+def test_a_checkpoint_counts_in_its_own_type(find, tmp_path):
+    def slots(dtype):
+        folder = write_model(tmp_path / dtype, config={**TINY, "torch_dtype": dtype})
+        given = ("--gpu-batch-size", 1, "--num-gpu-batches", 1, "--percent", 0, 0, 100, 0, 100, 0)
+        code, out, err = find("--model", folder, "--prompt-len", 8, "--gen-len", 4, *given, "--json")
+        assert code == 0, err
+        assert "--dtype float32" in json.loads(out)["command"]
+        return json.loads(out)["memory_bytes"]["gpu"]["needed"]
+
+    assert slots("float16") > slots("float32")  # which needs no conversion
+
+
 def test_bad_settings_of_the_api(model):  # noqa: F811
     with pytest.raises(UserError, match="max_latency"):
         LLM(str(model), max_latency=-1)
@@ -233,6 +257,13 @@ def test_kept_policies_are_what_the_search_gives_today(path, capsys):
     assert now["kv_budget"] == kept["kv_budget"]
     # two policies may cost the same: what counts is that neither is better
     assert now["predicted"]["tokens_per_s"] == pytest.approx(kept["predicted"]["tokens_per_s"], rel=1e-3)
+    policy = kept["policy"]
+    given = ["--gpu-batch-size", policy["gpu_batch_size"], "--num-gpu-batches", policy["num_gpu_batches"]]
+    given += ["--percent", *policy["percent"], f"--{'' if policy['cpu_cache_compute'] else 'no-'}cpu-cache-compute"]
+    assert policy_search.main([*args, *map(str, given), "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["policy"] == kept["policy"] and alone["memory_bytes"] == kept["memory_bytes"]
+    assert alone["predicted"] == pytest.approx(kept["predicted"])
 
 
 def test_every_model_length_and_cache_of_the_papers_is_kept():

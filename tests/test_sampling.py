@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen import SamplingParams, UserError
-from h2o_flexgen.engine.sampling import sample
+from h2o_flexgen.engine.sampling import DRAW_ROWS, sample
 
 V = 12
 
@@ -29,6 +29,15 @@ def test_temperature_zero_takes_the_most_likely_token(seed):
     tokens, logprobs = draw(logits)
     assert tokens.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).amax(-1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [DRAW_ROWS - 1, DRAW_ROWS, DRAW_ROWS + 1, 3 * DRAW_ROWS + 5])
+def test_many_rows_draw_what_each_draws_alone(rows):
+    logits = logits_of(3, rows)
+    together, _ = draw(logits, temperature=1.3, top_p=0.9)
+    assert together.tolist() == [
+        int(draw(logits[n : n + 1], indices=[n], temperature=1.3, top_p=0.9)[0]) for n in range(rows)
+    ]
 
 
 @given(seed=st.integers(0, 2**32), temperature=st.floats(0.05, 5), k=st.integers(0, 14), p=st.floats(0.01, 1))

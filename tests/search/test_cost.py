@@ -13,6 +13,7 @@ from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.plan import Workload
 from h2o_flexgen.policy import KVBudget, Policy
 from h2o_flexgen.policy_search import Planner
+from h2o_flexgen.search.cost import Away, _coming
 from h2o_flexgen.search.profile import Link
 
 ALL_GPU = (100, 0, 100, 0, 100, 0)
@@ -48,6 +49,38 @@ def test_a_job_is_its_blocks():
     rest = time(Policy(8, 2, ALL_GPU), prompts=8)
     assert p.job_seconds == pytest.approx(2 * whole.block_seconds + rest.block_seconds)
     assert p.block_seconds == pytest.approx(whole.block_seconds)
+
+
+@pytest.mark.parametrize("blocks", [1, 32, 33, 63, 64, 65, 100])
+def test_equal_blocks_are_counted_whatever_their_number(blocks):
+    rest = time(Policy(2, 1, ALL_GPU), prompts=1)
+    p = time(Policy(2, 1, ALL_GPU), prompts=2 * blocks + 1)
+    assert p.job_seconds == pytest.approx(blocks * p.block_seconds + rest.block_seconds)
+
+
+@given(st.lists(st.sampled_from([0, 1, 5]), min_size=4, max_size=12))
+def test_what_streams_comes_while_something_computes(disk):
+    """All of it in a step, never more than the layers before have time for, and none while nothing streams."""
+    away = [Away(0, d) for d in disk]
+    coming = _coming(away)
+    assert sum(c.disk for c in coming) == pytest.approx(sum(disk))
+    assert max(c.disk for c in coming) <= max(disk)
+    if all(disk[1:]):  # the next layer's; the head's layer brings the first that streams
+        start = 0 if disk[0] else 1
+        assert [c.disk for c in coming[start:]] == [*disk[start + 1 :], disk[start]]
+
+
+def test_a_layer_that_seldom_streams_has_several_layers_time():
+    away = [Away(), Away(0, 6.0), Away(), Away(), Away(0, 2.0), Away()]
+    assert [c.disk for c in _coming(away)] == [0, 2 / 3, 2 / 3, 2 / 3, 3, 3]
+
+
+def test_writing_beside_compute_is_slower():
+    links = {**laptop().links, "cpu_to_disk": Link(1e8, 0, 0.5)}
+    slow = laptop(links=links)
+    fast = laptop(links={**links, "cpu_to_disk": Link(1e8)})
+    policy = Policy(16, 4, (100, 0, 0, 0, 100, 0))
+    assert time(policy, slow).prefill_seconds > time(policy, fast).prefill_seconds
 
 
 def test_prompts_of_different_lengths_cost_less_than_the_longest():
