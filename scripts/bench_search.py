@@ -215,6 +215,7 @@ TOP = [
     ("facebook/opt-125m", 0.8, 64, 32, 16, 0.2),
     ("facebook/opt-125m", 1.0, 64, 64, 8, None),
     ("facebook/opt-350m", 1.25, 64, 16, 24, 0.2),
+    ("facebook/opt-125m", 0.9, 64, 64, 16, 0.2),
 ]
 #: the blocks picked with and without H2O are compared for so many prompts
 H2O_RATIO, MANY = 0.2, 4096
@@ -238,9 +239,11 @@ def bench_top(args) -> None:
     """The grid runs once; then its best and the pick take turns, and medians count: the best of many single runs on a
     noisy machine is the luckiest. What does not fit into the cap is refused by the plan and is not run."""
     folder = common.scratch()
-    cases = []
+    kept = json.loads((common.RESULTS / "search_top.json").read_text()) if args.case else {}
+    cases = dict(enumerate(kept.get("cases", [])))
     try:
-        for model, cap, num, prompt, gen, ratio in TOP[: args.cases]:
+        for number in args.case or range(len(TOP)):
+            model, cap, num, prompt, gen, ratio = TOP[number]
             measure(folder / "profile.json")
             common_job = {"prompt_len": prompt, "gen_len": gen, "num_prompts": num}
             pick = {"policy": None, "hh_ratio": ratio, **common_job}
@@ -258,24 +261,22 @@ def bench_top(args) -> None:
             picks, *rivals = (rows[n :: len(finals)] for n in range(len(finals)))
             mine, *theirs = (median([_speed(r) for r in runs]) for runs in (picks, *rivals))
             best = theirs.index(max(theirs))
-            cases.append(
-                {
-                    "model": model,
-                    "cap_gib": cap,
-                    **common_job,
-                    "hh_ratio": ratio,
-                    "picked_block": {"full": full.policy.block_size, "h2o": h2o.policy.block_size},
-                    "picked": picks[0]["policy"],
-                    "picked_tokens_per_s": mine,
-                    "best_of_grid": rivals[best][0]["policy"],
-                    "best_of_grid_tokens_per_s": theirs[best],
-                    "ratio": mine / theirs[best],
-                    "grid": [{"policy": r["policy"], "tokens_per_s": _speed(r)} for r in others],
-                    "finals": [[_speed(r) for r in runs] for runs in (picks, *rivals)],
-                }
-            )
-            print(json.dumps({k: v for k, v in cases[-1].items() if k != "grid"}), flush=True)
-            common.save("search_top", {"cases": cases})
+            cases[number] = {
+                "model": model,
+                "cap_gib": cap,
+                **common_job,
+                "hh_ratio": ratio,
+                "picked_block": {"full": full.policy.block_size, "h2o": h2o.policy.block_size},
+                "picked": picks[0]["policy"],
+                "picked_tokens_per_s": mine,
+                "best_of_grid": rivals[best][0]["policy"],
+                "best_of_grid_tokens_per_s": theirs[best],
+                "ratio": mine / theirs[best],
+                "grid": [{"policy": r["policy"], "tokens_per_s": _speed(r)} for r in others],
+                "finals": [[_speed(r) for r in runs] for runs in (picks, *rivals)],
+            }
+            print(json.dumps({k: v for k, v in cases[number].items() if k != "grid"}), flush=True)
+            common.save("search_top", {"cases": [cases[n] for n in sorted(cases)]})
     finally:
         common.remove(folder)
 
@@ -310,7 +311,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=["papers", "machine", "top", "child"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", type=int, default=len(TOP))
+    parser.add_argument("--case", type=int, action="append", help="top: only this one, from 0 on; the others are kept")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     {"papers": bench_papers, "machine": bench_machine, "top": bench_top, "child": child}[args.section](args)

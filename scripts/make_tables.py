@@ -91,11 +91,16 @@ def gemm(data: dict) -> str:
 
 def big(data: dict) -> str:
     r = data["report"]
+
+    def time(phase: str, digits: int) -> str:
+        guess = f" (predicted {r['predicted'][f'{phase}_seconds']:.1f} s)" if "predicted" in r else ""
+        return f"{r[phase]['seconds']:.1f} s{guess}, {r[phase]['tokens_per_s']:.{digits}f} tokens/s"
+
     rows = [
         ["policy", policy_text(r["policy"], ", percent ")],
         ["prompts", f"{r['workload']['num_prompts']} of {r['workload']['prompt_len']} tokens"],
-        ["prefill", f"{r['prefill']['seconds']:.1f} s, {r['prefill']['tokens_per_s']:.1f} tokens/s"],
-        ["decode", f"{r['decode']['seconds']:.1f} s, {r['decode']['tokens_per_s']:.2f} tokens/s"],
+        ["prefill", time("prefill", 1)],
+        ["decode", time("decode", 2)],
         ["peak RAM", f"{(r['peak_memory_bytes']['gpu'] + r['peak_memory_bytes']['cpu']) / 2**30:.1f} GiB"],
         ["planned RAM", f"{(r['planned_memory_bytes']['gpu'] + r['planned_memory_bytes']['cpu']) / 2**30:.1f} GiB"],
         ["on disk", f"{r['peak_memory_bytes']['disk'] / 2**30:.1f} GiB"],
