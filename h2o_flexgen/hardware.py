@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
+from h2o_flexgen.cpu import linear
 from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
@@ -260,7 +260,7 @@ def _head_call(device: Device, dtype: torch.dtype):
     """From hidden states to logits."""
     words = torch.full((VOCABULARY, HIDDEN[0]), 0.01, dtype=dtype, device=device.torch_device)
     x = torch.randn(HEAD_TOKENS, HIDDEN[0], device=device.torch_device).to(dtype)
-    return lambda: F.linear(x, words)
+    return lambda: linear(x, words)
 
 
 def _choose_call(device: Device, dtype: torch.dtype):

@@ -22,6 +22,8 @@ HEAD_ROWS = 128
 #: of one chunk; measured on 2 cores in bf16, prompts of 64 to 2048 tokens: 256 queries are within 10 % of the best
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 QUERY_CHUNK = 256
+#: bytes of weights and rows of tokens in float32 at once, on a processor that multiplies nothing narrower
+PRODUCT_SLICE, PRODUCT_ROWS = 4 << 20, 512
 #: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
 
@@ -122,6 +124,11 @@ class Shapes:
     def converts_by_compute(self) -> bool:
         """Whether weights from disk lie on the device as they are stored, and compute converts a layer to use it."""
         return self.converts and not self.cuda
+
+    @property
+    def may_widen(self) -> bool:
+        """Whether products go through float32 where the processor has none in 16 bits (cpu.py)."""
+        return not self.cuda and self.compute_itemsize == 2
 
     @property
     def stored_ratio(self) -> float:
@@ -315,23 +322,32 @@ def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     config, size = shapes.config, shapes.compute_itemsize
     E, ffn = config.hidden_size, config.ffn_dim
     inner = ffn * _INNER_TENSORS.get(config.activation_function, 4)
-    mlp = tokens * (3 * E + inner) * size
+    mlp = tokens * (3 * E + inner) * size + _widened(shapes, tokens)
     attention = tokens * 7 * E * size
     H = config.num_attention_heads
     if shapes.budget is not None:
         attention += tokens * H * (4 + 4 + 4 + 8)  # scores; the sort's keys and indices
-    if shapes.budget is not None or (not shapes.cuda and size == 2):  # in chunks
+    if shapes.budget is not None or shapes.may_widen:  # in chunks
         # three copies in (B*H, T, D) shape, and the context; or the rows that are kept
         attention += tokens * 4 * E * size
         # a chunk of logits, and its probabilities in fp32 beside those of the chunk before
         queries = min(QUERY_CHUNK, P) * P
         attention += min(
             tokens * H * min(QUERY_CHUNK, P), max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], queries)
-        ) * (size + 8)
+        ) * ((4 if shapes.may_widen else size) + 8)
+    if shapes.may_widen:  # a few heads of queries, keys and values
+        attention += 3 * 4 * config.head_dim * max(P, CHUNK_ELEMENTS["cpu"] // QUERY_CHUNK)
     return max(mlp, attention)
+
+
+def _widened(shapes: Shapes, tokens: int) -> int:
+    """Of a product's operands and its result, what is in float32 at once."""
+    return (min(tokens, PRODUCT_ROWS) * shapes.config.ffn_dim * 4 + 2 * PRODUCT_SLICE) * shapes.may_widen
 
 
 def _decode_workspace(shapes: Shapes, batch: int) -> int:
     config, size = shapes.config, shapes.compute_itemsize
     scores = batch * config.num_attention_heads * shapes.slots
-    return batch * (8 * config.hidden_size + 2 * config.ffn_dim) * size + scores * (4 * 4 + 2 * size)
+    cache = 8 * min(scores * config.head_dim, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen  # a few heads in float32
+    products = batch * (8 * config.hidden_size + 2 * config.ffn_dim) * size + _widened(shapes, batch)
+    return products + cache + scores * (4 * 4 + 2 * size)

@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen.cpu import is_slow
 from h2o_flexgen.plan import CHUNK_ELEMENTS, QUERY_CHUNK
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q, k, v (B, H, T, D) -> context (B, H, T, D). Padding on the right cannot be seen by a real query."""
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        # in bf16 on a CPU, products of chunks run up to twice as fast as torch's fused attention
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and not is_slow(q):
+        # where a CPU multiplies bf16, products of chunks run up to twice as fast as torch's fused attention
         return _chunked(q, k, v, None)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -45,17 +46,18 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     for a in range(0, B * H, heads):
         b = min(a + heads, B * H)
+        few_q, few_k, few_v = (x[a:b].float() if is_slow(x) else x[a:b] for x in (q, k, v))
         for begin in range(0, T, chunk):
             end = min(begin + chunk, T)
             n = end - begin
-            logits = _scaled_logits(q[a:b, begin:end], k[a:b, :end])
+            logits = _scaled_logits(few_q[:, begin:end], few_k[:, :end])
             logits[:, :, begin:end].masked_fill_(above[:n, :n], float("-inf"))
             p = torch.softmax(logits, -1, dtype=torch.float32)
             if score is not None and real is None:
                 score[a:b, :end] += p.sum(1)
             elif score is not None:
                 score[a:b, :end] += torch.bmm(real[a:b, None, begin:end], p)[:, 0]
-            torch.bmm(p.to(v.dtype), v[a:b, :end], out=context[a:b, begin:end])
+            context[a:b, begin:end] = torch.bmm(p.to(few_v.dtype), few_v[:, :end])
     return context.view(B, H, T, D)
 
 
@@ -90,7 +92,7 @@ def _cached_attention_in_fp32(q: Tensor, k: list[Tensor], v: list[Tensor], empty
     """The same on a CPU, which is slow in fp16: a few heads at a time, whose copies in fp32 stay in its caches."""
     B, H, _, D = q.shape
     S = sum(segment.shape[2] for segment in k)
-    heads = max(1, CHUNK_ELEMENTS["cpu"] * torch.get_num_threads() // (S * D))
+    heads = max(torch.get_num_threads(), 2 * CHUNK_ELEMENTS["cpu"] // (S * D))
     q, k, v = q.reshape(1, B * H, 1, D), *([x.view(1, B * H, -1, D) for x in segments] for segments in (k, v))
     empty = None if empty is None else empty.expand(B, H, S).reshape(1, B * H, S)
     context, p = torch.empty_like(q), torch.empty(1, B * H, S)

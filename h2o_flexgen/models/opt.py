@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen.cpu import linear
 from h2o_flexgen.models.config import OPTConfig
 
 #: OPT's position table starts with two rows that no token uses
@@ -46,7 +47,7 @@ def layers(config: OPTConfig) -> list[Layer]:
             return {}
         return {f"{short}.{part}": (f"{name}.{part}", (E,)) for part in ("weight", "bias")}
 
-    def linear(short: str, name: str, out: int, into: int) -> dict:
+    def product(short: str, name: str, out: int, into: int) -> dict:
         spec = {f"{short}.weight": (f"{name}.weight", (out, into))}
         return spec | ({f"{short}.bias": (f"{name}.bias", (out,))} if config.enable_bias else {})
 
@@ -60,13 +61,13 @@ def layers(config: OPTConfig) -> list[Layer]:
         return Layer(
             f"decoder layer {index}",
             norm("attn_norm", f"{at}.self_attn_layer_norm")
-            | linear("q", f"{at}.self_attn.q_proj", E, E)
-            | linear("k", f"{at}.self_attn.k_proj", E, E)
-            | linear("v", f"{at}.self_attn.v_proj", E, E)
-            | linear("out", f"{at}.self_attn.out_proj", E, E)
+            | product("q", f"{at}.self_attn.q_proj", E, E)
+            | product("k", f"{at}.self_attn.k_proj", E, E)
+            | product("v", f"{at}.self_attn.v_proj", E, E)
+            | product("out", f"{at}.self_attn.out_proj", E, E)
             | norm("mlp_norm", f"{at}.final_layer_norm")
-            | linear("fc1", f"{at}.fc1", ffn, E)
-            | linear("fc2", f"{at}.fc2", E, ffn),
+            | product("fc1", f"{at}.fc1", ffn, E)
+            | product("fc2", f"{at}.fc2", E, ffn),
             {},
         )
 
@@ -80,7 +81,7 @@ def layers(config: OPTConfig) -> list[Layer]:
 def embed(words: Tensor, positions: Tensor, w: Weights) -> Tensor:
     """Rows of the two tables, words (B, T, W) and positions (B, T, E) -> hidden (B, T, E)."""
     if "project_in" in w:
-        words = F.linear(words, w["project_in"])
+        words = linear(words, w["project_in"])
     return words + positions
 
 
@@ -90,21 +91,21 @@ def decoder_layer(config: OPTConfig, w: Weights, hidden: Tensor, attend: Attend)
     pre_norm = config.do_layer_norm_before
 
     def heads(name: str, x: Tensor) -> Tensor:
-        x = F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+        x = linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
         return x.view(B, T, config.num_attention_heads, config.head_dim).transpose(1, 2)
 
     x = _norm(w, "attn_norm", hidden) if pre_norm else hidden
     context = attend(heads("q", x), heads("k", x), heads("v", x))
     del x
     context = context.transpose(1, 2).reshape(B, T, E)
-    hidden = F.linear(context, w["out.weight"], w.get("out.bias")).add_(hidden)
+    hidden = linear(context, w["out.weight"], w.get("out.bias")).add_(hidden)
     del context
     if not pre_norm:
         hidden = _norm(w, "attn_norm", hidden)
 
     x = _norm(w, "mlp_norm", hidden) if pre_norm else hidden
-    x = activation(config.activation_function)(F.linear(x, w["fc1.weight"], w.get("fc1.bias")))
-    hidden = F.linear(x, w["fc2.weight"], w.get("fc2.bias")).add_(hidden)
+    x = activation(config.activation_function)(linear(x, w["fc1.weight"], w.get("fc1.bias")))
+    hidden = linear(x, w["fc2.weight"], w.get("fc2.bias")).add_(hidden)
     return hidden if pre_norm else _norm(w, "mlp_norm", hidden)
 
 
@@ -113,8 +114,8 @@ def logits(config: OPTConfig, w: Weights, hidden: Tensor) -> Tensor:
     if config.has_final_norm:
         hidden = _norm(w, "final_norm", hidden)
     if "project_out" in w:
-        hidden = F.linear(hidden, w["project_out"])
-    return F.linear(hidden, w["lm_head"])
+        hidden = linear(hidden, w["project_out"])
+    return linear(hidden, w["lm_head"])
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:

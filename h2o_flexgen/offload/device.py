@@ -16,18 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cpu import has_bf16
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import memory
 from h2o_flexgen.plan import PAGE, aligned
-
-
-def _cpu_has_bf16() -> bool:
-    try:
-        with open("/proc/cpuinfo") as f:
-            flags = next((line for line in f if line.startswith(("flags", "Features"))), "").split()
-    except OSError:
-        return False
-    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 class Device:
@@ -70,7 +62,7 @@ class Device:
         if name == "auto":
             if self.is_cuda:
                 return torch.float16
-            return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+            return torch.bfloat16 if has_bf16() else torch.float32
         dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
         dtypes |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         if name not in dtypes:

@@ -1,0 +1,54 @@
+"""Products of 16-bit numbers on processors without instructions for them, where torch is slow: in float32, a part of
+the numbers at a time, whose copies stay in the processor's cache."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from h2o_flexgen.plan import PRODUCT_ROWS, PRODUCT_SLICE
+
+#: up to so many rows torch's own products in 16 bits are faster; up to so many it pays to multiply from the left
+FEWEST, FEW = 4, 256
+
+
+@cache
+def has_bf16() -> bool:
+    """Whether this processor multiplies bf16."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            flags = next((line for line in f if line.startswith(("flags", "Features"))), "").split()
+    except OSError:
+        return False
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def is_slow(x: Tensor) -> bool:
+    """Whether products of such numbers are slow where they are."""
+    return x.device.type == "cpu" and (x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not has_bf16()))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: x (..., I), weight (O, I), bias (O,) -> (..., O)."""
+    rows = x.numel() // x.shape[-1]
+    if rows <= FEWEST or not is_slow(x):
+        return F.linear(x, weight, bias)
+    out = x.new_empty(rows, len(weight))
+    for some, into in zip(x.reshape(rows, -1).split(PRODUCT_ROWS), out.split(PRODUCT_ROWS)):
+        _widened(into, some, weight, bias)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _widened(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    few = len(x) <= FEW
+    x = x.float().t().contiguous() if few else x.float()
+    part = max(1, PRODUCT_SLICE // (4 * weight.shape[1]))
+    buffer = torch.empty(min(part, len(weight)), weight.shape[1])
+    for begin in range(0, len(weight), part):
+        end = min(begin + part, len(weight))
+        w = buffer[: end - begin].copy_(weight[begin:end])
+        product = torch.mm(w, x).t() if few else torch.mm(x, w.t())
+        out[:, begin:end] = product if bias is None else product.add_(bias[begin:end])

@@ -1,0 +1,97 @@
+"""Products of 16-bit numbers where the processor has none: as exact as float32 rounded once, in parts of any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_flexgen import cpu
+from h2o_flexgen.kv_cache import attention
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def no_halves(monkeypatch):
+    monkeypatch.setattr(cpu, "has_bf16", lambda: False)
+
+
+def assert_rounded(got, exact):
+    torch.testing.assert_close(got.double(), exact, rtol=torch.finfo(got.dtype).eps, atol=1e-5)
+
+
+@given(
+    shape=st.lists(st.integers(1, 12), min_size=1, max_size=2),
+    into=st.integers(1, 20),
+    out=st.integers(1, 20),
+    dtype=st.sampled_from(HALVES),
+    bias=st.booleans(),
+    limits=st.tuples(st.integers(1, 200), st.integers(1, 9), st.integers(0, 5)),
+    seed=st.integers(0, 2**32),
+)
+def test_any_parts_give_the_product(shape, into, out, dtype, bias, limits, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, w = (torch.randn(*s, into, generator=generator).to(dtype) for s in (shape, (out,)))
+    b = torch.randn(out, generator=generator).to(dtype) if bias else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "has_bf16", lambda: False)
+        for name, value in zip(("PRODUCT_SLICE", "PRODUCT_ROWS", "FEW"), limits):
+            patch.setattr(cpu, name, value)
+        patch.setattr(cpu, "FEWEST", 0)
+        before = x.clone(), w.clone(), b
+        got = cpu.linear(x, w, b)
+    assert got.shape == (*shape, out) and got.dtype == dtype and got.is_contiguous()
+    assert_rounded(got, F.linear(x.double(), w.double(), None if b is None else b.double()))
+    assert torch.equal(x, before[0]) and torch.equal(w, before[1])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 256, 257, 512, 513, 1100])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rows_around_the_limits_that_are_used(no_halves, dtype, rows):
+    x, w, b = torch.randn(rows, 70).to(dtype), torch.randn(300, 70).to(dtype), torch.randn(300).to(dtype)
+    exact = F.linear(x.double(), w.double(), b.double())
+    torch.testing.assert_close(cpu.linear(x, w, b).double(), exact, rtol=0.02, atol=0.02)
+
+
+def test_float32_and_processors_with_bf16_use_torch(monkeypatch):
+    monkeypatch.setattr(cpu, "_widened", None)
+    monkeypatch.setattr(cpu, "has_bf16", lambda: True)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.randn(9, 5).to(dtype), torch.randn(7, 5).to(dtype)
+        assert torch.equal(cpu.linear(x, w), F.linear(x, w))
+
+
+def test_a_row_does_not_depend_on_how_many_there_are_but_for_rounding(no_halves):
+    x, w = torch.randn(40, 64).bfloat16(), torch.randn(50, 64).bfloat16()
+    torch.testing.assert_close(cpu.linear(x[:5], w), cpu.linear(x, w)[:5], rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("T", [5, 300])
+def test_attention_over_a_prompt_is_that_of_float32(no_halves, dtype, T):
+    q, k, v = torch.randn(3, 2, 3, T, 8).to(dtype)
+    lengths = torch.tensor([T, T - 2])
+    wide = attention.causal_attention_with_scores(q.float(), k.float(), v.float(), lengths)
+    context, score = attention.causal_attention_with_scores(q, k, v, lengths)
+    assert context.dtype == dtype
+    assert_rounded(context, wide[0].double())
+    torch.testing.assert_close(score, wide[1])
+    torch.testing.assert_close(attention.causal_attention(q, k, v).float(), wide[0], rtol=0.05, atol=0.02)
+
+
+def test_attention_over_a_cache_in_fp16_is_that_of_float32(monkeypatch):
+    dtype = torch.float16
+    q, k, v = torch.randn(2, 3, 1, 8).to(dtype), *torch.randn(2, 2, 3, 9, 8).to(dtype)
+    empty = torch.rand(2, 3, 9) < 0.3
+    empty[..., 0] = False
+    parts = [[x.contiguous() for x in t.split((4, 5), 2)] for t in (k, v)]
+    wide = attention.cached_attention(q.float(), *([x.float() for x in p] for p in parts), empty)
+    for elements in (1, 100, 1 << 20):
+        monkeypatch.setitem(attention.CHUNK_ELEMENTS, "cpu", elements)
+        context, p = attention.cached_attention(q, *parts, empty)
+        assert context.dtype == dtype
+        assert_rounded(context, wide[0].double())
+        torch.testing.assert_close(p, wide[1])
