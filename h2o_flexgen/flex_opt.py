@@ -295,6 +295,10 @@ def describe_budget(budget: dict | None) -> str:
     return f"{budget['heavy']} heavy + {budget['recent']} recent slots (H2O)" if budget else "full"
 
 
+def rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.1f}" if tokens_per_s >= 10 else f"{tokens_per_s:.2f}"
+
+
 def describe(report: dict) -> str:
     """The report for people."""
     w, policy = report["workload"], report["policy"]
@@ -311,17 +315,16 @@ def describe(report: dict) -> str:
     for phase in ("prefill", "decode"):
         part = report[phase]
         beside = f" (predicted {predicted[phase + '_seconds']:.2f} s)" if predicted else ""
-        lines.append(f"{phase:<11}{part['seconds']:.2f} s, {part['tokens_per_s']:.1f} tokens/s{beside}")
+        lines.append(f"{phase:<11}{part['seconds']:.2f} s, {rate(part['tokens_per_s'])} tokens/s{beside}")
     total = report["total"]
-    beside = f" (predicted {predicted['tokens_per_s']:.2f}, bound by {predicted['bound_by']})" if predicted else ""
+    beside = f" (predicted {rate(predicted['tokens_per_s'])}, bound by {predicted['bound_by']})" if predicted else ""
     lines.append(
         f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, "
-        f"{total['tokens_per_s']:.2f} tokens/s{beside}"
+        f"{rate(total['tokens_per_s'])} tokens/s{beside}"
     )
-    for tier in ("gpu", "cpu", "disk"):
-        peak, planned = report["peak_memory_bytes"][tier], report["planned_memory_bytes"][tier]
-        if peak or planned:
-            lines.append(f"{tier + ' memory':<11}peak {gib(peak)}, planned {gib(planned)}")
+    peaks, plans = report["peak_memory_bytes"], report["planned_memory_bytes"]
+    used = [tier for tier in ("gpu", "cpu", "disk") if peaks[tier] or plans[tier]]
+    lines.append("memory     " + "; ".join(f"{t} peak {gib(peaks[t])}, planned {gib(plans[t])}" for t in used))
     moved = ", ".join(f"{k.replace('_', ' ')} {gib(v)}" for k, v in report["bytes_moved"].items() if v)
     if moved:
         lines.append(f"moved      {moved}")
