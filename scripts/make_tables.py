@@ -188,6 +188,7 @@ TABLES = {
     "search_papers": search_papers,
     "search_machine": search_machine,
     "search_top": search_top,
+    "engine_ram": ram,
     "engine_ram_512_1024": ram,
     "engine_ram_1024": ram,
     "engine_disk": disk,
