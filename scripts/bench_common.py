@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import date
 from pathlib import Path
 
@@ -23,24 +24,28 @@ def machine(ram_cap: int | None = None) -> dict:
 
     m = found()
     cap = None if ram_cap is None else round(ram_cap / 2**30, 2)
-    return {**{name: m[name] for name in ("processor", "cores", "ram_gib")}, "ram_cap_gib": cap, "gpu": m["gpu"]}
+    return {
+        **{name: m[name] for name in ("processor", "cores", "ram_gib")},
+        "ram_cap_gib": cap,
+        "gpu": m["gpu"],
+    }
 
 
-def versions() -> dict:
+def versions(*others: str) -> dict:
     from h2o_flexgen.hardware import installed
 
-    return installed("torch", "transformers", "numpy")
+    return installed("torch", "transformers", "numpy", *others)
 
 
-def save(name: str, data: dict, ram_cap: int | None = None) -> Path:
-    """Write docs/benchmarks/NAME.json with the command, machine, versions and date."""
+def save(name: str, data: dict, ram_cap: int | None = None, others: tuple[str, ...] = ()) -> Path:
+    """Write docs/benchmarks/NAME.json with the command, machine, versions (`others`: of more packages) and date."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     arguments = " ".join(arg for arg in sys.argv[1:])
     meta = {
         "command": f"python scripts/{Path(sys.argv[0]).name} {arguments}".strip(),
         "date": date.today().isoformat(),
         "machine": machine(ram_cap),
-        "versions": versions(),
+        "versions": versions(*others),
     }
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(meta | data, indent=1) + "\n")
@@ -48,17 +53,65 @@ def save(name: str, data: dict, ram_cap: int | None = None) -> Path:
     return path
 
 
+def kept(name: str, *others: str) -> dict:
+    """What an earlier run wrote to docs/benchmarks/NAME.json, if on this machine and with these versions."""
+    path = RESULTS / f"{name}.json"
+    data = json.loads(path.read_text()) if path.exists() else {}
+    same = data and data["versions"] == versions(*others) and data["machine"] | {"ram_cap_gib": None} == machine()
+    return data if same else {}
+
+
 def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
+def random_prompts(count: int, length: int) -> list[list[int]]:
+    import torch
+
+    return torch.randint(4, 50000, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def time_generate(model, prompts: list[list[int]], gen_len: int, device: str = "cpu") -> dict[str, float]:
+    """Seconds of prefill and of the decode steps of transformers' `generate`."""
+    import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    class Clock(StoppingCriteria):
+        def __init__(self):
+            self.times = []
+
+        def __call__(self, input_ids, scores, **kwargs):
+            if device != "cpu":
+                torch.cuda.synchronize()
+            self.times.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    clock = Clock()
+    ids = torch.tensor(prompts, device=device)
+    start = time.perf_counter()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=gen_len,
+        min_new_tokens=gen_len,
+        do_sample=False,
+        pad_token_id=1,
+        stopping_criteria=StoppingCriteriaList([clock]),
+    )
+    assert out.shape == (len(prompts), len(prompts[0]) + gen_len)
+    return {
+        "prefill": clock.times[0] - start,
+        "decode": clock.times[-1] - clock.times[0],
+    }
+
+
 class MemoryCap:
-    """A memory cgroup (v1 or v2) of `nbytes`, page cache included. Needs the right to make one (root).
+    """A memory cgroup (v1 or v2) of `nbytes` (None: no limit), page cache included. Needs the right to make one (root).
 
     A process must enter before it allocates: what was charged before stays uncharged.
     """
 
-    def __init__(self, nbytes: int):
+    def __init__(self, nbytes: int | None):
         v1 = Path("/sys/fs/cgroup/memory")
         root = v1 if v1.is_dir() else Path("/sys/fs/cgroup")
         self.is_v1 = v1.is_dir()
@@ -67,7 +120,8 @@ class MemoryCap:
             if "memory" not in control.read_text().split():
                 control.write_text("+memory")
         self.folder = Path(tempfile.mkdtemp(prefix="h2o_flexgen-", dir=root))
-        (self.folder / ("memory.limit_in_bytes" if self.is_v1 else "memory.max")).write_text(str(nbytes))
+        limit = self.folder / ("memory.limit_in_bytes" if self.is_v1 else "memory.max")
+        limit.write_text(str(nbytes) if nbytes is not None else "-1" if self.is_v1 else "max")
         if not self.is_v1 and (self.folder / "memory.swap.max").exists():
             (self.folder / "memory.swap.max").write_text("0")
 

@@ -32,12 +32,6 @@ def quiet_llm(model: str, **kwargs):
     return LLM(model, path=DUMMY, progress=False, **kwargs)
 
 
-def random_prompts(count: int, length: int) -> list[list[int]]:
-    import torch
-
-    return torch.randint(4, 50000, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
-
-
 # ram
 
 
@@ -69,36 +63,12 @@ def transformers_model(source, config):
     return model
 
 
-def time_transformers(model, prompts, gen_len: int) -> dict:
-    import torch
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
-    class Clock(StoppingCriteria):
-        def __init__(self):
-            self.times = []
-
-        def __call__(self, input_ids, scores, **kwargs):
-            self.times.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    clock = Clock()
-    ids = torch.tensor(prompts)
-    start = time.perf_counter()
-    with torch.inference_mode():
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=gen_len,
-            min_new_tokens=gen_len,
-            do_sample=False,
-            stopping_criteria=StoppingCriteriaList([clock]),
-        )
-    return {"prefill": clock.times[0] - start, "decode": clock.times[-1] - clock.times[0]}
-
-
 def run_transformers(model, attention: str, prompts, gen_len: int) -> dict:
+    import torch
+
     model.set_attn_implementation(attention)
-    return time_transformers(model, prompts, gen_len)
+    with torch.inference_mode():
+        return common.time_generate(model, prompts, gen_len)
 
 
 def time_ours(llm, budget, prompts, gen_len: int) -> dict:
@@ -116,10 +86,10 @@ def time_ours(llm, budget, prompts, gen_len: int) -> dict:
 
 
 def bench_ram(args) -> None:
-    """Rounds over all prompt lengths and systems; the file is written anew after every length, so that a benchmark
-    that is stopped keeps what it has. transformers' implementations of attention are best at different phases: the
-    fused one is timed in prefill (and 7 decode steps), the eager one in decode too; each phase is held against the
-    better of the two."""
+    """Rounds over all prompt lengths and systems, added to those that the file has from this machine: a benchmark that
+    is stopped goes on with the run that was next. transformers' implementations of attention are best at different
+    phases: the fused one is timed in prefill (and 7 decode steps), the eager one in decode too; each phase is held
+    against the better of the two."""
     from h2o_flexgen import KVBudget, Policy
 
     batch, gen_len = 32, args.gen_len or 64
@@ -133,17 +103,21 @@ def bench_ram(args) -> None:
         "transformers, eager": (partial(run_transformers, model, "eager"), gen_len),
         "transformers, sdpa": (partial(run_transformers, model, "sdpa"), 8),
     }
-    runs: dict[tuple[int, str], list[dict]] = {}
-    for _ in range(args.rounds):
+    runs: dict[tuple[int, str], list[dict]] = {
+        (row["prompt_len"], row["system"]): row["runs"] for row in common.kept("engine_ram").get("rows", [])
+    }
+    for done in range(args.rounds):
         for prompt_len in args.prompt_lens:
-            prompts = random_prompts(batch, prompt_len)
+            prompts = common.random_prompts(batch, prompt_len)
             systems = {name: (run, gen_len) for name, run in ours.items()}
             for name, (run, tokens) in (systems | (peers if prompt_len == 512 else {})).items():
+                if len(runs.setdefault((prompt_len, name), [])) > done:
+                    continue
                 times = run(prompts, tokens)
                 times["decode_step"] = times["decode"] / (tokens - 1)
-                runs.setdefault((prompt_len, name), []).append(times)
+                runs[prompt_len, name].append(times)
                 print(prompt_len, name, json.dumps(times), flush=True)
-            save_ram(runs, batch, gen_len)
+                save_ram(runs, batch, gen_len)
 
 
 def save_ram(runs: dict, batch: int, gen_len: int) -> None:
@@ -161,7 +135,9 @@ def save_ram(runs: dict, batch: int, gen_len: int) -> None:
     ratios = {}
     for prompt_len in sorted({row["prompt_len"] for row in rows}):
         by = {row["system"]: row for row in rows if row["prompt_len"] == prompt_len}
-        full, evicting = by["ours, full cache"], by["ours, H2O 0.1"]
+        full, evicting = by.get("ours, full cache"), by.get("ours, H2O 0.1")
+        if full is None or evicting is None:
+            continue
         peers = [row for name, row in by.items() if "transformers" in name]
         step = "decode_step_seconds"
         ratios[f"decode, H2O over our full cache, prompt {prompt_len}"] = full[step] / evicting[step]
@@ -169,8 +145,7 @@ def save_ram(runs: dict, batch: int, gen_len: int) -> None:
             best = min(peers, key=lambda row: row[key])
             ratios[f"{phase}, our full cache over {best['system']}, prompt {prompt_len}"] = best[key] / full[key]
     workload = {"model": "OPT-1.3B shape, random weights, bf16", "batch": batch, "gen_len": gen_len}
-    name = "_".join(["engine_ram", *(str(n) for n in sorted({row["prompt_len"] for row in rows}))])
-    common.save(name, {"workload": workload, "ratios": ratios, "rows": rows})
+    common.save("engine_ram", {"workload": workload, "ratios": ratios, "rows": rows})
     print(json.dumps(ratios, indent=1), flush=True)
 
 
@@ -265,7 +240,7 @@ def decode_steps(llm, batch: int, batches: int, steps: int) -> list[float]:
     llm.policy = Policy(batch, batches, (0, 0, 100, 0, 100, 0))
     probe = Probe(llm)
     try:
-        llm.generate(random_prompts(batch * batches, 4), SamplingParams(max_tokens=steps + 2))
+        llm.generate(common.random_prompts(batch * batches, 4), SamplingParams(max_tokens=steps + 2))
     finally:
         probe.close()
     return probe.steps

@@ -239,8 +239,7 @@ def bench_top(args) -> None:
     """The grid runs once; then its best and the pick take turns, and medians count: the best of many single runs on a
     noisy machine is the luckiest. What does not fit into the cap is refused by the plan and is not run."""
     folder = common.scratch()
-    kept = json.loads((common.RESULTS / "search_top.json").read_text()) if args.case else {}
-    cases = dict(enumerate(kept.get("cases", [])))
+    cases = dict(enumerate(common.kept("search_top").get("cases", []) if args.case else []))
     try:
         for number in args.case or range(len(TOP)):
             model, cap, num, prompt, gen, ratio = TOP[number]
