@@ -165,7 +165,7 @@ def describe(result: dict, found: Candidate, title: str) -> str:
     busy = [f"{name} {seconds:.1f} s" for name, seconds in found.prediction.busy[:4] if seconds]
     lines.append(f"busy       {', '.join(busy)}")
     for tier, memory in result["memory_bytes"].items():
-        lines.append(f"{tier + ' memory':<11}{gib(memory['needed'])} of {gib(memory['limit'])}")
+        lines.append(f"{tier:<11}{gib(memory['needed'])} of {gib(memory['limit'])}")
     if found.plan.shared:
         both = found.plan.needed("gpu") + found.plan.needed("cpu")
         lines.append(f"RAM        {gib(both)} of {gib(found.plan.limits['ram'])}, gpu and cpu together")
