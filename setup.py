@@ -24,5 +24,6 @@ setup(
     extras_require={
         "test": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.6"],
         "plot": ["matplotlib>=3.7"],
+        "bench": ["accelerate>=1.0", "deepspeed>=0.15", "matplotlib>=3.7"],
     },
 )

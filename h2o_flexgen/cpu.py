@@ -44,9 +44,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _widened(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     few = len(x) <= FEW
-    x = x.float().t().contiguous() if few else x.float()
+    wide = {"dtype": torch.float32, "device": x.device}
+    x = torch.empty(x.shape[1], len(x), **wide).copy_(x.t()) if few else x.float()
     part = max(1, PRODUCT_SLICE // (4 * weight.shape[1]))
-    buffer = torch.empty(min(part, len(weight)), weight.shape[1])
+    buffer = torch.empty(min(part, len(weight)), weight.shape[1], **wide)
     for begin in range(0, len(weight), part):
         end = min(begin + part, len(weight))
         w = buffer[: end - begin].copy_(weight[begin:end])

@@ -201,7 +201,7 @@ def builtin_prompts(llm, count: int, length: int) -> list[list[int]]:
     for n in range(count):
         again, module = divmod(n, len(_PROMPT_MODULES))
         text = _source_before_a_body(_PROMPT_MODULES[module], again, 4 * length)
-        ids = llm.tokenizer(text[-8 * length - 2000 :])["input_ids"][len(first) :]
+        ids = llm.tokenizer(text[-8 * length - 2000 :], verbose=False)["input_ids"][len(first) :]
         left = length - len(first)
         for end in range(len(ids), max(0, len(ids) - 32), -1):  # earlier, if another prompt is the same
             body = ids[:end]

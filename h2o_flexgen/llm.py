@@ -228,7 +228,7 @@ class LLM:
                 prompt.encode()
             except UnicodeEncodeError:
                 raise UserError("the prompt is not valid Unicode: it holds half a surrogate pair") from None
-            ids = self.tokenizer(prompt)["input_ids"]
+            ids = self.tokenizer(prompt, verbose=False)["input_ids"]
         elif isinstance(prompt, (list, tuple)):
             ids = list(prompt)
         elif isinstance(prompt, UserError):

@@ -335,8 +335,8 @@ def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
         attention += min(
             tokens * H * min(QUERY_CHUNK, P), max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], queries)
         ) * ((4 if shapes.may_widen else size) + 8)
-    if shapes.may_widen:  # a few heads of queries, keys and values
-        attention += 3 * 4 * config.head_dim * max(P, CHUNK_ELEMENTS["cpu"] // QUERY_CHUNK)
+    if shapes.may_widen:  # queries, keys, values and the product of a few heads
+        attention += 16 * config.head_dim * min(tokens * H, max(P, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P)))
     return max(mlp, attention)
 
 

@@ -16,6 +16,9 @@ RESULTS = ROOT / "docs" / "benchmarks"
 
 
 def load(name: str) -> dict | None:
+    if name == "throughput":  # a file for each row of the matrix; that of OPT-125m only tries the script
+        names = sorted(path.stem for path in RESULTS.glob("throughput_*.json") if "125m" not in path.stem)
+        return {name: load(name) for name in names} or None
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -184,7 +187,58 @@ def search_top(data: dict) -> str:
     return f"{markdown(header, rows)}\n\n{where(data)}"
 
 
+def throughput(rows: dict[str, dict]) -> str:
+    table, ours = [], []
+    for data in rows.values():
+        row, systems = data["row"], data["systems"]
+        job = f"{row['model'].removeprefix('facebook/')} {row['prompt_len']}+{row['gen_len']}"
+        cap = "none" if row["cap"] is None else f"{row['cap']:g} GiB"
+        best = systems.get("ours, H2O", {}).get("tokens_per_s")
+        for name, s in systems.items():
+            if "tokens_per_s" not in s:
+                if s["failed"]:
+                    table.append([job, cap, name, "", "", "", "", "; ".join(s["failed"]), "", ""])
+                continue
+            speed = s["tokens_per_s"]
+            times = [f"{s['prefill_seconds']:.1f}", f"{s['decode_seconds']:.1f}", f"{speed:.2f}"]
+            table.append(
+                [
+                    job,
+                    cap,
+                    name,
+                    s["batch"],
+                    s["lowest_tier"],
+                    *times,
+                    f"{best / speed:.1f}x" if best else "",
+                    s["runs"],
+                ]
+            )
+            if "bound_by" in s:
+                guess = f"{s['predicted_over_measured']:.2f}"
+                bound = f"{1 / s['decode_over_floor']:.0%}"
+                ours.append([job, cap, name, policy_text(s["policy"]), guess, s["bound_by"], bound])
+    header = [
+        "job",
+        "cap",
+        "system",
+        "batch",
+        "lowest tier",
+        "prefill, s",
+        "decode, s",
+        "tokens/s",
+        "ours, H2O",
+        "runs",
+    ]
+    parts = [markdown(header, table)]
+    if ours:
+        parts.append(
+            markdown(["job", "cap", "ours", "policy", "predicted / it", "decode is bound by", "of that bound"], ours)
+        )
+    return "\n\n".join([*parts, *dict.fromkeys(where(data) for data in rows.values())])
+
+
 TABLES = {
+    "throughput": throughput,
     "search_papers": search_papers,
     "search_machine": search_machine,
     "search_top": search_top,

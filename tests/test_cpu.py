@@ -95,3 +95,13 @@ def test_attention_over_a_cache_in_fp16_is_that_of_float32(monkeypatch):
         assert context.dtype == dtype
         assert_rounded(context, wide[0].double())
         torch.testing.assert_close(p, wide[1])
+
+
+def test_other_default_types_change_nothing(no_halves):
+    x, w = torch.randn(20, 8).bfloat16(), torch.randn(6, 8).bfloat16()
+    wanted = cpu.linear(x, w)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(cpu.linear(x, w), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -92,10 +92,10 @@ def _cached_attention_in_fp32(q: Tensor, k: list[Tensor], v: list[Tensor], empty
     """The same on a CPU, which is slow in fp16: a few heads at a time, whose copies in fp32 stay in its caches."""
     B, H, _, D = q.shape
     S = sum(segment.shape[2] for segment in k)
-    heads = max(torch.get_num_threads(), 2 * CHUNK_ELEMENTS["cpu"] // (S * D))
+    heads = max(1, 2 * CHUNK_ELEMENTS["cpu"] // (S * D))
     q, k, v = q.reshape(1, B * H, 1, D), *([x.view(1, B * H, -1, D) for x in segments] for segments in (k, v))
     empty = None if empty is None else empty.expand(B, H, S).reshape(1, B * H, S)
-    context, p = torch.empty_like(q), torch.empty(1, B * H, S)
+    context, p = torch.empty_like(q), torch.empty(1, B * H, S, dtype=torch.float32)
     for a in range(0, B * H, heads):
         part = slice(a, a + heads)
         few_k, few_v = ([x[:, part].float() for x in segments] for segments in (k, v))

@@ -1,0 +1,85 @@
+"""Draw docs/throughput.png and docs/frontier.png from docs/benchmarks/throughput_*.json. Needs matplotlib.
+
+throughput: generated tokens/s of every system, a group of bars for each row; the batch stands on the bar
+frontier: our throughput over the seconds of a block, full cache and H2O, one panel for each row that has been swept
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from bench_throughput import SYSTEMS, speed  # noqa: E402
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def load() -> dict[str, dict]:
+    """Row -> what was measured."""
+    files = sorted((DOCS / "benchmarks").glob("throughput_*.json"))
+    return {path.stem.removeprefix("throughput_").replace("_", " "): json.loads(path.read_text()) for path in files}
+
+
+def plot_throughput(rows: dict[str, dict]) -> None:
+    fig, ax = plt.subplots(figsize=(1.5 + 2 * len(rows), 4))
+    width = 0.8 / len(SYSTEMS)
+    for n, system in enumerate(SYSTEMS):
+        found = [data["systems"].get(system, {}) for data in rows.values()]
+        places = [x + (n - len(SYSTEMS) / 2 + 0.5) * width for x in range(len(rows))]
+        bars = ax.bar(places, [f.get("tokens_per_s", 0) for f in found], width, label=system)
+        ax.bar_label(bars, [f.get("batch", "") for f in found], fontsize=7)
+    ax.set_xticks(range(len(rows)), [f"{name}\n{cap_text(data)}" for name, data in rows.items()])
+    ax.set_yscale("log")
+    ax.set_ylabel("generated tokens/s (batch on the bar)")
+    ax.legend(fontsize=8)
+    write(fig, "throughput.png")
+
+
+def plot_frontier(rows: dict[str, dict]) -> None:
+    swept = {
+        name: runs for name, data in rows.items() if (runs := [r for r in data["runs"] if "block" in r["options"]])
+    }
+    if not swept:
+        return
+    fig, axes = plt.subplots(1, len(swept), figsize=(1 + 4 * len(swept), 4), squeeze=False)
+    for ax, (name, runs) in zip(axes[0], swept.items()):
+        for system in dict.fromkeys(r["system"] for r in runs):
+            mine = sorted((r for r in runs if r["system"] == system and "failed" not in r), key=lambda r: r["batch"])
+            seconds = [r["prefill"] + r["decode"] for r in mine]
+            ax.plot(seconds, [speed(r) for r in mine], "o-", label=system)
+            for r, x in zip(mine, seconds):
+                ax.annotate(r["batch"], (x, speed(r)), fontsize=7)
+        ax.set_title(name)
+        ax.set_xscale("log")
+        ax.set_xlabel("seconds of a block (its sequences at the points)")
+        ax.set_ylabel("generated tokens/s")
+        ax.legend(fontsize=8)
+    write(fig, "frontier.png")
+
+
+def cap_text(data: dict) -> str:
+    cap = data["row"]["cap"]
+    return "no cap" if cap is None else f"{cap:g} GiB"
+
+
+def write(fig, name: str) -> None:
+    fig.tight_layout()
+    fig.savefig(DOCS / name, dpi=120)
+    print(f"wrote docs/{name}")
+
+
+def main() -> None:
+    rows = load()
+    if not rows:
+        sys.exit("no docs/benchmarks/throughput_*.json yet: run scripts/bench_throughput.py first")
+    plot_throughput(rows)
+    plot_frontier(rows)
+
+
+if __name__ == "__main__":
+    main()
