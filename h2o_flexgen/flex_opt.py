@@ -15,8 +15,8 @@ from pathlib import Path
 
 from h2o_flexgen.errors import Interrupted, UserError
 from h2o_flexgen.files import check_writable
-from h2o_flexgen.policy import GIB, KVBudget, Policy, gib
-from h2o_flexgen.search.budget import MIN_HH_RATIO, budget_choices, describe_curve, largest_free
+from h2o_flexgen.policy import GIB, KVBudget, Policy, budget_in, gib
+from h2o_flexgen.search.budget import MIN_HH_RATIO, check_floor, describe_curve, largest_free
 
 #: modules of the standard library whose source text makes the built-in prompts
 _PROMPT_MODULES = (
@@ -155,7 +155,7 @@ def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
         if any(value is not None for value in given[1:]):
             raise UserError("--hh-ratio auto sizes the whole KV budget: leave --recent-ratio and the sizes out")
         args.min_hh_ratio = MIN_HH_RATIO if args.min_hh_ratio is None else args.min_hh_ratio
-        budget_choices(args.min_hh_ratio)
+        check_floor(args.min_hh_ratio)
         return "auto"
     return None if all(value is None for value in given) else KVBudget(*given)
 
@@ -357,6 +357,8 @@ def run(args: argparse.Namespace) -> None:
     check_distinct(args, "--input-file", "--policy", "--hardware", "--output-file", "--report")
     rows = read_prompts(args.input_file) if args.input_file is not None else None
     policy, budget = make_policy(args, len(rows) if rows else None), make_budget(args)
+    if budget is None and args.policy not in (None, "auto"):
+        budget = budget_in(args.policy)  # a searched policy's block is as large as its budget allows
     output_file = OutputFile(args.output_file) if args.output_file is not None else None
     if args.report is not None:
         check_writable("--report", Path(args.report))

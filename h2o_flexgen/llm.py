@@ -26,7 +26,7 @@ from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root, sweep
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_policy
-from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy, cap_limits
+from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy, budget_in, cap_limits
 from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, size_budget
 from h2o_flexgen.search.cost import CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
@@ -115,7 +115,10 @@ class LLM:
         self.device = Device(device)
         self.dtype = self.device.dtype(dtype)
         self.kv_budget = kv_budget
-        self.policy = Policy.from_file(policy) if isinstance(policy, (str, Path)) and policy != "auto" else policy
+        self.policy = policy
+        if isinstance(policy, (str, Path)) and policy != "auto":
+            self.policy = Policy.from_file(policy)
+            self.kv_budget = budget_in(policy) if kv_budget is None else kv_budget
         if not isinstance(self.policy, Policy) and self.policy != "auto":
             raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
         if kv_budget not in (None, "auto") and not isinstance(kv_budget, KVBudget):
@@ -432,7 +435,9 @@ class LLM:
 
         if self.kv_budget == "auto":
             self.measured()
-            _, chosen, self.curve = size_budget(self.min_hh_ratio, find, self.progress)
+            _, chosen, self.curve = size_budget(
+                self.min_hh_ratio, workload.longest, workload.longest + workload.gen_len, find, self.progress
+            )
             return chosen
         rule = self._rule(workload, self.kv_budget)
         return rule, *self.choose_policy(workload, rule, limits)

@@ -164,6 +164,18 @@ class Policy:
             raise UserError(f"the policy {path}: {e}") from None
 
 
+def budget_in(path: str | Path) -> KVBudget | None:
+    """The KV budget that the policy search wrote beside its policy; None if there is none."""
+    data = read_json("the policy", path)
+    budget = data.get("kv_budget") if isinstance(data, dict) else None
+    if budget is None:
+        return None
+    wanted = isinstance(budget, dict) and set(budget) == {"heavy", "recent"}
+    if not wanted or not all(isinstance(n, int) for n in budget.values()):
+        raise UserError(f'the policy {path}: \'kv_budget\' must hold "heavy" and "recent" slots, or be null')
+    return KVBudget.from_size(budget["heavy"], budget["recent"])
+
+
 def cap_limits(there: dict[str, int], caps: dict[str, int | None], shared: bool) -> dict[str, int]:
     """What may be planned for on each tier: what is there, within what the user allows. `shared`: gpu and cpu are the
     same RAM, whose whole is the limit "ram"."""

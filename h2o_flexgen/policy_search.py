@@ -149,7 +149,8 @@ def describe(result: dict, found: Candidate, title: str) -> str:
     """The result for people."""
     policy, predicted = found.policy, result["predicted"]
     full = [tier for tier, m in result["memory_bytes"].items() if m["needed"] > _FULL * m["limit"]]
-    room = f"; no room for a larger block on {' and '.join(full)}" if full else ""
+    part = found.prediction.num_prompts > policy.block_size
+    room = f"; no room for a larger block on {' and '.join(full)}" if full and part else ""
     percent = " ".join(f"{x:g}" for x in policy.percent)
     lines = [
         title,
@@ -210,7 +211,9 @@ def find(args: argparse.Namespace, planner: Planner) -> tuple[Candidate, KVBudge
         speed = p.block_tokens_per_s if planner.one_block else p.tokens_per_s
         return BudgetPoint.of(ratio, planner.shapes(budget), found.policy, speed), found
 
-    budget, found, curve = size_budget(args.min_hh_ratio, size, not args.json)
+    budget, found, curve = size_budget(
+        args.min_hh_ratio, args.prompt_len, args.prompt_len + args.gen_len, size, not args.json
+    )
     return found, budget, curve
 
 
@@ -289,9 +292,13 @@ def stored_dtype(folder: Path) -> str:
 
 def profile_of(args: argparse.Namespace) -> Profile:
     """The profile that is given, if no other option contradicts it."""
+    from h2o_flexgen.offload.device import Device
+
     profile = Profile.from_file(args.hardware)
+    dtype = args.dtype if args.dtype == "auto" else str(Device("cpu").dtype(args.dtype)).removeprefix("torch.")
+    given = {"device": args.device.split(":")[0], "dtype": dtype}
     for option, there in (("device", profile.device), ("dtype", profile.dtype)):
-        if getattr(args, option).split(":")[0] not in ("auto", there):
+        if given[option] not in ("auto", there):
             raise UserError(f"--{option} {getattr(args, option)} contradicts --hardware, a profile of {there}")
     return profile
 

@@ -100,6 +100,11 @@ def test_a_given_policy_that_does_not_fit_is_predicted_and_refused(find):
     assert "gpu tier is too small" in err
 
 
+def test_short_names_of_types_are_types(find):
+    code, _, err = find(*JOB, "--dtype", "fp32")
+    assert code == 0, err
+
+
 def test_without_a_number_of_prompts_it_takes_the_largest_block(find):
     result = json.loads(find(*JOB[:-2], "--hh-ratio", 0.1, "--json")[1])
     assert result["policy"]["gpu_batch_size"] * result["policy"]["num_gpu_batches"] > 100
@@ -143,6 +148,7 @@ def _has_matplotlib() -> bool:
         (("--hh-ratio", "auto", "--hh-size", 3), "--hh-ratio auto sizes the whole"),
         (("--hh-ratio", "auto", "--min-hh-ratio", 0), "--min-hh-ratio"),
         (("--min-hh-ratio", 0.2), "--min-hh-ratio is the floor of --hh-ratio auto"),
+        (("--dtype", "fp16"), "--dtype fp16 contradicts --hardware, a profile of float32"),
         (("--dtype", "float16"), "--dtype float16 contradicts --hardware, a profile of float32"),
         (("--device", "cuda:1"), "--device cuda:1 contradicts --hardware, a profile of cpu"),
         (("-o", "./x.json", "--plot", "x.json"), "--output and --plot name the same file"),
@@ -214,6 +220,36 @@ def test_a_profile_of_another_device_or_type_ends_the_job(refused, model, tmp_pa
 def test_a_latency_limit_contradicts_percentages(refused, model):  # noqa: F811
     line = refused("--model", model, "--max-latency", 3, "--percent", 100, 0, 100, 0, 100, 0)
     assert "--percent contradicts --max-latency" in line
+
+
+def test_a_searched_policy_brings_its_budget(cli, model, tmp_path):  # noqa: F811
+    file, report = tmp_path / "policy.json", tmp_path / "report.json"
+    policy = {"gpu_batch_size": 2, "num_gpu_batches": 1}
+    file.write_text(json.dumps({"policy": policy, "kv_budget": {"heavy": 5, "recent": 3}}))
+    job = (
+        "--model",
+        model,
+        "--policy",
+        file,
+        "--prompt-len",
+        20,
+        "--gen-len",
+        3,
+        "--num-prompts",
+        2,
+        "--report",
+        report,
+    )
+    for more, wanted in (((), (5, 3)), (("--hh-size", 2, "--recent-size", 4), (2, 4))):
+        code, _, err = cli(*job, *more)
+        assert code == 0, err
+        budget = json.loads(report.read_text())["kv_budget"]
+        assert (budget["heavy"], budget["recent"]) == wanted
+    assert LLM(str(model), str(file)).kv_budget == KVBudget.from_size(5, 3)
+    for bad in ({"heavy": 5}, [5, 3], {"heavy": -1, "recent": 3}, {"heavy": "5", "recent": 3}):
+        file.write_text(json.dumps({"policy": policy, "kv_budget": bad}))
+        with pytest.raises(UserError):
+            LLM(str(model), str(file))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -17,14 +18,17 @@ T = TypeVar("T")
 MIN_HH_RATIO = 0.1
 #: throughput that a larger budget may cost and still count as free
 FREE = 0.03
-_RATIOS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+_RATIOS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
+#: budgets that are tried between the largest free one and the next, if they differ by more than so much
+_BETWEEN, _NEAR = 2, 1.2
 
 
 @dataclass(frozen=True)
 class BudgetPoint:
     """One point of the trade: a budget, the block that fits with it, and its throughput in tokens per second.
 
-    `ratio` is None for the full cache; `slots` counts heavy and recent ones, or the full cache's.
+    `ratio`: heavy hitters over the longest prompt, None for the full cache; `slots` counts heavy and recent ones, or
+    the full cache's.
     """
 
     ratio: float | None
@@ -39,24 +43,43 @@ class BudgetPoint:
         return cls(ratio, slots, policy.gpu_batch_size, policy.num_gpu_batches, tokens_per_s)
 
 
-def budget_choices(floor: float = MIN_HH_RATIO) -> list[tuple[float | None, KVBudget | None]]:
+def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float | None, KVBudget | None]]:
     """Budgets from the floor to the full cache, smallest first: [(ratio, budget)].
+
+    Args:
+        longest, total: tokens of the longest prompt, and with its output.
 
     Raises:
         UserError: a floor outside (0, 0.5].
     """
+    check_floor(floor)
+    ratios = sorted({floor, *(r for r in _RATIOS if r > floor)})
+    while 2 * int(1.5 * ratios[-1] * longest) < total:  # an output may be longer than its prompt
+        ratios.append(1.5 * ratios[-1])
+    budgets = [(r, _budget(int(r * longest), r)) for r in ratios]
+    return [*((r, b) for r, b in budgets if r == floor or sum(b.slots(longest)) < total), (None, None)]
+
+
+def check_floor(floor: float) -> None:
     if not 0 < floor <= 0.5:
         raise UserError(f"--min-hh-ratio must lie in (0, 0.5], not {floor:g}")
-    ratios = sorted({floor, *(r for r in _RATIOS if r > floor)})
-    return [*((ratio, KVBudget.from_ratio(ratio)) for ratio in ratios), (None, None)]
+
+
+def _budget(heavy: int, ratio: float) -> KVBudget:
+    return KVBudget.from_ratio(ratio) if ratio <= 1 else KVBudget.from_size(heavy)
 
 
 def size_budget(
-    floor: float, find: Callable[[float | None, KVBudget | None], tuple[BudgetPoint, T]], progress: bool
+    floor: float,
+    longest: int,
+    total: int,
+    find: Callable[[float | None, KVBudget | None], tuple[BudgetPoint, T]],
+    progress: bool,
 ) -> tuple[KVBudget | None, T, list[BudgetPoint]]:
-    """Search with every budget.
+    """Search with every budget, and with a few between the largest that is free and the next.
 
     Args:
+        longest, total: tokens of the longest prompt, and with its output.
         find: (ratio, budget) -> the point of the curve, and whatever else was found with it.
 
     Returns:
@@ -66,16 +89,34 @@ def size_budget(
         PlanError: nothing fits, not even with the smallest budget.
     """
     found, error = {}, None
-    for ratio, budget in tqdm(budget_choices(floor), desc="sizing the KV budget", leave=False, disable=not progress):
-        try:
-            point, rest = find(ratio, budget)
-        except PlanError as e:
-            error = error or e
-            continue
-        found[point] = (budget, rest)
-    if not found:
-        raise error
-    curve = list(found)
+    choices = budget_choices(floor, longest, total)
+    bar = tqdm(total=len(choices) + _BETWEEN, desc="sizing the KV budget", leave=False, disable=not progress)
+    with bar:
+        for ratio, budget in choices:
+            bar.update()
+            try:
+                point, rest = find(ratio, budget)
+            except PlanError as e:
+                error = error or e
+                continue
+            found[point] = (budget, rest)
+        if not found:
+            raise error
+        for _ in range(_BETWEEN):
+            bar.update()
+            curve = sorted(found, key=lambda p: p.slots)
+            here = largest_free(curve)
+            larger = [p for p in curve if p.slots > _NEAR * here.slots]
+            if not larger:
+                break
+            heavy = isqrt(here.slots * larger[0].slots) // 2
+            budget = KVBudget.from_size(heavy)
+            try:
+                point, rest = find(round(heavy / longest, 3), budget)
+            except PlanError:
+                break
+            found[point] = (budget, rest)
+    curve = sorted(found, key=lambda p: p.slots)
     return *found[largest_free(curve)], curve
 
 

@@ -110,8 +110,12 @@ class Prediction:
 
     @property
     def bound_by(self) -> str:
-        """The resource that is busy longest."""
-        return self.busy[0][0]
+        """The resource that is busy longest; where resources take turns, the one whose part is the largest."""
+        name, seconds = self.busy[0]
+        parts = [(n, s) for n, s in self.busy if n in ("compute", "disk", "cpu to gpu", "gpu to cpu")]
+        if name == "compute and what copies take from it" and dict(parts)["compute"] >= seconds / 2:
+            return "compute"
+        return parts[0][0] if name.startswith(("compute and", "all in turn")) else name
 
     @property
     def busy(self) -> list[tuple[str, float]]:
@@ -287,12 +291,20 @@ class CostModel:
         staged = lane(flows.weights_from_cpu) + flows.weights_from_disk.into * into
         if not overlap:
             rest = flows.compute + lane(flows.load) + lane(flows.store)
-            return {"all in turn (disk)": rest + from_disk, "all in turn": rest + staged}
+            return {
+                "all in turn (disk)": rest + from_disk,
+                "all in turn": rest + staged,
+                "compute": flows.compute,
+                "disk": disk(total),
+                "cpu to gpu": total.into * into,
+                "gpu to cpu": total.out * out,
+            }
         lost = sum(bytes_ * links[name].compute_seconds_per_byte for name, bytes_ in zip(LINKS, total))
         lost += total.reads * links["disk_to_cpu"].compute_seconds_per_request
         lost += total.writes * links["cpu_to_disk"].compute_seconds_per_request
         return {
-            "compute": flows.compute + lost,
+            "compute": flows.compute,
+            "compute and what copies take from it": flows.compute + lost,
             "disk": disk(total) + slow["disk_to_cpu"],
             "disk writes": total.write * write + total.writes * each_write + slow["cpu_to_disk"],
             "cpu to gpu": total.into * into + slow["cpu_to_gpu"],

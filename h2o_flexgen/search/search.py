@@ -139,7 +139,7 @@ class Search:
             found = self._rounded(pairs[n], solved)
             if self._missing(found) == 0 and (best is None or self._score(found) < self._score(best)):
                 best = found
-        return self._improved(best or self._smallest(pairs))
+        return self._improved(best or self._smallest(pairs, cpu_compute))
 
     def _pairs(self, batch_size: int | None, num_batches: int | None) -> Iterator[tuple[int, int]]:
         N = self.num_prompts
@@ -358,7 +358,14 @@ class Search:
                 best = found
         return best
 
-    def _smallest(self, pairs: list[Policy]) -> Candidate:
+    def _unhurried(self) -> Search:
+        """The same search without a limit for the latency."""
+        c = self.cost
+        return Search(
+            c.profile, self.shapes, self.workload, self.limits, self.baseline, self.workspace, one_block=self.one_block
+        )
+
+    def _smallest(self, pairs: list[Policy], cpu_compute: bool | None) -> Candidate:
         """The best placement of the smallest block; raises what says why if none fits either."""
         smallest = min(pairs, key=lambda p: (p.block_size, p.num_gpu_batches))
         homes = [(0, 0), (0, 100), (100, 0)] if self.shapes.cuda else [(0, 0), (100, 0)]
@@ -366,11 +373,15 @@ class Search:
         best = min(tried, key=self._score)
         if self._missing(best) == 0:
             return best
-        fitting = [c for c in self._seen.values() if c.plan.missing() == 0]
-        if fitting:
-            fastest = min(c.prediction.block_seconds for c in fitting)
+        if any(c.plan.missing() == 0 for c in self._seen.values()):
+            found = self._unhurried().best(
+                smallest.gpu_batch_size, smallest.num_gpu_batches, overlap=smallest.overlap, cpu_compute=cpu_compute
+            )
+            if self._missing(found) == 0:
+                return found
             raise PlanError(
-                f"no policy finishes a block within {self.max_latency:g} s: the fastest found takes {fastest:.1f} s; "
+                f"no policy finishes a block within {self.max_latency:g} s: the fastest found takes "
+                f"{found.prediction.block_seconds:.1f} s; "
                 "raise --max-latency or shorten the output"
             )
         block = f"no policy fits this job, not even {smallest.gpu_batch_size} x {smallest.num_gpu_batches} sequences"
@@ -380,12 +391,15 @@ class Search:
                 min(tried, key=lambda c: c.plan.missing()).plan.check()
             except PlanError as e:
                 raise PlanError(f"{block}: {e}") from None
-        tier = max(needed, key=lambda t: needed[t] - self.limits[t])
-        name = "RAM (the gpu and cpu tiers together)" if tier == "ram" else f"the {tier} tier"
+        short = "; ".join(
+            f"{'RAM (the gpu and cpu tiers together)' if tier == 'ram' else f'the {tier} tier'} is too small: needs at "
+            f"least {gib(nbytes)} ({nbytes} bytes), there are {gib(self.limits[tier])} ({self.limits[tier]} bytes), "
+            f"{nbytes - self.limits[tier]} bytes are missing"
+            for tier, nbytes in needed.items()
+        )
         raise PlanError(
-            f"{block}: {name} is too small: needs at least {gib(needed[tier])} ({needed[tier]} bytes), there are "
-            f"{gib(self.limits[tier])} ({self.limits[tier]} bytes), wherever the rest goes: give it more of it, or "
-            "take a smaller model, shorter prompts or outputs, or a smaller KV budget"
+            f"{block}: {short}, wherever the rest goes: give it more of it, or take a smaller model, shorter prompts "
+            "or outputs, or a smaller KV budget"
         )
 
     def _shortage(self, policy: Policy) -> dict[str, int]:

@@ -11,7 +11,7 @@ from machines import T4, laptop, search
 
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.policy import KVBudget, Policy
-from h2o_flexgen.search.budget import BudgetPoint, budget_choices, largest_free
+from h2o_flexgen.search.budget import BudgetPoint, budget_choices, largest_free, size_budget
 
 few = settings(max_examples=5)
 jobs = st.fixed_dictionaries(
@@ -97,6 +97,33 @@ def test_a_latency_that_cannot_be_reached_says_what_can():
         search(laptop(), max_latency=0.001).best()
 
 
+def test_a_latency_that_only_a_mixed_placement_reaches():
+    job = {"profile": T4, "model": "facebook/opt-30b", "prompts": 1}
+    fastest = search(**job).best(1, 1).prediction.block_seconds
+    found = search(**job, max_latency=1.001 * fastest).best()
+    assert found.prediction.block_seconds <= 1.001 * fastest
+    with pytest.raises(UserError, match=rf"the fastest found takes {fastest:.1f} s"):
+        search(**job, max_latency=0.9 * fastest).best()
+
+
+def test_all_tiers_that_are_short_are_named():
+    with pytest.raises(PlanError) as error:
+        search(T4, model="facebook/opt-175b", cpu=1, disk=1).best()
+    short = re.findall(
+        r"the (\w+) tier is too small: .*?\((\d+) bytes\), .*?\((\d+) bytes\), (\d+) bytes are missing",
+        str(error.value),
+    )
+    assert [tier for tier, *_ in short] == ["cpu", "disk"]
+    assert all(int(needed) - int(there) == int(missing) for _, needed, there, missing in short)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_binds_is_a_resource(overlap):
+    found = search(T4, model="facebook/opt-30b", prompts=1).best(1, 1, overlap=overlap)
+    assert found.prediction.bound_by == "cpu to gpu"  # though compute is what these copies hold up
+    assert search(T4, model="facebook/opt-6.7b", prompts=512).best(overlap=overlap).prediction.bound_by == "compute"
+
+
 @pytest.mark.parametrize(
     "job, tier",
     [
@@ -140,9 +167,39 @@ def test_the_largest_budget_within_three_percent_of_the_floor(speeds, chosen):
 
 
 def test_budgets_go_from_the_floor_to_the_full_cache():
-    choices = budget_choices(0.2)
+    choices = budget_choices(0.2, 100, 132)
     assert choices[0] == (0.2, KVBudget.from_ratio(0.2))
     assert choices[-1] == (None, None)
     assert [r for r, _ in choices[:-1]] == sorted({r for r, _ in choices[:-1]})
     with pytest.raises(UserError, match="min-hh-ratio"):
-        budget_choices(0.7)
+        budget_choices(0.7, 100, 132)
+
+
+@pytest.mark.parametrize("longest, total", [(64, 1088), (512, 544), (1, 2), (1000, 1001)])
+def test_budgets_reach_up_to_the_full_cache(longest, total):
+    slots = [sum(budget.slots(longest)) for _, budget in budget_choices(0.1, longest, total)[:-1]]
+    assert slots == sorted(slots)
+    assert all(n < total for n in slots[1:])
+    assert longest < 10 or slots[-1] > total / 3
+
+
+@given(st.integers(1, 2000), st.integers(2, 400), st.integers(1, 4000), st.floats(0.01, 1))
+def test_the_sized_budget_is_nearly_the_largest_that_is_free(knee, longest, gen_len, slope):
+    """Throughput that falls from a knee on: the budget found is free, and a fifth more would not have been."""
+    total = longest + gen_len
+
+    def speed(slots):
+        return 100 - max(0, slots - knee) * slope
+
+    def find(ratio, budget):
+        slots = total if budget is None else sum(budget.slots(longest))
+        return BudgetPoint(ratio, slots, 1, 1, speed(slots)), slots
+
+    budget, slots, curve = size_budget(0.1, longest, total, find, False)
+    assert [p.slots for p in curve] == sorted(p.slots for p in curve)
+    least = 0.97 * curve[0].tokens_per_s
+    assert speed(slots) >= least
+    assert slots == (total if budget is None else sum(budget.slots(longest)))
+    larger = [p.slots for p in curve if p.slots > slots]
+    assert all(speed(n) < least for n in larger)
+    assert not larger or min(larger) <= 1.3 * slots + 4
