@@ -8,6 +8,7 @@ Run by scripts/bench_throughput.py, inside a memory cgroup where the job has a c
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -52,6 +53,8 @@ class Job:
 def generate(model, job: Job, context) -> dict:
     """Seconds of prefill and decode of a job, after two tokens that warm up."""
     prompts = common.random_prompts(job.batch, job.prompt_len)
+    # of a slice of the hidden states, torch would copy the vocabulary's matrix once for every sequence
+    model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: (inputs[0].contiguous(),))
     with context():
         common.time_generate(model, prompts, 2, job.device)
         return common.time_generate(model, prompts, job.gen_len, job.device)
@@ -130,14 +133,9 @@ def run_zero(job: Job) -> dict:
     settings = zero_settings(job, config)
     keep = HfDeepSpeedConfig(settings)  # transformers looks at it as long as it lives
     dtype = getattr(torch, job.dtype)
-    with (
-        deepspeed.zero.Init(config_dict_or_path=settings, dtype=dtype),
-        no_initialisation(),
-    ):
+    with no_initialisation():  # transformers makes the model under `zero.Init` by these settings
         model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=job.options.get("attention", "sdpa"),
+            config, dtype=dtype, attn_implementation=job.options.get("attention", "sdpa")
         )
     fill(model, job.model)
     engine, *_ = deepspeed.initialize(model=model, config=settings)
@@ -190,14 +188,14 @@ def zero_settings(job: Job, config) -> dict:
 @contextlib.contextmanager
 def no_initialisation():
     """transformers draws random weights for a model that is made from its configuration; ours come from the shards."""
-    from transformers import PreTrainedModel
+    from transformers.integrations import deepspeed
 
-    before = PreTrainedModel.init_weights
-    PreTrainedModel.init_weights = lambda self, *args, **kwargs: self.tie_weights()
+    before = getattr(deepspeed, "initialize_weights_zero3", None)
+    deepspeed.initialize_weights_zero3 = lambda model: None
     try:
         yield
     finally:
-        PreTrainedModel.init_weights = before
+        deepspeed.initialize_weights_zero3 = before
 
 
 def fill(model, folder: str) -> None:
@@ -212,6 +210,7 @@ def fill(model, folder: str) -> None:
             deepspeed.zero.GatheredParameters([parameter], modifier_rank=0),
         ):
             parameter.data.copy_(shard.get_tensor(name))
+        ctypes.CDLL(None).malloc_trim(0)  # or glibc keeps as much again as the model will take
 
 
 # ours
