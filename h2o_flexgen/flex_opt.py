@@ -154,8 +154,8 @@ def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
     if args.hh_ratio == "auto":
         if any(value is not None for value in given[1:]):
             raise UserError("--hh-ratio auto sizes the whole KV budget: leave --recent-ratio and the sizes out")
-        args.min_hh_ratio = MIN_HH_RATIO if args.min_hh_ratio is None else args.min_hh_ratio
-        check_floor(args.min_hh_ratio)
+        if args.min_hh_ratio is not None:
+            check_floor(args.min_hh_ratio)
         return "auto"
     return None if all(value is None for value in given) else KVBudget(*given)
 

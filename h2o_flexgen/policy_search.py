@@ -26,7 +26,7 @@ from h2o_flexgen.flex_opt import (
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.plan import Shapes, Workload
 from h2o_flexgen.policy import GIB, MARGIN, TIERS, KVBudget, Policy, cap_limits, gib
-from h2o_flexgen.search.budget import BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
+from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
 from h2o_flexgen.search.profile import ITEMSIZE, Profile
 from h2o_flexgen.search.search import Candidate, Search
 
@@ -212,7 +212,7 @@ def find(args: argparse.Namespace, planner: Planner) -> tuple[Candidate, KVBudge
         return BudgetPoint.of(ratio, planner.shapes(budget), found.policy, speed), found
 
     budget, found, curve = size_budget(
-        args.min_hh_ratio, args.prompt_len, args.prompt_len + args.gen_len, size, not args.json
+        args.min_hh_ratio or MIN_HH_RATIO, args.prompt_len, args.prompt_len + args.gen_len, size, not args.json
     )
     return found, budget, curve
 

@@ -102,11 +102,8 @@ class Bench:
     def __init__(self, name: str, row: Row, folder: Path):
         self.name, self.row, self.folder = name, row, folder
         self.file = f"throughput_{name.replace(' ', '_').replace('+', '_')}"
-        self.here = {"machine": common.machine(), "versions": common.versions(*PEERS)}
         self.dtype = "float16" if row.device == "cuda" else "bfloat16"
-        kept = common.RESULTS / f"{self.file}.json"
-        found = json.loads(kept.read_text())["runs"] if kept.exists() else []
-        self.runs = [r for r in found if {k: r[k] for k in self.here} == self.here]
+        self.runs = common.kept(self.file, *PEERS).get("runs", [])
         self._taken: set[int] = set()
 
     # one run
@@ -118,7 +115,7 @@ class Bench:
             if n not in self._taken and {k: r[k] for k in key} == key:
                 self._taken.add(n)
                 return r
-        run = key | self.here | self._in_a_process(system, batch, gen_len, options, limit)
+        run = key | self._in_a_process(system, batch, gen_len, options, limit)
         self._taken.add(len(self.runs))
         self.runs.append(run)
         what = run.get("failed") or f"{speed(run):.2f} tokens/s"

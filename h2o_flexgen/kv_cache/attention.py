@@ -43,10 +43,11 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
     score = score if score is None else score.view(B * H, T)
     chunk = min(QUERY_CHUNK, T)
     heads = max(1, CHUNK_ELEMENTS.get(q.device.type, 1 << 25) // (chunk * T))
+    slow = is_slow(q)
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     for a in range(0, B * H, heads):
         b = min(a + heads, B * H)
-        few_q, few_k, few_v = (x[a:b].float() if is_slow(x) else x[a:b] for x in (q, k, v))
+        few_q, few_k, few_v = (x[a:b].float() if slow else x[a:b] for x in (q, k, v))
         for begin in range(0, T, chunk):
             end = min(begin + chunk, T)
             n = end - begin
@@ -57,7 +58,11 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
                 score[a:b, :end] += p.sum(1)
             elif score is not None:
                 score[a:b, :end] += torch.bmm(real[a:b, None, begin:end], p)[:, 0]
-            context[a:b, begin:end] = torch.bmm(p.to(few_v.dtype), few_v[:, :end])
+            into = context[a:b, begin:end]
+            if slow:
+                into.copy_(torch.bmm(p, few_v[:, :end]))
+            else:
+                torch.bmm(p.to(v.dtype), few_v[:, :end], out=into)
     return context.view(B, H, T, D)
 
 

@@ -88,35 +88,33 @@ def size_budget(
     Raises:
         PlanError: nothing fits, not even with the smallest budget.
     """
-    found, error = {}, None
+    found = {}
     choices = budget_choices(floor, longest, total)
     bar = tqdm(total=len(choices) + _BETWEEN, desc="sizing the KV budget", leave=False, disable=not progress)
+
+    def look(ratio: float | None, budget: KVBudget | None) -> PlanError | None:
+        bar.update()
+        try:
+            point, rest = find(ratio, budget)
+        except PlanError as e:
+            return e
+        found[point] = (budget, rest)
+        return None
+
     with bar:
-        for ratio, budget in choices:
-            bar.update()
-            try:
-                point, rest = find(ratio, budget)
-            except PlanError as e:
-                error = error or e
-                continue
-            found[point] = (budget, rest)
+        errors = [look(ratio, budget) for ratio, budget in choices]
         if not found:
-            raise error
+            raise errors[0]
+        curve = sorted(found, key=lambda p: p.slots)
         for _ in range(_BETWEEN):
-            bar.update()
-            curve = sorted(found, key=lambda p: p.slots)
             here = largest_free(curve)
             larger = [p for p in curve if p.slots > _NEAR * here.slots]
             if not larger:
                 break
             heavy = isqrt(here.slots * larger[0].slots) // 2
-            budget = KVBudget.from_size(heavy)
-            try:
-                point, rest = find(round(heavy / longest, 3), budget)
-            except PlanError:
+            if look(round(heavy / longest, 3), KVBudget.from_size(heavy)) is not None:
                 break
-            found[point] = (budget, rest)
-    curve = sorted(found, key=lambda p: p.slots)
+            curve = sorted(found, key=lambda p: p.slots)
     return *found[largest_free(curve)], curve
 
 
