@@ -51,7 +51,7 @@ class Job:
 
 
 def generate(model, job: Job, context) -> dict:
-    """Seconds of prefill and decode of a job, after two tokens of one sequence that warm up (files, traces, kernels)."""
+    """Seconds of prefill and decode of a job, after two tokens of one sequence to warm up (files, traces, kernels)."""
     prompts = common.random_prompts(job.batch, job.prompt_len)
     # of a slice of the hidden states, torch would copy the vocabulary's matrix once for every sequence
     model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: (inputs[0].contiguous(),))
