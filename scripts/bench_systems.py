@@ -219,7 +219,6 @@ def fill(model, folder: str) -> None:
 def run_ours(job: Job) -> dict:
     """With the policy that the search finds for the job, or in one block of a given shape."""
     from h2o_flexgen import LLM, KVBudget, SamplingParams
-    from h2o_flexgen.plan import Workload
 
     size, batches = job.options.get("block", (None, None))
     with LLM(
@@ -234,12 +233,8 @@ def run_ours(job: Job) -> dict:
         hardware=job.options["hardware"],
         progress=False,
     ) as llm:
-        _, llm.policy, _, _ = llm.choose(Workload((job.prompt_len,) * job.batch, job.gen_len))
         prompts = common.random_prompts(job.batch, job.prompt_len)
-        llm.generate(
-            prompts[: llm.policy.gpu_batch_size],
-            SamplingParams(max_tokens=2, ignore_eos=True),
-        )
+        llm.generate(prompts[:1], SamplingParams(max_tokens=2, ignore_eos=True))
         moved = decode_bytes(llm)
         outputs = llm.generate(prompts, SamplingParams(max_tokens=job.gen_len, ignore_eos=True))
         assert all(len(o.outputs[0].token_ids) == job.gen_len for o in outputs)

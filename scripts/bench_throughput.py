@@ -1,7 +1,7 @@
 """Throughput of h2o_flexgen, Hugging Face Accelerate, DeepSpeed ZeRO-Inference and transformers, side by side.
 
     python scripts/bench_throughput.py --list
-    python scripts/bench_throughput.py --row "1.3b 32+32" --runs 1
+    python scripts/bench_throughput.py --row "1.3b 32+32" --quick --system Accelerate --system "ours, H2O"
 
 All systems run the same job (a random checkpoint, dtype, prompts, a fixed output length), each in a process of its own
 inside the same memory cgroup, page cache included, after the page cache was dropped; loading is not counted. First each
@@ -102,12 +102,19 @@ ROWS = {
 class Bench:
     """One row: runs systems, keeps what came of them in the row's file, and never does the same run twice."""
 
-    def __init__(self, name: str, row: Row, folder: Path):
+    def __init__(self, name: str, row: Row, folder: Path, quick: bool = False):
         self.name, self.row, self.folder = name, row, folder
         self.file = f"throughput_{name.replace(' ', '_').replace('+', '_')}"
         self.dtype = "float16" if row.device == "cuda" else "bfloat16"
         self.runs = common.kept(self.file, *PEERS).get("runs", [])
+        self.known = self._known() if quick else {}
         self._taken: set[int] = set()
+
+    def _known(self) -> dict[str, tuple[int, dict]]:
+        """The batch and the options that did best for each system, on whatever machine the row's file is of."""
+        path = common.RESULTS / f"{self.file}.json"
+        systems = json.loads(path.read_text())["systems"] if path.exists() else {}
+        return {name: (s["batch"], s["options"]) for name, s in systems.items() if "batch" in s}
 
     # one run
 
@@ -217,6 +224,8 @@ class Bench:
         variants = SYSTEMS[system][2]
         if system.startswith("ours"):
             return self.row.prompts, variants[0]
+        if system in self.known:
+            return self.known[system]
         rates: dict[int, float] = {}
         batch = START
         while self._could_hold(batch):
@@ -396,6 +405,11 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, help="whole runs of every system (default: 3, of OPT-30B 1)")
     parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one run of every system, with the batch that docs/benchmarks has for it",
+    )
+    parser.add_argument(
         "--frontier",
         action="store_true",
         help="our latency and throughput over the block size instead",
@@ -416,8 +430,9 @@ def main() -> None:
         systems = [s for s in row.systems if args.system is None or s in args.system]
         folder = common.scratch()
         try:
-            bench = Bench(name, row, folder)
-            bench.frontier(systems) if args.frontier else bench.fill(args.runs or row.runs, systems)
+            bench = Bench(name, row, folder, args.quick)
+            runs = 1 if args.quick else args.runs or row.runs
+            bench.frontier(systems) if args.frontier else bench.fill(runs, systems)
         finally:
             common.remove(folder)
 
