@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -40,9 +41,8 @@ def versions(*others: str) -> dict:
 def save(name: str, data: dict, ram_cap: int | None = None, others: tuple[str, ...] = ()) -> Path:
     """Write docs/benchmarks/NAME.json with the command, machine, versions (`others`: of more packages) and date."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    arguments = " ".join(arg for arg in sys.argv[1:])
     meta = {
-        "command": f"python scripts/{Path(sys.argv[0]).name} {arguments}".strip(),
+        "command": f"python scripts/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
         "date": date.today().isoformat(),
         "machine": machine(ram_cap),
         "versions": versions(*others),
