@@ -21,12 +21,15 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 def load() -> dict[str, dict]:
     """Row -> what was measured."""
-    files = sorted((DOCS / "benchmarks").glob("throughput_*.json"))
-    return {path.stem.removeprefix("throughput_").replace("_", " "): json.loads(path.read_text()) for path in files}
+    rows = {}
+    for path in sorted((DOCS / "benchmarks").glob("throughput_*.json")):
+        row = (data := json.loads(path.read_text()))["row"]
+        rows[f"{row['model'].removeprefix('facebook/')} {row['prompt_len']}+{row['gen_len']}"] = data
+    return rows
 
 
 def plot_throughput(rows: dict[str, dict]) -> None:
-    fig, ax = plt.subplots(figsize=(1.5 + 2 * len(rows), 4))
+    fig, ax = plt.subplots(figsize=(2.5 + 2 * len(rows), 4))
     width = 0.8 / len(SYSTEMS)
     for n, system in enumerate(SYSTEMS):
         found = [data["systems"].get(system, {}) for data in rows.values()]
@@ -34,9 +37,8 @@ def plot_throughput(rows: dict[str, dict]) -> None:
         bars = ax.bar(places, [f.get("tokens_per_s", 0) for f in found], width, label=system)
         ax.bar_label(bars, [f.get("batch", "") for f in found], fontsize=7)
     ax.set_xticks(range(len(rows)), [f"{name}\n{cap_text(data)}" for name, data in rows.items()])
-    ax.set_yscale("log")
     ax.set_ylabel("generated tokens/s (batch on the bar)")
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     write(fig, "throughput.png")
 
 
