@@ -53,10 +53,15 @@ def save(name: str, data: dict, ram_cap: int | None = None, others: tuple[str, .
     return path
 
 
+def stored(name: str) -> dict:
+    """What docs/benchmarks/NAME.json holds; nothing if there is no such file."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def kept(name: str, *others: str) -> dict:
     """What an earlier run wrote to docs/benchmarks/NAME.json, if on this machine and with these versions."""
-    path = RESULTS / f"{name}.json"
-    data = json.loads(path.read_text()) if path.exists() else {}
+    data = stored(name)
     same = data and data["versions"] == versions(*others) and data["machine"] | {"ram_cap_gib": None} == machine()
     return data if same else {}
 

@@ -114,8 +114,7 @@ class Bench:
 
     def _known(self) -> dict[str, tuple[int, dict]]:
         """The batch and the options that did best for each system, on whatever machine the row's file is of."""
-        path = common.RESULTS / f"{self.file}.json"
-        systems = json.loads(path.read_text())["systems"] if path.exists() else {}
+        systems = common.stored(self.file).get("systems", {})
         return {name: (s["batch"], s["options"]) for name, s in systems.items() if "batch" in s}
 
     # one run
@@ -243,9 +242,9 @@ class Bench:
         if not any(rates.values()):
             return None
         batch = max(rates, key=rates.get)
-        tried = {n: self._probe(system, batch, o) for n, o in enumerate(variants) if n}
-        other = max(tried, key=tried.get, default=0)
-        return batch, variants[other if tried.get(other, 0) > NOISE * rates[batch] else 0]
+        first, *others = variants
+        tried = [(NOISE * rates[batch], first), *((self._probe(system, batch, o), o) for o in others)]
+        return batch, max(tried, key=lambda pair: pair[0])[1]
 
     def _could_hold(self, batch: int) -> bool:
         """Whether the full cache alone of so many sequences is less than the cap."""

@@ -187,11 +187,15 @@ def search_top(data: dict) -> str:
     return f"{markdown(header, rows)}\n\n{where(data)}"
 
 
+def job_text(row: dict) -> str:
+    return f"{row['model'].removeprefix('facebook/')} {row['prompt_len']}+{row['gen_len']}"
+
+
 def throughput(rows: dict[str, dict]) -> str:
     table, ours = [], []
     for data in rows.values():
         row, systems = data["row"], data["systems"]
-        job = f"{row['model'].removeprefix('facebook/')} {row['prompt_len']}+{row['gen_len']}"
+        job = job_text(row)
         cap = "none" if row["cap"] is None else f"{row['cap']:g} GiB"
         best = systems.get("ours, H2O", {}).get("tokens_per_s")
         for name, s in systems.items():

@@ -6,7 +6,6 @@ frontier: our throughput over the seconds of a block, full cache and H2O, one pa
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -15,17 +14,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from bench_throughput import SYSTEMS, speed  # noqa: E402
+from make_tables import job_text, load  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-
-def load() -> dict[str, dict]:
-    """Row -> what was measured."""
-    rows = {}
-    for path in sorted((DOCS / "benchmarks").glob("throughput_*.json")):
-        row = (data := json.loads(path.read_text()))["row"]
-        rows[f"{row['model'].removeprefix('facebook/')} {row['prompt_len']}+{row['gen_len']}"] = data
-    return rows
 
 
 def plot_throughput(rows: dict[str, dict]) -> None:
@@ -76,9 +67,10 @@ def write(fig, name: str) -> None:
 
 
 def main() -> None:
-    rows = load()
-    if not rows:
+    found = load("throughput")
+    if not found:
         sys.exit("no docs/benchmarks/throughput_*.json yet: run scripts/bench_throughput.py first")
+    rows = {job_text(data["row"]): data for data in found.values()}
     plot_throughput(rows)
     plot_frontier(rows)
 
