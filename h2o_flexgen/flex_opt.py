@@ -15,7 +15,7 @@ from pathlib import Path
 
 from h2o_flexgen.errors import Interrupted, UserError
 from h2o_flexgen.files import check_writable
-from h2o_flexgen.policy import GIB, KVBudget, Policy, budget_in, gib
+from h2o_flexgen.policy import GIB, KVBudget, Policy, gib
 from h2o_flexgen.search.budget import MIN_HH_RATIO, check_floor, describe_curve, largest_free
 
 #: modules of the standard library whose source text makes the built-in prompts
@@ -126,12 +126,12 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | str:
-    """The policy that the options spell out, or "auto"."""
+    """The policy that the options spell out, the file it is in, or "auto"."""
     if args.policy not in (None, "auto"):
         for option in ("percent", "gpu_batch_size", "num_gpu_batches", "overlap", "cpu_cache_compute", "max_latency"):
             if getattr(args, option) is not None:
                 raise UserError(f"--{option.replace('_', '-')} contradicts --policy {args.policy}: give one of the two")
-        return Policy.from_file(args.policy)
+        return args.policy
     if args.percent is None:
         return "auto"
     for option in ("policy", "max_latency"):
@@ -357,8 +357,6 @@ def run(args: argparse.Namespace) -> None:
     check_distinct(args, "--input-file", "--policy", "--hardware", "--output-file", "--report")
     rows = read_prompts(args.input_file) if args.input_file is not None else None
     policy, budget = make_policy(args, len(rows) if rows else None), make_budget(args)
-    if budget is None and args.policy not in (None, "auto"):
-        budget = budget_in(args.policy)  # a searched policy's block is as large as its budget allows
     output_file = OutputFile(args.output_file) if args.output_file is not None else None
     if args.report is not None:
         check_writable("--report", Path(args.report))
@@ -398,7 +396,7 @@ def run(args: argparse.Namespace) -> None:
     ) as llm:
         if rows is None:
             block = (args.gpu_batch_size or 4) * (args.num_gpu_batches or 1)
-            block = block if policy == "auto" else policy.block_size
+            block = block if policy == "auto" else llm.policy.block_size
             length = args.prompt_len or min(512, max(1, llm.config.max_position_embeddings - args.gen_len))
             llm.check_length(length, args.gen_len)
             rows = builtin_prompts(llm, args.num_prompts or block, length)

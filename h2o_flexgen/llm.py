@@ -26,7 +26,7 @@ from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root, sweep
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_policy
-from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy, budget_in, cap_limits
+from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy, cap_limits, read_policy
 from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, size_budget
 from h2o_flexgen.search.cost import CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
@@ -117,8 +117,8 @@ class LLM:
         self.kv_budget = kv_budget
         self.policy = policy
         if isinstance(policy, (str, Path)) and policy != "auto":
-            self.policy = Policy.from_file(policy)
-            self.kv_budget = budget_in(policy) if kv_budget is None else kv_budget
+            self.policy, budget = read_policy(policy)
+            self.kv_budget = budget if kv_budget is None else kv_budget
         if not isinstance(self.policy, Policy) and self.policy != "auto":
             raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
         if kv_budget not in (None, "auto") and not isinstance(kv_budget, KVBudget):

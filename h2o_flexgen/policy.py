@@ -154,26 +154,26 @@ class Policy:
             raise UserError("policy field 'percent' must hold six numbers")
         return cls(**data)
 
-    @classmethod
-    def from_file(cls, path: str | Path) -> Policy:
-        """Read a policy written by `to_json`, or by the policy search (its "policy" member)."""
-        data = read_json("the policy", path)
-        try:
-            return cls.from_dict(data)
-        except UserError as e:
-            raise UserError(f"the policy {path}: {e}") from None
 
+def read_policy(path: str | Path) -> tuple[Policy, KVBudget | None]:
+    """A policy written by `Policy.to_json` or by the policy search, and the KV budget that the search wrote beside it
+    (its block is as large as that allows); None if there is none.
 
-def budget_in(path: str | Path) -> KVBudget | None:
-    """The KV budget that the policy search wrote beside its policy; None if there is none."""
+    Raises:
+        UserError: no such file, not JSON, not a policy.
+    """
     data = read_json("the policy", path)
-    budget = data.get("kv_budget") if isinstance(data, dict) else None
+    try:
+        policy = Policy.from_dict(data)
+    except UserError as e:
+        raise UserError(f"the policy {path}: {e}") from None
+    budget = data.get("kv_budget")
     if budget is None:
-        return None
+        return policy, None
     wanted = isinstance(budget, dict) and set(budget) == {"heavy", "recent"}
     if not wanted or not all(isinstance(n, int) for n in budget.values()):
         raise UserError(f'the policy {path}: \'kv_budget\' must hold "heavy" and "recent" slots, or be null')
-    return KVBudget.from_size(budget["heavy"], budget["recent"])
+    return policy, KVBudget.from_size(budget["heavy"], budget["recent"])
 
 
 def cap_limits(there: dict[str, int], caps: dict[str, int | None], shared: bool) -> dict[str, int]:
