@@ -26,6 +26,7 @@ import bench_common as common
 import torch
 from bench_common import MemoryCap, median
 from bench_systems import Job
+from make_tables import throughput
 
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
@@ -102,20 +103,20 @@ ROWS = {
 
 
 class Bench:
-    """One row: runs systems, keeps what came of them in the row's file, and never does the same run twice."""
+    """One row: runs systems, keeps what came of them in the row's file, and never does the same run twice.
+
+    `quick`: a file of its own, made anew; every system at the batch and with the options that did best in
+    docs/benchmarks, on whatever machine that was."""
 
     def __init__(self, name: str, row: Row, folder: Path, quick: bool = False):
         self.name, self.row, self.folder = name, row, folder
-        self.file = f"throughput_{name.replace(' ', '_').replace('+', '_')}"
+        known = f"throughput_{name.replace(' ', '_').replace('+', '_')}"
+        self.known = common.stored(known) if quick else {}
+        self.file = f"quick_{known}" if quick else known
         self.dtype = "float16" if row.device == "cuda" else "bfloat16"
-        self.runs = common.kept(self.file, *PEERS).get("runs", [])
-        self.known = self._known() if quick else {}
+        self.runs = [] if quick else common.kept(known, *PEERS).get("runs", [])
         self._taken: set[int] = set()
-
-    def _known(self) -> dict[str, tuple[int, dict]]:
-        """The batch and the options that did best for each system, on whatever machine the row's file is of."""
-        systems = common.stored(self.file).get("systems", {})
-        return {name: (s["batch"], s["options"]) for name, s in systems.items() if "batch" in s}
+        self._built = False
 
     # one run
 
@@ -143,7 +144,7 @@ class Bench:
         if find_spec(package) is None:
             return {"failed": f"{package} is not installed"}
         if package == "deepspeed":
-            self.compiled  # noqa: B018
+            self.build_operators()
         cap = None if row.cap is None else int(row.cap * GIB)
         job = Job(
             name,
@@ -194,15 +195,16 @@ class Bench:
         print(f"{self.name}: writing a random checkpoint", flush=True)
         return write_checkpoint(self.row.model, self.folder / "checkpoint", self.dtype)
 
-    @cached_property
-    def compiled(self) -> bool:
+    def build_operators(self) -> None:
         """DeepSpeed builds its operators when they are first used: before the clock runs, and outside the cap."""
+        if self._built:
+            return
         print(f"{self.name}: DeepSpeed's operators are built (minutes, once)", flush=True)
         model = write_checkpoint("facebook/opt-125m", self.folder / "small", self.dtype)
         job = Job("ZeRO-Inference", str(model), str(self.folder), self.dtype, self.row.device, 4, 2, 1)
         for tier in ("cpu", "nvme"):
             self._finish(replace(job, options={"offload": tier}), PROBE_LIMIT)
-        return True
+        self._built = True
 
     @cached_property
     def profile(self) -> Path:
@@ -226,8 +228,9 @@ class Bench:
         variants = SYSTEMS[system][2]
         if system.startswith("ours"):
             return self.row.prompts, variants[0]
-        if system in self.known:
-            return self.known[system]
+        known = self.known.get("systems", {}).get(system, {})
+        if "batch" in known:
+            return known["batch"], known["options"]
         rates: dict[int, float] = {}
         batch = START
         while self._could_hold(batch):
@@ -263,6 +266,11 @@ class Bench:
         return batch * self.row.gen_len / (run["prefill"] + (self.row.gen_len - 1) * step)
 
     # the row
+
+    def tables(self) -> str:
+        """What the row's file holds, and with `quick` what docs/benchmarks has of the row."""
+        here = throughput({self.name: common.stored(self.file)})
+        return f"{here}\n\nFor comparison:\n{throughput({self.name: self.known})}" if self.known else here
 
     def fill(self, runs: int, systems: list[str]) -> None:
         """Whole runs of all systems, in turns."""
@@ -415,7 +423,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one run of every system, with the batch that docs/benchmarks has for it",
+        help="one run of every system, with the batch that docs/benchmarks has for it; kept apart, in quick_ROW.json",
     )
     parser.add_argument(
         "--frontier",
@@ -440,7 +448,11 @@ def main() -> None:
         try:
             bench = Bench(name, row, folder, args.quick)
             runs = 1 if args.quick else args.runs or row.runs
-            bench.frontier(systems) if args.frontier else bench.fill(runs, systems)
+            if args.frontier:
+                bench.frontier(systems)
+            else:
+                bench.fill(runs, systems)
+                print(f"\n{bench.tables()}")
         finally:
             common.remove(folder)
 
