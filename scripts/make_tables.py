@@ -192,7 +192,7 @@ def job_text(row: dict) -> str:
 
 
 def throughput(rows: dict[str, dict]) -> str:
-    table, ours = [], []
+    table, ours, died = [], [], []
     for data in rows.values():
         row, systems = data["row"], data["systems"]
         job = job_text(row)
@@ -203,6 +203,8 @@ def throughput(rows: dict[str, dict]) -> str:
                 if s["failed"]:
                     table.append([job, cap, name, "", "", "", "", "; ".join(s["failed"]), "", ""])
                 continue
+            if s["failed"]:
+                died.append(f"{name}, {job}: {'; '.join(s['failed'])}")
             speed = s["tokens_per_s"]
             times = [f"{s['prefill_seconds']:.1f}", f"{s['decode_seconds']:.1f}", f"{speed:.2f}"]
             table.append(
@@ -234,6 +236,8 @@ def throughput(rows: dict[str, dict]) -> str:
         "runs",
     ]
     parts = [markdown(header, table)]
+    if died:
+        parts.append("Runs that died: " + ". ".join(died) + ".")
     if ours:
         parts.append(
             markdown(["job", "cap", "ours", "policy", "predicted / it", "decode is bound by", "of that bound"], ours)
