@@ -5,22 +5,18 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from pathlib import Path
-from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "benchmarks"
+from bench_common import RESULTS, ROOT, median, stored
 
 
-def load(name: str) -> dict | None:
+def load(name: str) -> dict:
+    """What a table is made of; nothing if it has not been measured."""
     if name == "throughput":  # a file for each row of the matrix; that of OPT-125m only tries the script
         names = sorted(path.stem for path in RESULTS.glob("throughput_*.json") if "125m" not in path.stem)
-        return {name: load(name) for name in names} or None
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+        return {name: stored(name) for name in names}
+    return stored(name)
 
 
 def markdown(header: list[str], rows: list[list]) -> str:
@@ -266,7 +262,7 @@ def fill(text: str) -> str:
     def table(match: re.Match) -> str:
         name = match[1]
         data = load(name)
-        body = TABLES[name](data) if data is not None else "(not measured yet)"
+        body = TABLES[name](data) if data else "(not measured yet)"
         return f"<!-- table {name} -->\n{body}\n<!-- end -->"
 
     return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, text, flags=re.S)
