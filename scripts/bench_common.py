@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
@@ -21,12 +21,14 @@ sys.path.insert(0, str(ROOT))
 
 def machine(ram_cap: int | None = None) -> dict:
     """The machine in words."""
+    from h2o_flexgen.cpu import has_bf16
     from h2o_flexgen.hardware import machine as found
 
     m = found()
     cap = None if ram_cap is None else round(ram_cap / 2**30, 2)
     return {
         **{name: m[name] for name in ("processor", "cores", "ram_gib")},
+        "bf16_instructions": has_bf16(),
         "ram_cap_gib": cap,
         "gpu": m["gpu"],
     }
@@ -38,19 +40,46 @@ def versions(*others: str) -> dict:
     return installed("torch", "transformers", "numpy", *others)
 
 
+def command() -> str:
+    """What was typed, without the paths of this machine."""
+    return f"python scripts/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
+
+
+def commit() -> str | None:
+    """Of this working copy, "-dirty" if the code was changed; None if it is none."""
+
+    def git(*argv: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        dirty = git("status", "--porcelain", "h2o_flexgen", "scripts")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def save(name: str, data: dict, ram_cap: int | None = None, others: tuple[str, ...] = ()) -> Path:
-    """Write docs/benchmarks/NAME.json with the command, machine, versions (`others`: of more packages) and date."""
+    """Write docs/benchmarks/NAME.json with the command, machine, versions (`others`: of more packages) and date,
+    unless `data` has its own."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     meta = {
-        "command": f"python scripts/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
+        "command": command(),
         "date": date.today().isoformat(),
         "machine": machine(ram_cap),
         "versions": versions(*others),
     }
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(meta | data, indent=1) + "\n")
-    print(f"wrote {path.relative_to(ROOT)}")
+    write_json(path, meta | data)
+    print(f"wrote docs/benchmarks/{path.name}")
     return path
+
+
+def write_json(path: Path, data: dict) -> None:
+    """The whole file or, whatever happens, the one that was there."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(data, indent=1) + "\n")
+    partial.replace(path)
 
 
 def stored(name: str) -> dict:
@@ -59,15 +88,19 @@ def stored(name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def kept(name: str, *others: str) -> dict:
+def made_elsewhere(data: dict, *others: str) -> str | None:
+    """In what the machine and versions of a result file differ from those here; None if in nothing."""
+    here = machine() | versions(*others)
+    there = data["machine"] | data["versions"]
+    both = [k for k in there if k in here and k != "ram_cap_gib"]  # not every package is needed for every run
+    differ = [f"{k} {there[k]}, here {here[k]}" for k in both if there[k] != here[k]]
+    return "; ".join(differ) or None
+
+
+def kept(name: str) -> dict:
     """What an earlier run wrote to docs/benchmarks/NAME.json, if on this machine and with these versions."""
     data = stored(name)
-    same = data and data["versions"] == versions(*others) and data["machine"] | {"ram_cap_gib": None} == machine()
-    return data if same else {}
-
-
-def median(values: list[float]) -> float:
-    return statistics.median(values)
+    return {} if not data or made_elsewhere(data) else data
 
 
 def random_prompts(count: int, length: int) -> list[list[int]]:
@@ -111,52 +144,95 @@ def time_generate(model, prompts: list[list[int]], gen_len: int, device: str = "
 
 
 class MemoryCap:
-    """A memory cgroup (v1 or v2) of `nbytes` (None: no limit), page cache included. Needs the right to make one (root).
+    """A memory cgroup (v1 or v2) of `nbytes` (None: none is made), page cache included. Needs the right to make one.
 
     A process must enter before it allocates: what was charged before stays uncharged.
+
+    Raises:
+        SystemExit: no cgroup can be made.
     """
 
     def __init__(self, nbytes: int | None):
+        self.folder: Path | None = None
+        if nbytes is None:
+            return
         v1 = Path("/sys/fs/cgroup/memory")
         root = v1 if v1.is_dir() else Path("/sys/fs/cgroup")
         self.is_v1 = v1.is_dir()
-        if not self.is_v1:
+        try:
             control = root / "cgroup.subtree_control"
-            if "memory" not in control.read_text().split():
+            if not self.is_v1 and "memory" not in control.read_text().split():
                 control.write_text("+memory")
-        self.folder = Path(tempfile.mkdtemp(prefix="h2o_flexgen-", dir=root))
-        limit = self.folder / ("memory.limit_in_bytes" if self.is_v1 else "memory.max")
-        limit.write_text(str(nbytes) if nbytes is not None else "-1" if self.is_v1 else "max")
-        if not self.is_v1 and (self.folder / "memory.swap.max").exists():
-            (self.folder / "memory.swap.max").write_text("0")
+            self.folder = Path(tempfile.mkdtemp(prefix="h2o_flexgen-", dir=root))
+            self._file("memory.limit_in_bytes", "memory.max").write_text(str(nbytes))
+            # without swap, where the kernel counts it
+            swap, limit = self._file("memory.memsw.limit_in_bytes", "memory.swap.max"), nbytes if self.is_v1 else 0
+            if swap.exists():
+                swap.write_text(str(limit))
+        except OSError as e:
+            self.__exit__()
+            sys.exit(
+                f"error: cannot make a memory cgroup under {root} ({e.strerror}): that takes root, not in a container"
+            )
+
+    def _file(self, v1: str, v2: str) -> Path:
+        return self.folder / (v1 if self.is_v1 else v2)
 
     def run(self, argv: list[str], timeout: float | None = None, **kwargs) -> subprocess.CompletedProcess:
         """Run a command inside; a program over its cap may thrash instead of dying, hence the timeout."""
-        procs = self.folder / "cgroup.procs"
-        enter = f'echo $$ > {procs} && exec "$@"'
-        return subprocess.run(["sh", "-c", enter, "sh", *argv], timeout=timeout, **kwargs)
+        if self.folder is not None:
+            argv = ["sh", "-c", f'echo $$ > {self.folder / "cgroup.procs"} && exec "$@"', "sh", *argv]
+        return subprocess.run(argv, timeout=timeout, **kwargs)
 
-    def peak(self) -> int:
-        """The most bytes charged, page cache included."""
-        name = "memory.max_usage_in_bytes" if self.is_v1 else "memory.peak"
-        path = self.folder / name
-        return int(path.read_text()) if path.exists() else 0
+    def peak(self) -> int | None:
+        """The most bytes charged, page cache included; None if the kernel does not tell."""
+        if self.folder is None:
+            return None
+        path = self._file("memory.max_usage_in_bytes", "memory.peak")
+        return int(path.read_text()) if path.exists() else None
+
+    def killed(self) -> bool:
+        """Whether the kernel killed a process at the cap. True without a cap: it was the machine's memory."""
+        if self.folder is None:
+            return True
+        counts = dict(
+            line.split() for line in self._file("memory.oom_control", "memory.events").read_text().splitlines()
+        )
+        return counts.get("oom_kill", "1") != "0"
 
     def __enter__(self) -> MemoryCap:
         return self
 
     def __exit__(self, *exc) -> None:
         try:
-            self.folder.rmdir()
+            if self.folder is not None:
+                self.folder.rmdir()
         except OSError:
             pass
 
 
-def scratch() -> Path:
-    """A folder for checkpoints and offload, on a real disk (not a tmpfs); remove it when done."""
-    base = os.environ.get("H2O_FLEXGEN_SCRATCH")
-    return Path(tempfile.mkdtemp(prefix="h2o_flexgen-bench-", dir=base))
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for checkpoints and offload in $H2O_FLEXGEN_SCRATCH or the temporary folder; it goes at the end, and
+    if this process is killed, when the next one starts.
+
+    Raises:
+        SystemExit: it would be in RAM.
+    """
+    from h2o_flexgen.offload.disk import OffloadFolder
+
+    folder = OffloadFolder(Path(os.environ.get("H2O_FLEXGEN_SCRATCH") or tempfile.gettempdir()))
+    try:
+        if file_system(folder.path) in ("tmpfs", "ramfs"):
+            sys.exit(f"error: {folder.root} is in RAM: name a folder on a disk in H2O_FLEXGEN_SCRATCH")
+        yield folder.path
+    finally:
+        folder.close()
 
 
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def file_system(folder: Path) -> str:
+    """The type of the file system that a folder is on."""
+    real = Path(os.path.realpath(folder))
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    under = [(len(point), kind) for point, kind in mounts if real.is_relative_to(point)]
+    return max(under)[1] if under else "unknown"

@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
 import sys
 import time
 from functools import partial
+from statistics import median
 
 import bench_common as common
-from bench_common import MemoryCap, median
+from bench_common import MemoryCap
 
 GIB = 1 << 30
 
@@ -267,19 +267,18 @@ class NoReads:
 
     def __enter__(self):
         weights = self.weights
-        self.fill = weights._fill
-        weights._fill = lambda slot, jobs: None
+        self.before = weights._fill, weights._read_all
+        weights._fill, weights._read_all = lambda *_: None, lambda jobs: [[] for _ in jobs]
 
     def __exit__(self, *exc):
-        self.weights._fill = self.fill
+        self.weights._fill, self.weights._read_all = self.before
 
 
 def bench_disk_child(args) -> None:
     from h2o_flexgen import Policy
 
-    folder = common.scratch()
     result = {"blocks": [], "reads": "O_DIRECT" if args.direct else "buffered"}
-    try:
+    with common.scratch() as folder:
         llm = quiet_llm(args.model, policy=Policy(8, 1, (0, 0, 100, 0, 100, 0)), dtype="bfloat16", offload_dir=folder)
         llm.direct_reads = args.direct
         decode_steps(llm, 8, 1, 2)  # writes the weights, warms up
@@ -320,8 +319,6 @@ def bench_disk_child(args) -> None:
             result["blocks"].append(row)
             print(json.dumps({k: v for k, v in row.items() if k != "runs"}), flush=True)
         llm.close()
-    finally:
-        common.remove(folder)
     with open(args.out, "w") as f:
         json.dump(result, f)
 
@@ -330,16 +327,15 @@ def bench_disk(args) -> None:
     cap = int(args.cap * GIB)
     results = []
     for direct in (True, False) if args.both else (True,):
-        out = common.scratch() / "result.json"
-        argv = [sys.executable, __file__, "disk-child", "--rounds", str(args.rounds), "--out", str(out)]
-        argv += ["--model", args.model] + ([] if direct else ["--buffered"])
-        with MemoryCap(cap) as memory_cap:
+        with common.scratch() as folder, MemoryCap(cap) as memory_cap:
+            out = folder / "result.json"
+            argv = [sys.executable, __file__, "disk-child", "--rounds", str(args.rounds), "--out", str(out)]
+            argv += ["--model", args.model] + ([] if direct else ["--buffered"])
             done = memory_cap.run(argv, timeout=2400)
             peak = memory_cap.peak()
-        if done.returncode:
-            sys.exit(f"the run under the cap ended with {done.returncode}")
-        results.append(json.loads(out.read_text()) | {"cgroup_peak_bytes": peak})
-        common.remove(out.parent)
+            if done.returncode:
+                sys.exit(f"the run under the cap ended with {done.returncode}")
+            results.append(json.loads(out.read_text()) | {"cgroup_peak_bytes": peak})
     workload = {"model": args.model + " shape, random weights, bf16", "percent": [0, 0, 100, 0, 100, 0], "prompt": 4}
     common.save("engine_disk", {"workload": workload, "results": results}, cap)
 
@@ -358,12 +354,12 @@ def bench_reads(args) -> None:
     from h2o_flexgen.offload.device import Device, as_numpy
     from h2o_flexgen.offload.disk import DiskIO, File, wait
 
-    folder, layer, count = common.scratch(), 384 << 20, 10
+    layer, count = 384 << 20, 10
     device = Device("cpu")
     buffers = [device.buffer(layer) for _ in range(2)]
     block = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)
     rows = []
-    try:
+    with common.scratch() as folder:
         file = File(folder / "weights", writable=True)
         for at in range(0, layer * count, len(block)):
             file.write_at(memoryview(block.numpy()), at)
@@ -421,8 +417,6 @@ def bench_reads(args) -> None:
             )
             print(json.dumps(rows[-1]), flush=True)
         file.close()
-    finally:
-        common.remove(folder)
     common.save("disk", {"bytes": layer * count, "rows": rows})
 
 
@@ -443,23 +437,17 @@ RUNS = {
 def bench_run(name: str, args) -> None:
     """One run of the command line to its end, in a memory cgroup if the run has a cap."""
     options, cap = RUNS[name]
-    folder = common.scratch()
-    report = folder / "report.json"
-    argv = [sys.executable, "-m", "h2o_flexgen.flex_opt", *options.split(), "--report", str(report), "--verbose"]
-    argv += ["--offload-dir", str(folder)]
+    argv = [sys.executable, "-m", "h2o_flexgen.flex_opt", *options.split(), "--verbose"]
     result = {"flex_opt": f"python -m h2o_flexgen.flex_opt {options}"}
-    try:
-        if cap is None:
-            done = subprocess.run(argv, cwd=common.ROOT)
-        else:
-            with MemoryCap(cap) as memory_cap:
-                done = memory_cap.run(argv, timeout=2400, cwd=common.ROOT)
-                result["cgroup_peak_bytes"] = memory_cap.peak()
+    with common.scratch() as folder, MemoryCap(cap) as memory_cap:
+        report = folder / "report.json"
+        argv += ["--report", str(report), "--offload-dir", str(folder)]
+        done = memory_cap.run(argv, timeout=None if cap is None else 2400, cwd=common.ROOT)
         if done.returncode:
             sys.exit(f"the run ended with {done.returncode}")
+        if cap is not None:
+            result["cgroup_peak_bytes"] = memory_cap.peak()
         common.save(name, result | {"report": json.loads(report.read_text())}, cap)
-    finally:
-        common.remove(folder)
 
 
 def main() -> None:

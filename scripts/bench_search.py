@@ -16,9 +16,10 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from statistics import median
 
 import bench_common as common
-from bench_common import ROOT, MemoryCap, median
+from bench_common import ROOT, MemoryCap
 
 from h2o_flexgen import policy_search
 from h2o_flexgen.errors import PlanError
@@ -104,16 +105,12 @@ def measure(path) -> None:
 
 def run_child(work: dict, cap: float, timeout: int = 3600) -> list:
     """Run `work` in a process of its own in a memory cgroup; the rows it wrote."""
-    folder = common.scratch()
-    (folder / "work.json").write_text(json.dumps(work | {"folder": str(folder)}))
-    try:
-        with MemoryCap(int(cap * GIB)) as memory_cap:
-            done = memory_cap.run([sys.executable, __file__, "child", "--work", str(folder / "work.json")], timeout)
+    with common.scratch() as folder, MemoryCap(int(cap * GIB)) as memory_cap:
+        (folder / "work.json").write_text(json.dumps(work | {"folder": str(folder)}))
+        done = memory_cap.run([sys.executable, __file__, "child", "--work", str(folder / "work.json")], timeout)
         if done.returncode:
             sys.exit(f"a run under {cap} GiB ended with {done.returncode}")
         return json.loads((folder / "rows.json").read_text())
-    finally:
-        common.remove(folder)
 
 
 def child(args) -> None:
@@ -158,9 +155,8 @@ def child(args) -> None:
 
 
 def bench_machine(args) -> None:
-    folder = common.scratch()
     runs: dict[tuple, list] = {}
-    try:
+    with common.scratch() as folder:
         after = folder / "after.json"
         measure(after)
         for _ in range(args.rounds):
@@ -182,8 +178,6 @@ def bench_machine(args) -> None:
                     row["after"] = _predicted(model, row, after).of_job()
                     runs.setdefault((model, cap, n), []).append(row)
             _save_machine(runs)
-    finally:
-        common.remove(folder)
 
 
 def _save_machine(runs: dict) -> None:
@@ -238,9 +232,8 @@ GRID = [
 def bench_top(args) -> None:
     """The grid runs once; then its best and the pick take turns, and medians count: the best of many single runs on a
     noisy machine is the luckiest. What does not fit into the cap is refused by the plan and is not run."""
-    folder = common.scratch()
     cases = dict(enumerate(common.kept("search_top").get("cases", []) if args.case else []))
-    try:
+    with common.scratch() as folder:
         for number in args.case or range(len(TOP)):
             model, cap, num, prompt, gen, ratio = TOP[number]
             measure(folder / "profile.json")
@@ -276,8 +269,6 @@ def bench_top(args) -> None:
             }
             print(json.dumps({k: v for k, v in cases[number].items() if k != "grid"}), flush=True)
             common.save("search_top", {"cases": [cases[n] for n in sorted(cases)]})
-    finally:
-        common.remove(folder)
 
 
 def _speed(report: dict) -> float:

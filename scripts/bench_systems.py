@@ -12,13 +12,20 @@ import ctypes
 import json
 import math
 import os
+import shutil
+import signal
 import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from statistics import mean, median
 
 import bench_common as common
+
+#: at least so long products are timed for their rate
+RATE_SECONDS = 3.0
 
 
 @dataclass
@@ -79,23 +86,32 @@ def run_transformers(job: Job) -> dict:
 
 
 def fits_in_ram(job: Job) -> bool:
-    return job.ram_bytes is None or sum(path.stat().st_size for path in Path(job.model).iterdir()) < job.ram_bytes
+    """Whether the checkpoint fits under the cap, or without one into most of the RAM."""
+    room = job.ram_bytes or 0.8 * installed_ram()
+    return checkpoint_bytes(job) < room
+
+
+def checkpoint_bytes(job: Job) -> int:
+    return sum(path.stat().st_size for path in Path(job.model).iterdir())
+
+
+def installed_ram() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def run_accelerate(job: Job) -> dict:
-    """A device map over GPU, RAM and disk; what lies on disk is read from the checkpoint in place.
+    """A device map over GPU, RAM and disk; what lies on disk is read from the checkpoint in place. The option "share"
+    is that of the cap (of the card, with CUDA) that may hold weights.
 
     Under `no_grad`: `inference_mode` makes it hold the weights of every layer that has run."""
     import torch
 
-    ram = job.ram_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    share = job.options.get("share", 0)
     if job.device != "cpu":
-        where = {
-            "device_map": "auto",
-            "max_memory": {0: job.gpu_bytes // 2, "cpu": ram * 3 // 4},
-        }
-    elif share := job.options.get("share"):
-        where = {"device_map": "auto", "max_memory": {"cpu": int(share * ram)}}
+        most = {0: int(share * job.gpu_bytes), "cpu": installed_ram() * 3 // 4}
+        where = {"device_map": "auto", "max_memory": most}
+    elif share:
+        where = {"device_map": "auto", "max_memory": {"cpu": int(share * (job.ram_bytes or 0.8 * installed_ram()))}}
     else:
         where = {"device_map": {"": "disk"}}
     model = load(job, **where, offload_folder=str(Path(job.scratch) / "accelerate"))
@@ -213,6 +229,95 @@ def fill(model, folder: str) -> None:
         ctypes.CDLL(None).malloc_trim(0)  # or glibc keeps as much again as the model will take
 
 
+# FlexGen
+
+
+def run_flexgen(job: Job) -> dict:
+    """The `flexgen` package through its Python API, CUDA only: everything on the card if the weights leave room there,
+    and otherwise placed as its paper (arXiv 2303.06865, table of policies) places OPT-30B on a card of 16 GB."""
+    import numpy as np
+    from flexgen.compression import CompressionConfig
+    from flexgen.flex_opt import OptLM, Policy
+    from flexgen.opt_config import OptConfig
+    from flexgen.timer import timers
+    from flexgen.utils import ExecutionEnv
+
+    theirs = json.loads((Path(job.model) / "config.json").read_text())
+    config = OptConfig(
+        name="checkpoint",
+        max_seq_len=theirs["max_position_embeddings"],
+        num_hidden_layers=theirs["num_hidden_layers"],
+        hidden_size=theirs["hidden_size"],
+        n_head=theirs["num_attention_heads"],
+        input_dim=theirs["hidden_size"],
+        ffn_embed_dim=theirs["ffn_dim"],
+        vocab_size=theirs["vocab_size"],
+        dtype=np.float16,
+    )
+    on_gpu = checkpoint_bytes(job) < 0.85 * (job.gpu_bytes or math.inf)
+    percent = (100, 0, 100, 0, 100, 0) if on_gpu else (20, 80, 0, 100, 0, 100)
+    size = min(job.batch, 32)  # the paper's 48 does not divide what a doubled batch comes to
+    no_compression = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
+    policy = Policy(
+        gpu_batch_size=size,
+        num_gpu_batches=job.batch // size,
+        **dict(zip(FLEXGEN_SHARES, percent)),
+        overlap=True,
+        sep_layer=True,
+        pin_weight=True,
+        cpu_cache_compute=False,
+        attn_sparsity=1.0,
+        compress_weight=False,
+        comp_weight_config=no_compression,
+        compress_cache=False,
+        comp_cache_config=no_compression,
+    )
+    weights = Path(job.scratch) / "numpy"
+    as_numpy_files(job.model, weights / "checkpoint-np")
+    env = ExecutionEnv.create(str(Path(job.scratch) / "flexgen"))
+    try:
+        model = OptLM(config, env, str(weights), policy)
+        prompts = common.random_prompts(job.batch, job.prompt_len)
+        model.generate([p[:32] for p in prompts], max_new_tokens=1)
+        timers("generate").reset()
+        out = model.generate(prompts, max_new_tokens=job.gen_len)
+        assert out.shape == (job.batch, job.prompt_len + job.gen_len)
+        prefill, *steps = timers("generate").costs
+    finally:
+        env.close_copy_threads()
+    assert len(steps) == job.gen_len - 1
+    tier = "GPU" if on_gpu else "RAM"
+    return {
+        "prefill": prefill,
+        "decode": sum(steps),
+        "lowest_tier": tier,
+        "policy": [size, job.batch // size, *percent],
+    }
+
+
+#: the names of `--percent`'s numbers in FlexGen's policy
+FLEXGEN_SHARES = [f"{what}_{where}_percent" for what in ("w", "cache", "act") for where in ("gpu", "cpu")]
+
+
+def as_numpy_files(model: str, folder: Path) -> None:
+    """A checkpoint as FlexGen reads it: one .npy file per parameter, without that ending."""
+    import numpy as np
+    from safetensors import safe_open
+
+    if folder.exists():
+        return
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for shard in sorted(Path(model).glob("*.safetensors")):
+        with safe_open(shard, "np") as tensors:
+            for name in tensors.keys():
+                short = name.removeprefix("model.").replace("decoder.final_layer_norm", "decoder.layer_norm")
+                with open(partial / short, "wb") as file:
+                    np.save(file, tensors.get_tensor(name))
+    partial.rename(folder)
+
+
 # ours
 
 
@@ -222,7 +327,8 @@ def run_ours(job: Job) -> dict:
     from h2o_flexgen.plan import Workload
 
     size, batches = job.options.get("block", (None, None))
-    with LLM(
+    make = partial(
+        LLM,
         job.model,
         kv_budget=None if job.kv_budget is None else KVBudget.from_size(*job.kv_budget),
         device=job.device,
@@ -233,32 +339,41 @@ def run_ours(job: Job) -> dict:
         num_gpu_batches=batches,
         hardware=job.options["hardware"],
         progress=False,
-    ) as llm:
+    )
+    with make() as llm:
+        config, layers = llm.config, llm.layers
+        rows = llm.choose(Workload((job.prompt_len,) * job.batch, job.gen_len))[1].gpu_batch_size
+    # the machine's rates change within a run where it is shared: the floor is that of before and after
+    rates = [machine_rates(job, config, rows)]
+    with make() as llm:
         prompts = common.random_prompts(job.batch, job.prompt_len)
         llm.generate(prompts[:1], SamplingParams(max_tokens=2, ignore_eos=True))
-        # the machine's rates change within a run where it is shared: the floor is that of before and after
-        size = llm.choose(Workload((job.prompt_len,) * job.batch, job.gen_len))[1].gpu_batch_size
-        rates = [machine_rates(job, llm.config, size)]
         moved = decode_bytes(llm)
         outputs = llm.generate(prompts, SamplingParams(max_tokens=job.gen_len, ignore_eos=True))
         assert all(len(o.outputs[0].token_ids) == job.gen_len for o in outputs)
-        report, config = llm.report, llm.config
-    matrices = sum(math.prod(shape) for layer in llm.layers for _, shape in layer.streamed.values() if len(shape) > 1)
-    flops = 2 * matrices * job.batch * (job.gen_len - 1)
-    rates.append(machine_rates(job, config, report["policy"]["gpu_batch_size"]))
-    bandwidth, rate = (sum(pair) / 2 for pair in zip(*rates))
-    tier = "disk" if report["bytes_moved"]["disk_to_cpu"] else "GPU" if job.device != "cpu" else "RAM"
+        report = llm.report
+    rates.append(machine_rates(job, config, rows))
+    matrices = sum(math.prod(shape) for layer in layers for _, shape in layer.streamed.values() if len(shape) > 1)
+    work = {"disk": moved["disk_to_cpu"], "compute": 2 * matrices * job.batch * (job.gen_len - 1)}
+    if job.device != "cpu":
+        work["bus"] = max(moved["cpu_to_gpu"], moved["gpu_to_cpu"])  # both ways at a time
     return {
         "prefill": report["prefill"]["seconds"],
         "decode": report["decode"]["seconds"],
-        "lowest_tier": tier,
+        "lowest_tier": lowest_tier(report["policy"]["percent"], job.device),
         "report": report,
         "decode_bytes": moved,
-        "disk_bytes_per_s": bandwidth,
-        "flops_per_s": rate,
         "rates_before_and_after": rates,
-        "floor": {"disk": moved["disk_to_cpu"] / bandwidth, "compute": flops / rate},
+        "floor": {what: amount / mean([r[what] for r in rates]) for what, amount in work.items()},
     }
+
+
+def lowest_tier(percent: list[float], device: str) -> str:
+    """The slowest tier on which a policy puts anything."""
+    gpu, cpu = percent[0::2], percent[1::2]
+    if any(g + c < 100 for g, c in zip(gpu, cpu)):
+        return "disk"
+    return "RAM" if any(cpu) or device == "cpu" else "GPU"
 
 
 def decode_bytes(llm) -> dict[str, int]:
@@ -279,9 +394,25 @@ def decode_bytes(llm) -> dict[str, int]:
     return moved
 
 
-def machine_rates(job: Job, config, rows: int) -> tuple[float, float]:
-    """Bytes per second from disk, and flops per second of products with so many rows."""
-    return disk_rate(job.model), product_rate(config, job.dtype, job.device, rows)
+def machine_rates(job: Job, config, rows: int) -> dict[str, float]:
+    """Bytes per second from disk and over the bus (with CUDA), and flops per second of products with so many rows."""
+    rates = {"disk": disk_rate(job.model), "compute": product_rate(config, job.dtype, job.device, rows)}
+    return rates | ({} if job.device == "cpu" else {"bus": bus_rate()})
+
+
+def bus_rate() -> float:
+    """Bytes per second from pinned RAM to the card."""
+    import torch
+
+    here = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(here, device="cuda")
+    times = []
+    for _ in range(9):
+        begin = time.perf_counter()
+        there.copy_(here, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return here.nbytes / median(times[1:])
 
 
 def disk_rate(folder: str) -> float:
@@ -290,16 +421,18 @@ def disk_rate(folder: str) -> float:
     from h2o_flexgen.offload.disk import DiskIO, File, wait
 
     path = max(Path(folder).glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    piece = min(64 << 20, path.stat().st_size >> 12 << 12)
+    size = path.stat().st_size
+    piece = min(64 << 20, size >> 12 << 12)
     # two pieces at a time, so that the disk does not pause between them
     buffers, io, file = [as_numpy(Device("cpu").buffer(piece)) for _ in range(2)], DiskIO(), File(path)
-    pieces = min(32, path.stat().st_size // piece)
+    pieces = max(32, size // piece)  # from the start again, if the file is short
     coming = []
     begin = time.perf_counter()
     for n in range(pieces):
         if len(coming) == 2:
             wait(coming.pop(0))
-        coming.append(io.read(file, buffers[n % 2], n * piece, True))
+        at = n % (size // piece) * piece
+        coming.append(io.read(file, buffers[n % 2], at, True))
     for reads in coming:
         wait(reads)
     seconds = time.perf_counter() - begin
@@ -320,25 +453,33 @@ def product_rate(config, dtype: str, device: str, rows: int) -> float:
     weights = [torch.randn(shape, **like) for shape in shapes]
     inputs = {n: torch.randn(rows, n, **like) for n in {hidden, ffn}}
     times = []
-    for _ in range(16):
+    while len(times) < 16 or sum(times) < RATE_SECONDS:
         begin = time.perf_counter()
         for w in weights:
             linear(inputs[w.shape[1]], w)
         if device != "cpu":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    return 2 * rows * sum(w.numel() for w in weights) / common.median(times[1:])
+    return 2 * rows * sum(w.numel() for w in weights) / median(times[1:])
 
 
 SYSTEMS = {
     "transformers": run_transformers,
     "Accelerate": run_accelerate,
     "ZeRO-Inference": run_zero,
+    "FlexGen": run_flexgen,
     "ours": run_ours,
 }
 
 
+def die_with_parent() -> None:
+    """Else a benchmark that is started again after a kill -9 would measure beside this process."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
+    die_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     if job.device != "cpu" and job.gpu_bytes is not None:
         import torch

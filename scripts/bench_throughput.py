@@ -14,19 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
+import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
 import bench_common as common
 import torch
-from bench_common import MemoryCap, median
+from bench_common import MemoryCap
 from bench_systems import Job
 from make_tables import throughput
+from throughput_rows import speed, summarise
 
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
@@ -34,7 +40,7 @@ from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.checkpoint import DummyCheckpoint
 
 GIB = 1 << 30
-PEERS = ("accelerate", "deepspeed")
+PEERS = ("accelerate", "deepspeed", "flexgen")
 #: heavy + recent slots over prompt + output, as the H2O paper counts
 BUDGET = 0.2
 #: output tokens of the runs that look for a peer's best batch, and the sequences they start with
@@ -43,29 +49,66 @@ PROBE, START = 8, 16
 NOISE = 1.05
 #: bytes of a shard of the checkpoint
 SHARD = 1 << 30
-#: seconds after which a run counts as failed: a program over its cap may thrash for ever
-PROBE_LIMIT, RUN_LIMIT = 900, 10800
+#: the fewest sequences of a block on the frontier
+SMALLEST = 8
 
-#: the table's name -> (bench_systems' name, the package it needs, options to try: the first while the batch grows)
+
+@dataclass(frozen=True)
+class System:
+    """A line of the table.
+
+    Attributes:
+        runner: its name in bench_systems.
+        package: what has to be installed.
+        placements: options; for each of them the batch is doubled. `on_cuda`: those there.
+        tweaks: options to try at the best batch.
+    """
+
+    runner: str
+    package: str
+    placements: tuple[dict, ...] = ({},)
+    on_cuda: tuple[dict, ...] | None = None
+    tweaks: tuple[dict, ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        return self.runner == "ours"
+
+    def places(self, device: str) -> tuple[dict, ...]:
+        return self.on_cuda if device == "cuda" and self.on_cuda else self.placements
+
+
+EAGER = {"attention": "eager"}
 SYSTEMS = {
-    "transformers": ("transformers", "transformers", ({}, {"attention": "eager"})),
-    "Accelerate": (
+    "transformers": System("transformers", "transformers", tweaks=(EAGER,)),
+    "Accelerate": System(
         "Accelerate",
         "accelerate",
-        ({}, {"attention": "eager"}, {"share": 0.25}),
+        on_cuda=({"share": 0.85}, {"share": 0.3}),
+        tweaks=(EAGER, {"share": 0.25}),
     ),
-    "ZeRO-Inference": ("ZeRO-Inference", "deepspeed", ({}, {"attention": "eager"})),
-    "ours, full cache": ("ours", "h2o_flexgen", ({},)),
-    "ours, H2O": ("ours", "h2o_flexgen", ({"h2o": True},)),
+    "ZeRO-Inference": System("ZeRO-Inference", "deepspeed", tweaks=(EAGER,)),
+    "FlexGen": System("FlexGen", "flexgen"),
+    "ours, full cache": System("ours", "h2o_flexgen"),
+    "ours, H2O": System("ours", "h2o_flexgen", ({"h2o": True},)),
 }
 
+#: FlexGen itself needs CUDA
+HERE = tuple(s for s in SYSTEMS if s != "FlexGen")
 #: plain transformers only pages a model that does not fit: shown in the short rows
-OFFLOADING = tuple(s for s in SYSTEMS if s != "transformers")
+OFFLOADING = tuple(s for s in HERE if s != "transformers")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the matrix. `prompts`: of our job; `cap`: GiB of RAM, or of the card with CUDA; None: all."""
+    """One line of the matrix.
+
+    Attributes:
+        cap: GiB of RAM, or of the card with CUDA; None: all there is.
+        prompts: of our job.
+        limits: seconds after which a probe, and a whole run, count as failed: a program over its cap may thrash.
+        start: the batch from which a peer's is doubled, if not START; without `search` the only one.
+    """
 
     model: str
     prompt_len: int
@@ -73,9 +116,30 @@ class Row:
     cap: float | None
     prompts: int
     device: str = "cpu"
-    systems: tuple[str, ...] = tuple(SYSTEMS)
+    systems: tuple[str, ...] = HERE
     runs: int = 3
+    limits: tuple[int, int] = (900, 10800)
+    start: dict[str, int] = field(default_factory=dict)
+    search: bool = True
 
+    def same_job(self, other: dict) -> bool:
+        mine = json.loads(json.dumps(asdict(self)))
+        return all(mine[k] == other[k] for k in ("model", "prompt_len", "gen_len", "cap", "device"))
+
+
+#: near the H2O paper's batches on a card of 16 GB (its table of throughputs), from which to look
+PUBLISHED = {
+    "6.7b": {
+        32: {"transformers": 2, "Accelerate": 2, "ZeRO-Inference": 16, "FlexGen": 2},
+        512: {"transformers": 1, "Accelerate": 1, "ZeRO-Inference": 16, "FlexGen": 1},
+        1024: {"transformers": 1, "Accelerate": 16, "ZeRO-Inference": 16, "FlexGen": 1},
+    },
+    "30b": {
+        32: {"Accelerate": 8, "ZeRO-Inference": 4, "FlexGen": 128},
+        512: {"Accelerate": 8, "ZeRO-Inference": 4, "FlexGen": 64},
+        1024: {"Accelerate": 8, "ZeRO-Inference": 4, "FlexGen": 32},
+    },
+}
 
 ROWS = {
     # short prompts: on two cores long ones would measure prefill alone
@@ -88,12 +152,24 @@ ROWS = {
         64,
         32,
         None,
-        256,
+        64,
         systems=("Accelerate", "ours, H2O"),
         runs=1,
+        limits=(7200, 36000),
+        start={"Accelerate": 32},  # more than an hour; twice as many would prefill for more than another
+        search=False,
     ),
     **{
-        f"cuda {size} 512+{gen}": Row(f"facebook/opt-{size}", 512, gen, 16, prompts, "cuda")
+        f"cuda {size} 512+{gen}": Row(
+            f"facebook/opt-{size}",
+            512,
+            gen,
+            16,
+            prompts,
+            "cuda",
+            systems=tuple(s for s in SYSTEMS if s != "transformers" or size == "6.7b"),
+            start=PUBLISHED[size][gen],
+        )
         for size, prompts in (("6.7b", 64), ("30b", 512))
         for gen in (32, 512, 1024)
     },
@@ -105,18 +181,49 @@ ROWS = {
 class Bench:
     """One row: runs systems, keeps what came of them in the row's file, and never does the same run twice.
 
-    `quick`: a file of its own, made anew; every system at the batch and with the options that did best in
-    docs/benchmarks, on whatever machine that was."""
+    Args:
+        quick: a file of its own, made anew; every system at the batch and with the options that did best in
+            docs/benchmarks, on whatever machine that was, or at the batch from which the search would start.
+        restart: begin the row anew.
+        deadline: `time.monotonic()` at which to stop.
 
-    def __init__(self, name: str, row: Row, folder: Path, quick: bool = False):
-        self.name, self.row, self.folder = name, row, folder
+    Raises:
+        SystemExit: the row's file holds runs that cannot be compared with those made here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        row: Row,
+        folder: Path,
+        quick: bool = False,
+        restart: bool = False,
+        deadline: float = float("inf"),
+    ):
+        self.name, self.row, self.folder, self.quick, self.deadline = name, row, folder, quick, deadline
         known = f"throughput_{name.replace(' ', '_').replace('+', '_')}"
-        self.known = common.stored(known) if quick else {}
+        self.known = common.stored(known)
         self.file = f"quick_{known}" if quick else known
         self.dtype = "float16" if row.device == "cuda" else "bfloat16"
-        self.runs = [] if quick else common.kept(known, *PEERS).get("runs", [])
-        self._taken: set[int] = set()
-        self._built = False
+        self.versions: dict = {}  # of the runs that are kept: not every package is needed for every run
+        self.runs = [] if quick or restart else self._kept()
+        # what died of something else than memory or time may have been mended
+        self._taken = {n for n, run in enumerate(self.runs) if not is_result(run)}
+        self._built: str | None = None
+
+    def _kept(self) -> list[dict]:
+        if not self.known:
+            return []
+        self.versions = self.known["versions"]
+        differ = common.made_elsewhere(self.known, *PEERS)
+        if differ is None and not self.row.same_job(self.known["row"]):
+            differ = "the row was another"
+        if differ is not None:
+            sys.exit(
+                f"error: docs/benchmarks/{self.file}.json holds other runs ({differ}): --quick keeps its own apart, "
+                "--restart replaces them"
+            )
+        return self.known["runs"]
 
     # one run
 
@@ -127,7 +234,8 @@ class Bench:
             if n not in self._taken and {k: r[k] for k in key} == key:
                 self._taken.add(n)
                 return r
-        run = key | self._in_a_process(system, batch, gen_len, options, limit)
+        made = {"date": date.today().isoformat(), "command": common.command(), "commit": common.commit()}
+        run = key | made | self._in_a_process(system, batch, gen_len, options, limit)
         self._taken.add(len(self.runs))
         self.runs.append(run)
         what = run.get("failed") or f"{speed(run):.2f} tokens/s"
@@ -139,15 +247,12 @@ class Bench:
         return run
 
     def _in_a_process(self, system: str, batch: int, gen_len: int, options: dict, limit: float) -> dict:
-        row = self.row
-        name, package, _ = SYSTEMS[system]
-        if find_spec(package) is None:
-            return {"failed": f"{package} is not installed"}
-        if package == "deepspeed":
-            self.build_operators()
+        row, runner = self.row, SYSTEMS[system].runner
+        if runner == "ZeRO-Inference" and (failed := self.build_operators()):
+            return {"failed": f"its operators cannot be built (a C++ compiler, libaio-dev): {failed}"}
         cap = None if row.cap is None else int(row.cap * GIB)
         job = Job(
-            name,
+            runner,
             str(self.checkpoint),
             str(self.folder),
             self.dtype,
@@ -157,13 +262,16 @@ class Bench:
             batch,
             gpu_bytes=cap if row.device == "cuda" else None,
             ram_bytes=cap if row.device == "cpu" else None,
-            options=options | ({"hardware": str(self.profile)} if name == "ours" else {}),
+            options=options | ({"hardware": str(self.profile)} if runner == "ours" else {}),
             kv_budget=self.kv_budget if options.get("h2o") else None,
         )
         return self._finish(job, limit)
 
     def _finish(self, job: Job, limit: float) -> dict:
         """What a job in a process of its own comes to."""
+        left = self.deadline - time.monotonic()
+        if left < 5:
+            sys.exit(f"{self.name}: the time is over; what ran is kept")
         files = [self.folder / n for n in ("job.json", "result.json", "output.txt")]
         files[0].write_text(json.dumps(asdict(job)))
         files[1].unlink(missing_ok=True)
@@ -175,12 +283,14 @@ class Bench:
         ]
         with open(files[2], "w") as output, MemoryCap(job.ram_bytes) as memory_cap:
             try:
-                done = memory_cap.run(argv, limit, stdout=output, stderr=subprocess.STDOUT)
+                done = memory_cap.run(argv, min(limit, left), stdout=output, stderr=subprocess.STDOUT)
             except subprocess.TimeoutExpired:
+                if left < limit:
+                    sys.exit(f"{self.name}: the time is over during a run of {job.system}; what ran before is kept")
                 return {"failed": f"no end after {limit:.0f} s"}
-            peak = memory_cap.peak()
+            peak, killed = memory_cap.peak(), memory_cap.killed()
         if done.returncode:
-            return {"failed": why(done.returncode, files[2].read_text(errors="replace"))}
+            return {"failed": why(done.returncode, killed, files[2].read_text(errors="replace"))}
         result = files[1].read_text().replace(str(self.folder), "SCRATCH")
         return json.loads(result) | {"cgroup_peak_bytes": peak}
 
@@ -195,59 +305,62 @@ class Bench:
         print(f"{self.name}: writing a random checkpoint", flush=True)
         return write_checkpoint(self.row.model, self.folder / "checkpoint", self.dtype)
 
-    def build_operators(self) -> None:
-        """DeepSpeed builds its operators when they are first used: before the clock runs, and outside the cap."""
-        if self._built:
-            return
-        print(f"{self.name}: DeepSpeed's operators are built (minutes, once)", flush=True)
-        model = write_checkpoint("facebook/opt-125m", self.folder / "small", self.dtype)
-        job = Job("ZeRO-Inference", str(model), str(self.folder), self.dtype, self.row.device, 4, 2, 1)
-        for tier in ("cpu", "nvme"):
-            self._finish(replace(job, options={"offload": tier}), PROBE_LIMIT)
-        self._built = True
+    def build_operators(self) -> str:
+        """DeepSpeed builds its operators when they are first used: before the clock runs, and outside the cap. What
+        went wrong, or nothing."""
+        if self._built is None:
+            print(f"{self.name}: DeepSpeed's operators are built (minutes, once)", flush=True)
+            model = write_checkpoint("facebook/opt-125m", self.folder / "small", self.dtype)
+            job = Job("ZeRO-Inference", str(model), str(self.folder), self.dtype, self.row.device, 4, 2, 1)
+            tiers = ("cpu",) if self.row.device == "cuda" else ("cpu", "nvme")
+            runs = [self._finish(replace(job, options={"offload": tier}), 1800) for tier in tiers]
+            self._built = "; ".join(run["failed"] for run in runs if "failed" in run)
+        return self._built
 
     @cached_property
     def profile(self) -> Path:
         path = self.folder / "profile.json"
-        argv = [
-            sys.executable,
-            "-m",
-            "h2o_flexgen.hardware",
-            "-o",
-            str(path),
-            "--dtype",
-            self.dtype,
-        ]
-        subprocess.run([*argv, "--device", self.row.device], cwd=common.ROOT, check=True)
+        argv = [sys.executable, "-m", "h2o_flexgen.hardware", "-o", str(path), "--offload-dir", str(self.folder)]
+        argv += ["--dtype", self.dtype, "--device", self.row.device]
+        subprocess.run(argv, cwd=common.ROOT, check=True)
         return path
 
     # a peer at its best
 
     def best(self, system: str) -> tuple[int, dict] | None:
         """The batch and the options of a system with which it is fastest; None if it cannot run at all."""
-        variants = SYSTEMS[system][2]
-        if system.startswith("ours"):
-            return self.row.prompts, variants[0]
-        known = self.known.get("systems", {}).get(system, {})
-        if "batch" in known:
-            return known["batch"], known["options"]
+        what = SYSTEMS[system]
+        placements = what.places(self.row.device)
+        if what.is_ours:
+            return self.row.prompts, placements[0]
+        if self.quick:
+            known = summarise(self.known).get(system, {}) if self.known else {}
+            if "batch" in known:
+                return known["batch"], known["options"]
+        if self.quick or not self.row.search:
+            return self.row.start.get(system, START), placements[0]
+        rates = [(*self._grow(system, options), options) for options in placements]
+        rate, batch, options = max(rates, key=lambda found: found[0])
+        if not rate:
+            return None
+        tried = [(NOISE * rate, options)]
+        tried += [(self._probe(system, batch, options | tweak), options | tweak) for tweak in what.tweaks]
+        return batch, max(tried, key=lambda pair: pair[0])[1]
+
+    def _grow(self, system: str, options: dict) -> tuple[float, int]:
+        """The best rate while the batch is doubled until it fails or slows down, and its batch."""
         rates: dict[int, float] = {}
-        batch = START
+        start = batch = self.row.start.get(system, START)
         while self._could_hold(batch):
-            rates[batch] = self._probe(system, batch, variants[0])
+            rates[batch] = self._probe(system, batch, options)
             if rates[batch] <= rates.get(batch // 2, 0):
                 break
             batch *= 2
-        batch = START
+        batch = start
         while not any(rates.values()) and batch > 1:
             batch //= 2
-            rates[batch] = self._probe(system, batch, variants[0])
-        if not any(rates.values()):
-            return None
-        batch = max(rates, key=rates.get)
-        first, *others = variants
-        tried = [(NOISE * rates[batch], first), *((self._probe(system, batch, o), o) for o in others)]
-        return batch, max(tried, key=lambda pair: pair[0])[1]
+            rates[batch] = self._probe(system, batch, options)
+        return max(((rate, batch) for batch, rate in rates.items()), default=(0.0, 1))
 
     def _could_hold(self, batch: int) -> bool:
         """Whether the full cache alone of so many sequences is less than the cap."""
@@ -259,7 +372,7 @@ class Bench:
     def _probe(self, system: str, batch: int, options: dict) -> float:
         """Tokens/s of the whole job, going by its first tokens; 0 if it fails."""
         gen_len = min(PROBE, self.row.gen_len)
-        run = self.run(system, batch, gen_len, options, PROBE_LIMIT)
+        run = self.run(system, batch, gen_len, options, self.row.limits[0])
         if "failed" in run:
             return 0.0
         step = run["decode"] / (gen_len - 1)
@@ -270,7 +383,8 @@ class Bench:
     def tables(self) -> str:
         """What the row's file holds, and with `quick` what docs/benchmarks has of the row."""
         here = throughput({self.name: common.stored(self.file)})
-        return f"{here}\n\nFor comparison:\n{throughput({self.name: self.known})}" if self.known else here
+        compare = self.quick and self.known
+        return f"{here}\n\nFor comparison:\n{throughput({self.name: self.known})}" if compare else here
 
     def fill(self, runs: int, systems: list[str]) -> None:
         """Whole runs of all systems, in turns."""
@@ -279,75 +393,42 @@ class Bench:
             for system in systems:
                 while best[system] is not None:
                     batch, options = best[system]
-                    if "failed" not in self.run(system, batch, self.row.gen_len, options, RUN_LIMIT):
+                    if "failed" not in self.run(system, batch, self.row.gen_len, options, self.row.limits[1]):
                         break
                     best[system] = self._next(system, batch, options)
 
     def _next(self, system: str, batch: int, options: dict) -> tuple[int, dict] | None:
         """What to run when a whole run failed, though its first tokens did not: less, if there is less."""
-        first = SYSTEMS[system][2][0]
-        if system.startswith("ours"):
+        what = SYSTEMS[system]
+        if what.is_ours:
             return None
-        if options != first:
-            return batch, first
-        return (batch // 2, first) if batch > 1 else None
+        for tweak in what.tweaks:
+            if tweak.items() <= options.items():
+                return batch, {k: v for k, v in options.items() if k not in tweak}
+        return (batch // 2, options) if batch > 1 else None
 
     def frontier(self, systems: list[str]) -> None:
         """Blocks of our systems from a few sequences up to all, each a job of its own."""
-        for system in systems:
-            blocks = self.row.prompts
-            while system.startswith("ours") and blocks >= 4:
-                options = SYSTEMS[system][2][0] | {"block": [min(64, blocks), -(-blocks // 64)]}
-                self.run(system, blocks, self.row.gen_len, options, RUN_LIMIT)
-                blocks //= 4
+        blocks = self.row.prompts
+        while blocks >= SMALLEST:
+            for system in systems:
+                what = SYSTEMS[system]
+                if what.is_ours:
+                    options = what.placements[0] | {"block": [min(64, blocks), -(-blocks // 64)]}
+                    self.run(system, blocks, self.row.gen_len, options, self.row.limits[1])
+            blocks //= 2
 
     def save(self) -> None:
         data = {
+            "command": f"python scripts/bench_throughput.py --row '{self.name}'",
             "row": asdict(self.row),
             "dtype": self.dtype,
             "kv_budget": self.kv_budget,
+            "versions": self.versions | common.versions(*PEERS),
+            "runs": self.runs,
         }
         cap = None if self.row.cap is None or self.row.device == "cuda" else int(self.row.cap * GIB)
-        common.save(self.file, data | {"systems": self.summary(), "runs": self.runs}, cap, PEERS)
-
-    def summary(self) -> dict:
-        """Per system: medians of its whole runs with the batch that did best."""
-        found = {}
-        for system in self.row.systems:
-            whole = [
-                r
-                for r in self.runs
-                if r["system"] == system and r["gen_len"] == self.row.gen_len and "block" not in r["options"]
-            ]
-            tried = [r for r in self.runs if r["system"] == system and "block" not in r["options"]]
-            failed = sorted({f"batch {r['batch']}: {r['failed']}" for r in tried if "failed" in r})
-            groups: dict[str, list[dict]] = {}
-            for r in whole:
-                if "failed" not in r:
-                    groups.setdefault(json.dumps([r["batch"], r["options"]]), []).append(r)
-            found[system] = {"failed": failed}
-            if not groups:
-                continue
-            runs = max(groups.values(), key=lambda g: median([speed(r) for r in g]))
-            found[system] |= {
-                "tokens_per_s": median([speed(r) for r in runs]),
-                "prefill_seconds": median([r["prefill"] for r in runs]),
-                "decode_seconds": median([r["decode"] for r in runs]),
-                "batch": runs[0]["batch"],
-                "options": runs[0]["options"],
-                "lowest_tier": runs[0]["lowest_tier"],
-                "runs": len(runs),
-            }
-            if "floor" in runs[0]:
-                found[system] |= {
-                    "policy": runs[0]["report"]["policy"],
-                    "predicted_over_measured": median(
-                        [r["report"]["predicted"]["tokens_per_s"] / speed(r) for r in runs]
-                    ),
-                    "bound_by": max(runs[0]["floor"], key=runs[0]["floor"].get),
-                    "decode_over_floor": median([r["decode"] / max(r["floor"].values()) for r in runs]),
-                }
-        return found
+        common.save(self.file, data, cap, PEERS)
 
 
 def write_checkpoint(model: str, folder: Path, dtype: str) -> Path:
@@ -362,6 +443,12 @@ def write_checkpoint(model: str, folder: Path, dtype: str) -> Path:
         for name, shape in (*layer.gathered.values(), *layer.streamed.values())
     }
     source = DummyCheckpoint(shapes, dtype)
+    needed = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    free = shutil.disk_usage(folder.parent).free
+    if free < needed:
+        sys.exit(
+            f"error: the checkpoint of {model} takes {needed / GIB:.1f} GiB, {folder.parent} has {free / GIB:.1f} GiB"
+        )
     folder.mkdir()
     Theirs(**asdict(config), torch_dtype=str(dtype).removeprefix("torch.")).save_pretrained(folder)
     shard, where = {}, {}
@@ -392,17 +479,22 @@ def drop_page_cache(folder: Path) -> None:
         os.close(fd)
 
 
-def speed(run: dict) -> float:
-    """Generated tokens per second of the whole job."""
-    return run["batch"] * run["gen_len"] / (run["prefill"] + run["decode"])
-
-
-def why(code: int, output: str) -> str:
-    """What ended a process, in words."""
+def why(code: int, killed: bool, output: str) -> str:
+    """What ended a process, in words. `killed`: the kernel killed something at the cap."""
     if code in (-9, 137):
-        return "killed (out of memory)"
+        return "killed (out of memory)" if killed else "killed"
     lines = [line for line in output.splitlines() if line.strip()]
-    return f"exit code {code}: {lines[-1][:200] if lines else ''}"
+    # warnings may come behind the error
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return f"exit code {code}: {(errors or lines or [''])[-1][:200]}"
+
+
+def is_result(run: dict) -> bool:
+    """Whether a run says something of its system: it came to its end, or died of its size, which ours must not."""
+    failed = run.get("failed", "").lower()
+    if failed and SYSTEMS[run["system"]].is_ours:
+        return False
+    return not failed or "out of memory" in failed or failed.startswith("no end after")
 
 
 def main() -> None:
@@ -430,6 +522,8 @@ def main() -> None:
         action="store_true",
         help="our latency and throughput over the block size instead",
     )
+    parser.add_argument("--restart", action="store_true", help="begin a row anew: what its file holds is replaced")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; what ran is kept")
     parser.add_argument("--list", action="store_true", help="print the rows")
     args = parser.parse_args()
     if args.list:
@@ -441,20 +535,36 @@ def main() -> None:
     names = args.row or [
         name for name, row in ROWS.items() if row.device == device and row.model != "facebook/opt-125m"
     ]
+    deadline = time.monotonic() + args.seconds
     for name in names:
         row = ROWS[name]
-        systems = [s for s in row.systems if args.system is None or s in args.system]
-        folder = common.scratch()
-        try:
-            bench = Bench(name, row, folder, args.quick)
+        systems = installed([s for s in row.systems if args.system is None or s in args.system], bool(args.system))
+        if not systems:
+            continue
+        if row.device == "cuda" and device != "cuda":
+            sys.exit(f"error: the row {name!r} needs CUDA")
+        if row.device == "cpu" and row.cap is not None:
+            with MemoryCap(GIB):
+                pass  # can one be made? Before minutes are spent
+        with common.scratch() as folder:
+            bench = Bench(name, row, folder, args.quick, args.restart, deadline)
             runs = 1 if args.quick else args.runs or row.runs
             if args.frontier:
                 bench.frontier(systems)
             else:
                 bench.fill(runs, systems)
                 print(f"\n{bench.tables()}")
-        finally:
-            common.remove(folder)
+
+
+def installed(systems: list[str], asked: bool) -> list[str]:
+    """Those that can run here. Raises SystemExit if one was `asked` for that cannot."""
+    absent = {s: SYSTEMS[s].package for s in systems if find_spec(SYSTEMS[s].package) is None}
+    for system, package in absent.items():
+        message = f"{system} cannot run: {package} is not installed (docs/benchmarks.md)"
+        if asked:
+            sys.exit(f"error: {message}")
+        print(message)
+    return [s for s in systems if s not in absent]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ overlap  from a profiler's trace: how much of the copies' time runs beside kerne
 tests    tests/gpu through pytest
 bench    OPT-6.7B with random weights under a 16 GB cap, 512 + 32 tokens, full cache against H2O; then a few layers as
          wide as OPT-30B's under a cap they do not fit. Each run to its end, never extrapolated
+matrix   only if asked for, it takes as long as all others: OPT-6.7B 512 + 32 in 16 GiB by scripts/bench_throughput.py,
+         one run of ours and of every peer that is installed (Accelerate, DeepSpeed, FlexGen)
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from bench_common import RESULTS, ROOT, write_json
 
 SECTIONS = ("links", "overlap", "tests", "bench")
+EXTRA = ("matrix",)
 #: seconds in all, and the most of them that a section may take
 TOTAL = 515
-LIMITS = {"links": 60, "overlap": 100, "tests": 240, "bench": 330}
-QUICK = {"links": 40, "overlap": 60, "tests": 90, "bench": 80}
+LIMITS = {"links": 60, "overlap": 100, "tests": 240, "bench": 330, "matrix": 515}
+QUICK = {"links": 40, "overlap": 60, "tests": 90, "bench": 80, "matrix": 240}
 GB = 10**9
 
 
@@ -57,9 +59,7 @@ class Results:
             target = target.setdefault(key, {})
         target[last] = value
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.data, indent=1) + "\n")
-        partial.replace(self.path)
+        write_json(self.path, self.data)
 
 
 def machine() -> dict:
@@ -453,6 +453,15 @@ def section_bench(results: Results, quick: bool, left) -> None:
             print(f"  {name}: {found['total']['tokens_per_s']:.1f} tokens/s", flush=True)
 
 
+def section_matrix(results: Results, quick: bool, left) -> None:
+    name, path = "cuda 6.7b 512+32", RESULTS / "quick_throughput_cuda_6.7b_512_32.json"
+    path.unlink(missing_ok=True)
+    argv = [sys.executable, "scripts/bench_throughput.py", "--row", name, "--quick", "--seconds", str(left() - 15)]
+    code, output, _ = run(argv, left())
+    found = json.loads(path.read_text()) if path.exists() else {"error": f"no run ended; exit code {code}"}
+    results.set("matrix", name, found | {"exit_code": code, "output_tail": output[-3000:]})
+
+
 def section_tests(results: Results, quick: bool, left) -> None:
     try:
         import pytest  # noqa: F401
@@ -469,7 +478,8 @@ def section_tests(results: Results, quick: bool, left) -> None:
     if quick:
         options += ["-k", "lane or pinned or waits or ahead or (under_every_policy and (all or thirds))"]
     limit = left()
-    code, output, seconds = run([sys.executable, "-m", "pytest", "tests/gpu", *options], limit)
+    files = [f"tests/gpu/test_cuda_{name}.py" for name in ("lanes", "parity", "memory")]
+    code, output, seconds = run([sys.executable, "-m", "pytest", *files, *options], limit)
     outcomes = re.findall(r"^(tests/gpu/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", output, re.M)
     counts: dict[str, int] = {}
     for _, outcome in outcomes:
@@ -488,6 +498,8 @@ def section_tests(results: Results, quick: bool, left) -> None:
             "slowest": re.findall(r"^\d+\.\d+s (?:call|setup) .*", output, re.M)[:10],
         },
     )
+    if code not in (0, 1):
+        results.set("tests", "error", f"not all tests ran: {'no time left' if code is None else f'exit code {code}'}")
     print(f"  {counts}", flush=True)
 
 
@@ -498,8 +510,10 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models and a part of the tests: about 4 minutes")
-    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one (may be given again)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "gpu_check.json")
+    parser.add_argument(
+        "--section", action="append", choices=SECTIONS + EXTRA, help="only this one (may be given again)"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_check.json")
     parser.add_argument("--seconds", type=float, default=TOTAL, help="for everything together")
     args = parser.parse_args()
     try:
@@ -531,7 +545,8 @@ def main() -> int:
             results.set(name, "error", traceback.format_exc()[-3000:])
         results.set("seconds", name, round(time.monotonic() - begin, 1))
     print(f"wrote {results.path} after {time.monotonic() - start:.0f} s")
-    failed = any(part in json.dumps(results.data.get(name, {})) for name in SECTIONS for part in ('"error"', "FAILED"))
+    ran = {name: results.data.get(name, {}) for name in SECTIONS + EXTRA}
+    failed = any(part in json.dumps(ran) for part in ('"error"', "FAILED"))
     return 1 if failed else 0
 
 

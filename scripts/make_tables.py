@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
+from statistics import median
 
-from bench_common import RESULTS, ROOT, median, stored
+from bench_common import RESULTS, ROOT, stored
+from throughput_rows import summarise
 
 
 def load(name: str) -> dict:
@@ -27,10 +29,12 @@ def markdown(header: list[str], rows: list[list]) -> str:
 def where(data: dict) -> str:
     m, v = data["machine"], data["versions"]
     cap = f", capped at {m['ram_cap_gib']:g} GiB with page cache" if m["ram_cap_gib"] else ""
+    slow = ", no bf16 instructions" if m.get("bf16_instructions") is False else ""
     gpu = f", {m['gpu']}" if m["gpu"] else ", no GPU"
+    with_these = ", ".join(f"{name} {v[name]}" for name in v if name not in ("python", "numpy", "h2o_flexgen"))
     return (
-        f"{m['processor']}, {m['cores']} cores, {m['ram_gib']:g} GiB RAM{cap}{gpu}; torch {v['torch']}, "
-        f"transformers {v['transformers']}; {data['date']}; `{data['command']}`"
+        f"{m['processor']}, {m['cores']} cores, {m['ram_gib']:g} GiB RAM{cap}{slow}{gpu}; {with_these}; "
+        f"{data['date']}; `{data['command']}`"
     )
 
 
@@ -188,37 +192,33 @@ def job_text(row: dict) -> str:
 
 
 def throughput(rows: dict[str, dict]) -> str:
-    table, ours, died = [], [], []
-    for data in rows.values():
-        row, systems = data["row"], data["systems"]
-        job = job_text(row)
-        cap = "none" if row["cap"] is None else f"{row['cap']:g} GiB"
-        best = systems.get("ours, H2O", {}).get("tokens_per_s")
-        for name, s in systems.items():
-            if "tokens_per_s" not in s:
-                if s["failed"]:
-                    table.append([job, cap, name, "", "", "", "", "; ".join(s["failed"]), "", ""])
-                continue
+    """Rates of all systems; what died; our policies, and how near they come to what bounds them; where and when."""
+    found = [(data, name, s) for data in rows.values() for name, s in summarise(data).items()]
+    died = [f"{name}, {job_text(data['row'])}: {'; '.join(s['failed'])}" for data, name, s in found if s["failed"]]
+    parts = [rates(found)]
+    if died:
+        parts.append("Runs that died: " + ". ".join(died) + ".")
+    if bounds := [bound(data, name, s) for data, name, s in found if "bound_by" in s]:
+        header = ["job", "cap", "ours", "policy", "time, predicted / measured", "decode is bound by", "of that bound"]
+        parts.append(markdown(header, bounds))
+    places = (where(data | {"date": dates(data["runs"])}) for data in rows.values())
+    return "\n\n".join([*parts, *dict.fromkeys(places)])
+
+
+def rates(found: list[tuple[dict, str, dict]]) -> str:
+    best = {id(data): s.get("tokens_per_s") for data, name, s in found if name == "ours, H2O"}
+    lines = []
+    for data, name, s in found:
+        start = [job_text(data["row"]), cap_text(data["row"]), name]
+        if "tokens_per_s" not in s:
             if s["failed"]:
-                died.append(f"{name}, {job}: {'; '.join(s['failed'])}")
-            speed = s["tokens_per_s"]
-            times = [f"{s['prefill_seconds']:.1f}", f"{s['decode_seconds']:.1f}", f"{speed:.2f}"]
-            table.append(
-                [
-                    job,
-                    cap,
-                    name,
-                    s["batch"],
-                    s["lowest_tier"],
-                    *times,
-                    f"{best / speed:.1f}x" if best else "",
-                    s["runs"],
-                ]
-            )
-            if "bound_by" in s:
-                guess = f"{s['predicted_over_measured']:.2f}"
-                bound = f"{1 / s['decode_over_floor']:.0%}"
-                ours.append([job, cap, name, policy_text(s["policy"]), guess, s["bound_by"], bound])
+                lines.append([*start, "", "", "", "", "died", "", ""])
+            continue
+        speed, (low, high) = s["tokens_per_s"], s["range"]
+        spread = f" ({low:.2f} to {high:.2f})" if s["runs"] > 1 else ""
+        times = [f"{s['prefill_seconds']:.1f}", f"{s['decode_seconds']:.1f}", f"{speed:.2f}{spread}"]
+        factor = f"{best[id(data)] / speed:.1f}x" if best.get(id(data)) else ""
+        lines.append([*start, s["batch"], s["lowest_tier"], *times, factor, s["runs"]])
     header = [
         "job",
         "cap",
@@ -231,14 +231,23 @@ def throughput(rows: dict[str, dict]) -> str:
         "ours, H2O",
         "runs",
     ]
-    parts = [markdown(header, table)]
-    if died:
-        parts.append("Runs that died: " + ". ".join(died) + ".")
-    if ours:
-        parts.append(
-            markdown(["job", "cap", "ours", "policy", "predicted / it", "decode is bound by", "of that bound"], ours)
-        )
-    return "\n\n".join([*parts, *dict.fromkeys(where(data) for data in rows.values())])
+    return markdown(header, lines)
+
+
+def bound(data: dict, name: str, s: dict) -> list:
+    guess, part = f"{s['predicted_over_measured']:.2f}", f"{1 / s['decode_over_floor']:.0%}"
+    job = [job_text(data["row"]), cap_text(data["row"]), name]
+    return [*job, policy_text(s["policy"]), guess, s["bound_by"], part]
+
+
+def cap_text(row: dict) -> str:
+    return "none" if row["cap"] is None else f"{row['cap']:g} GiB"
+
+
+def dates(runs: list[dict]) -> str:
+    """The first and the last day of runs."""
+    days = sorted({run["date"] for run in runs})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
 TABLES = {

@@ -13,21 +13,23 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from bench_throughput import SYSTEMS, speed  # noqa: E402
-from make_tables import job_text, load  # noqa: E402
+from make_tables import cap_text, job_text, load  # noqa: E402
+from throughput_rows import speed, summarise  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def plot_throughput(rows: dict[str, dict]) -> None:
     fig, ax = plt.subplots(figsize=(2.5 + 2 * len(rows), 4))
-    width = 0.8 / len(SYSTEMS)
-    for n, system in enumerate(SYSTEMS):
-        found = [data["systems"].get(system, {}) for data in rows.values()]
-        places = [x + (n - len(SYSTEMS) / 2 + 0.5) * width for x in range(len(rows))]
+    summaries = [summarise(data) for data in rows.values()]
+    systems = list(dict.fromkeys(system for found in summaries for system in found))
+    width = 0.8 / len(systems)
+    for n, system in enumerate(systems):
+        found = [summary.get(system, {}) for summary in summaries]
+        places = [x + (n - len(systems) / 2 + 0.5) * width for x in range(len(rows))]
         bars = ax.bar(places, [f.get("tokens_per_s", 0) for f in found], width, label=system)
         ax.bar_label(bars, [f.get("batch", "") for f in found], fontsize=7)
-    ax.set_xticks(range(len(rows)), [f"{name}\n{cap_text(data)}" for name, data in rows.items()])
+    ax.set_xticks(range(len(rows)), [f"{name}\ncap: {cap_text(data['row'])}" for name, data in rows.items()])
     ax.set_ylabel("generated tokens/s (batch on the bar)")
     ax.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     write(fig, "throughput.png")
@@ -53,11 +55,6 @@ def plot_frontier(rows: dict[str, dict]) -> None:
         ax.set_ylabel("generated tokens/s")
         ax.legend(fontsize=8)
     write(fig, "frontier.png")
-
-
-def cap_text(data: dict) -> str:
-    cap = data["row"]["cap"]
-    return "no cap" if cap is None else f"{cap:g} GiB"
 
 
 def write(fig, name: str) -> None:

@@ -1,0 +1,68 @@
+"""What the runs in docs/benchmarks/throughput_*.json come to: rates, and per system the medians of its whole runs."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+
+
+def speed(run: dict) -> float:
+    """Generated tokens per second of the whole job."""
+    return run["batch"] * run["gen_len"] / (run["prefill"] + run["decode"])
+
+
+def summarise(data: dict) -> dict[str, dict]:
+    """Of every system of a row: what died ("failed"), and, if it ran to the end, medians over the runs with the batch
+    and options that did best. `data`: what the row's file holds."""
+    return {system: _of_system(system, data) for system in data["row"]["systems"]}
+
+
+def _of_system(system: str, data: dict) -> dict:
+    runs = [r for r in data["runs"] if r["system"] == system and "block" not in r["options"]]
+    gen_len = data["row"]["gen_len"]
+    done = [_key(r) for r in runs if "failed" not in r]
+    found = {"failed": list(dict.fromkeys(_failure(r, gen_len) for r in runs if "failed" in r and _key(r) not in done))}
+    alike: dict[str, list[dict]] = {}
+    for run in runs:
+        if run["gen_len"] == gen_len and "failed" not in run:
+            alike.setdefault(json.dumps([run["batch"], run["options"]]), []).append(run)
+    if not alike:
+        return found
+    # a batch that ran once and then died, or was lucky, does not count against one that ran every time
+    best = max(alike.values(), key=lambda group: (len(group), median(map(speed, group))))
+    found |= {
+        "tokens_per_s": median(map(speed, best)),
+        "range": [min(map(speed, best)), max(map(speed, best))],
+        "prefill_seconds": median(r["prefill"] for r in best),
+        "decode_seconds": median(r["decode"] for r in best),
+        "batch": best[0]["batch"],
+        "options": best[0]["options"],
+        "lowest_tier": best[0]["lowest_tier"],
+        "runs": len(best),
+    }
+    bounded = [r for r in best if "floor" in r]
+    if bounded:
+        found |= {
+            "policy": bounded[0]["report"]["policy"],
+            "predicted_over_measured": median(map(_predicted, bounded)),
+            "bound_by": max(bounded[0]["floor"], key=bounded[0]["floor"].get),
+            "decode_over_floor": median(r["decode"] / max(r["floor"].values()) for r in bounded),
+        }
+    return found
+
+
+def _key(run: dict) -> tuple:
+    return run["batch"], run["gen_len"], json.dumps(run["options"])
+
+
+def _predicted(run: dict) -> float:
+    """Seconds of the whole job, predicted over measured."""
+    predicted = run["report"]["predicted"]
+    return (predicted["prefill_seconds"] + predicted["decode_seconds"]) / (run["prefill"] + run["decode"])
+
+
+def _failure(run: dict, gen_len: int) -> str:
+    details = [f"batch {run['batch']}", *(f"{k} {v}" for k, v in run["options"].items())]
+    if run["gen_len"] != gen_len:
+        details.append(f"first {run['gen_len']} tokens")
+    return f"{', '.join(details)}: {run['failed']}"

@@ -1,0 +1,248 @@
+"""The benchmark of systems side by side: what it runs, what it keeps, and what it makes of the runs. No system runs."""
+
+import bench_common
+import bench_systems
+import bench_throughput
+import numpy as np
+import pytest
+import torch
+from bench_throughput import ROWS, Bench, is_result, why
+from safetensors.torch import save_file
+from throughput_rows import summarise
+
+OOM = {"failed": "killed (out of memory)"}
+
+
+def took(prefill: float, decode: float, **more) -> dict:
+    return {"prefill": prefill, "decode": decode, "lowest_tier": "disk", **more}
+
+
+class Fake(Bench):
+    """A row whose systems answer at once."""
+
+    def __init__(self, answer, name="1.3b 32+32", **kwargs):
+        super().__init__(name, ROWS[name], None, **kwargs)
+        self.answer, self.asked = answer, []
+
+    def _in_a_process(self, system, batch, gen_len, options, limit):
+        self.asked.append((system, batch, gen_len, options))
+        return self.answer(batch, gen_len, options)
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_common, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_common, "commit", lambda: "0" * 12)
+    return tmp_path
+
+
+def test_a_batch_is_doubled_until_it_slows_down_and_options_must_be_clearly_faster():
+    def answer(batch, gen_len, options):
+        if options:
+            return took(0.97, 0.0)
+        return took(1.0 if batch <= 32 else 3.0, 0.0)
+
+    bench = Fake(answer)
+    assert bench.best("transformers") == (32, {})
+    probes = [(batch, options) for _, batch, _, options in bench.asked]
+    assert probes == [(16, {}), (32, {}), (64, {}), (32, {"attention": "eager"})]
+    faster = Fake(lambda batch, gen_len, options: took(0.5 if options else 1.0, 0.0), restart=True)
+    assert faster.best("transformers")[1] == {"attention": "eager"}
+
+
+def test_a_batch_is_halved_until_it_runs_and_a_system_that_never_does_is_left_out():
+    small = Fake(lambda batch, gen_len, options: took(1, 1) if batch <= 2 else OOM)
+    assert small.best("ZeRO-Inference") == (2, {})
+    assert Fake(lambda *_: OOM, restart=True).best("ZeRO-Inference") is None
+
+
+def test_batches_whose_cache_alone_is_over_the_cap_are_not_tried():
+    bench = Fake(lambda batch, gen_len, options: took(1, 1), name="1.3b 64+512")
+    bench.best("Accelerate")
+    assert max(batch for _, batch, _, _ in bench.asked) == 8
+
+
+def test_a_whole_run_that_dies_runs_again_without_its_options_and_then_smaller():
+    def answer(batch, gen_len, options):
+        if gen_len == 32 and (options or batch > 32):
+            return OOM
+        return took(0.5 if options else 1.0, 0.0)
+
+    bench = Fake(answer)
+    bench.fill(1, ["transformers"])
+    whole = [(batch, options) for _, batch, gen_len, options in bench.asked if gen_len == 32]
+    assert whole == [(64, {"attention": "eager"}), (64, {}), (32, {})]
+    found = summarise(bench_common.stored(bench.file))["transformers"]
+    assert found["batch"] == 32 and found["runs"] == 1
+    assert found["failed"] == ["batch 64, attention eager: killed (out of memory)", "batch 64: killed (out of memory)"]
+
+
+def test_a_benchmark_that_was_stopped_goes_on():
+    first = Fake(lambda *_: took(1, 2))
+    first.fill(2, ["ours, full cache", "ours, H2O"])
+    again = Fake(lambda *_: took(1, 2))
+    again.fill(3, ["ours, full cache", "ours, H2O"])
+    assert len(again.asked) == 2
+    assert [run["system"] for run in again.runs[-2:]] == ["ours, full cache", "ours, H2O"]
+
+
+@pytest.mark.parametrize(
+    "failed, asked",
+    [("killed (out of memory)", 0), ("no end after 900 s", 0), ("exit code 1: No space left on device", 1)],
+)
+def test_only_what_died_of_its_size_is_not_tried_again(failed, asked):
+    Fake(lambda *_: {"failed": failed}).run("Accelerate", 16, 8, {}, 900)
+    again = Fake(lambda *_: took(1, 1))
+    again.run("Accelerate", 16, 8, {}, 900)
+    assert len(again.asked) == asked
+
+
+def test_runs_of_another_machine_are_neither_mixed_nor_lost(results, capsys):
+    bench = Fake(lambda *_: took(1, 1))
+    bench.run("Accelerate", 16, 32, {}, 900)
+    path = results / "throughput_1.3b_32_32.json"
+    data = bench_common.stored(path.stem)
+    bench_common.write_json(path, data | {"machine": data["machine"] | {"cores": 999}})
+    with pytest.raises(SystemExit, match=r"cores 999, here .*--restart"):
+        Fake(lambda *_: took(1, 1))
+    assert bench_common.stored(path.stem)["machine"]["cores"] == 999
+    quick = Fake(lambda *_: took(1, 1), quick=True)
+    assert quick.best("Accelerate") == (16, {})
+    quick.fill(1, ["Accelerate"])
+    assert bench_common.stored(path.stem)["machine"]["cores"] == 999
+    assert "For comparison" in quick.tables()
+    assert Fake(lambda *_: took(1, 1), restart=True).runs == []
+
+
+def test_a_quick_run_never_searches():
+    bench = Fake(lambda *_: took(1, 1), quick=True)
+    bench.fill(1, ["Accelerate", "ours, H2O"])
+    assert [(batch, gen_len) for _, batch, gen_len, _ in bench.asked] == [(16, 32), (128, 32)]
+
+
+def test_medians_and_ranges_are_of_the_runs_alike():
+    seconds = iter([(10, 10), (10, 30), (10, 54)])
+    bench = Fake(lambda *_: took(*next(seconds)))
+    bench.fill(3, ["ours, full cache"])
+    found = summarise(bench_common.stored(bench.file))["ours, full cache"]
+    assert found["runs"] == 3
+    assert found["tokens_per_s"] == pytest.approx(128 * 32 / 40)
+    assert found["range"] == [pytest.approx(64.0), pytest.approx(204.8)]
+
+
+def test_the_bound_comes_from_the_runs_that_measured_it():
+    predicted = {"prefill_seconds": 8.0, "decode_seconds": 16.0}
+    report = {"predicted": predicted, "policy": {"gpu_batch_size": 4}}
+    answers = iter([took(10, 20), took(10, 20, report=report, floor={"disk": 19.0, "compute": 5.0})])
+    bench = Fake(lambda *_: next(answers))
+    bench.fill(2, ["ours, H2O"])
+    found = summarise(bench_common.stored(bench.file))["ours, H2O"]
+    assert found["bound_by"] == "disk"
+    assert found["decode_over_floor"] == pytest.approx(20 / 19)
+    assert found["predicted_over_measured"] == pytest.approx(0.8)
+
+
+def test_the_frontier_is_no_run_of_the_table():
+    bench = Fake(lambda *_: took(1, 1))
+    bench.frontier(["Accelerate", "ours, full cache", "ours, H2O"])
+    assert [o["block"] for s, _, _, o in bench.asked if s == "ours, H2O"] == [
+        [64, 2],
+        [64, 1],
+        [32, 1],
+        [16, 1],
+        [8, 1],
+    ]
+    assert {system for system, *_ in bench.asked} == {"ours, full cache", "ours, H2O"}
+    assert "tokens_per_s" not in summarise(bench_common.stored(bench.file))["ours, H2O"]
+
+
+def test_the_time_for_everything_can_be_limited(tmp_path):
+    bench = Bench("1.3b 32+32", ROWS["1.3b 32+32"], tmp_path, deadline=0.0)
+    with pytest.raises(SystemExit, match="time is over"):
+        bench._finish(None, 900)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_the_budget_is_a_fifth_of_prompt_and_output(name):
+    row = ROWS[name]
+    bench = Fake(None, name=name)
+    assert sum(bench.kv_budget) == round(0.2 * (row.prompt_len + row.gen_len))
+
+
+def test_what_ended_a_process_is_told_in_words():
+    assert why(-9, True, "") == "killed (out of memory)"
+    assert why(-9, False, "") == "killed"
+    assert why(1, False, "a\nb\n\n") == "exit code 1: b"
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
+    assert why(1, False, f"{error}\n[rank0]: a warning at exit\n") == f"exit code 1: {error}"
+
+
+@pytest.mark.parametrize(
+    "system, failed, says",
+    [
+        ("Accelerate", None, True),
+        ("Accelerate", "killed (out of memory)", True),
+        ("Accelerate", "exit code 1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", True),
+        ("Accelerate", "killed", False),
+        ("ours, H2O", "killed (out of memory)", False),
+    ],
+)
+def test_what_a_failure_says_of_its_system(system, failed, says):
+    assert is_result({"system": system} | ({"failed": failed} if failed else {})) == says
+
+
+def test_what_was_mended_is_no_failure_any_more():
+    Fake(lambda *_: {"failed": "exit code 1: No space left on device"}).run("Accelerate", 16, 32, {}, 900)
+    again = Fake(lambda *_: took(1, 1))
+    again.run("Accelerate", 16, 32, {}, 900)
+    assert summarise(bench_common.stored(again.file))["Accelerate"]["failed"] == []
+
+
+def test_a_row_may_have_its_batches_given():
+    bench = Fake(lambda *_: took(1, 1), name="30b 64+32")
+    assert bench.best("Accelerate") == (32, {}) and bench.asked == []
+
+
+def test_a_row_without_systems_is_left_out(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench_throughput.py", "--row", "30b 64+32", "--system", "transformers"])
+    bench_throughput.main()
+
+
+def test_a_row_for_cuda_is_refused_without(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench_throughput.py", "--row", "cuda 30b 512+32", "--system", "ours, H2O"])
+    with pytest.raises(SystemExit, match="needs CUDA"):
+        bench_throughput.main()
+
+
+@pytest.mark.parametrize(
+    "percent, device, tier",
+    [
+        ((0, 0, 12, 0, 0, 0), "cpu", "disk"),
+        ((100, 0, 100, 0, 100, 0), "cpu", "RAM"),
+        ((100, 0, 100, 0, 100, 0), "cuda", "GPU"),
+        ((20, 80, 0, 100, 0, 100), "cuda", "RAM"),
+        ((100, 0, 50, 0, 100, 0), "cuda", "disk"),
+    ],
+)
+def test_the_lowest_tier_is_that_of_the_policy(percent, device, tier):
+    assert bench_systems.lowest_tier(list(percent), device) == tier
+
+
+def test_a_checkpoint_is_written_as_flexgen_reads_it(tmp_path):
+    tensors = {f"model.decoder.{n}": torch.randn(2, 3).half() for n in ("embed_tokens.weight", "final_layer_norm.bias")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    bench_systems.as_numpy_files(str(tmp_path), tmp_path / "np" / "checkpoint-np")
+    written = {path.name: np.load(path) for path in (tmp_path / "np" / "checkpoint-np").iterdir()}
+    assert set(written) == {"decoder.embed_tokens.weight", "decoder.layer_norm.bias"}
+    assert np.array_equal(written["decoder.layer_norm.bias"], tensors["model.decoder.final_layer_norm.bias"].numpy())
+
+
+def test_a_result_file_is_whole_or_as_it_was(results, monkeypatch):
+    path = results / "x.json"
+    bench_common.write_json(path, {"a": 1})
+    monkeypatch.setattr("json.dumps", lambda *_, **__: "{" * 10)
+    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError):
+        bench_common.write_json(path, {"a": 2})
+    monkeypatch.undo()
+    assert path.read_text() == '{\n "a": 1\n}\n'
