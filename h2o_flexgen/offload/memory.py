@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from pathlib import Path
 
 #: what libraries and the allocator come to hold beyond tensors as soon as they compute: 20 to 70 MiB
 LIBRARIES = 48 << 20
+#: mallopt's names for two of its parameters, and the bytes they are set to
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+TRIM_BYTES, MMAP_BYTES = 64 << 20, 8 << 20
 #: cgroup v1 says "no limit" with a number near 2**63
 _UNLIMITED = 1 << 60
+
+
+def hold_heap() -> None:
+    """Keep large temporaries out of the heap. After a large block is freed, glibc takes others as large from the heap,
+    up to 32 MiB, where they leave gaps: hundreds of MiB in a long job, which no plan knows of. Small ones stay there:
+    new pages for each would cost time."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return  # not glibc
+    mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
+    mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
 
 
 def _read_int(path: Path) -> int | None:
