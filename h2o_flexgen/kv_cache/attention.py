@@ -29,7 +29,9 @@ def causal_attention_with_scores(q: Tensor, k: Tensor, v: Tensor, lengths: Tenso
     """
     score = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
     real = torch.arange(q.shape[2]) < lengths[:, None]
-    real = None if bool(real.all()) else real.to(q.device, torch.float32).repeat_interleave(q.shape[1], 0)
+    if bool(real.all()):
+        return _chunked(q, k, v, score), score
+    real = real.to(q.device, torch.float32, non_blocking=True).repeat_interleave(q.shape[1], 0)
     return _chunked(q, k, v, score, real), score
 
 

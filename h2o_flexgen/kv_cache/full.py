@@ -42,6 +42,7 @@ class FullCache(CacheRule):
             cache.v[used - 1].zero_()  # as in prefill
         slots = at[:, None].expand(k.shape[:2])
         cache.write(slots, k[:, :, 0], v[:, :, 0])
-        empty = (torch.arange(ends[used - 1]) > at[:, None]).to(k.device, non_blocking=True)[:, None]
+        last = at.to(k.device, non_blocking=True)[:, None]
+        empty = (torch.arange(ends[used - 1], device=k.device) > last)[:, None]
         context, _ = cached_attention(q, cache.k[:used], cache.v[:used], empty)
         return context, slots

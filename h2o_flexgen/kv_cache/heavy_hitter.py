@@ -49,7 +49,7 @@ class HeavyHitterCache(CacheRule):
         n = lengths.to(k.device, non_blocking=True)[:, None, None]
         worth = score.masked_fill(position >= n - self.recent, float("inf"))
         worth = worth.masked_fill(position >= n, float("-inf"))
-        kept = min(self.budget, T, cache.k[0].shape[2])
+        kept = min(self.budget, T)
         if kept < T:
             # stable: of equal scores the earlier token comes first
             best = worth.sort(dim=-1, descending=True, stable=True).indices[..., :kept]

@@ -44,11 +44,10 @@ class ActivationStore:
     ):
         self.device, self.homes, self.io = device, homes, io
         self.load_lane, self.store_lane = load_lane, store_lane
-        self.batch_bytes = batch_bytes
         self.cpu_to_gpu_bytes = self.gpu_to_cpu_bytes = 0
         self._resident: dict[Key, Tensor] = {}
         self._stored: dict[Key, _Stored] = {}
-        self._loading: dict[Key, tuple[Future, Tensor, int]] = {}
+        self._loading: dict[Key, tuple[Future, Tensor]] = {}
         self._ram = {k: device.host_buffer(batch_bytes) for k, home in enumerate(homes) if home == "cpu"}
         on_disk = [k for k, home in enumerate(homes) if home == "disk"]
         self._offset = {k: n * batch_bytes for n, k in enumerate(on_disk)}
@@ -94,12 +93,11 @@ class ActivationStore:
         key = (batch, micro)
         if self.homes[batch] == "gpu" or key in self._loading or key not in self._stored:
             return
-        slot = self._ring.take()
         stored = self._stored[key]
-        buffer = self._ring.buffers[slot][: stored.nbytes]
+        buffer = self._ring.buffers[self._ring.take()][: stored.nbytes]
         # what computed on this buffer before is queued already: wait for it before writing over it
         job = self.load_lane.submit(lambda: self._load(batch, offset, stored, buffer), after=self.device.record())
-        self._loading[key] = (job, buffer.view(stored.dtype).view(stored.shape), slot)
+        self._loading[key] = (job, buffer.view(stored.dtype).view(stored.shape))
 
     def _load(self, batch: int, offset: int, stored: _Stored, buffer: Tensor) -> None:
         self.device.wait(stored.future.result())
@@ -121,14 +119,14 @@ class ActivationStore:
         if self.homes[batch] == "gpu":
             return self._resident.pop(key)
         self._fetch(batch, micro, offset)
-        job, hidden, _ = self._loading.pop(key)
+        job, hidden = self._loading.pop(key)
         self.device.stall_on(job, "activations")
         del self._stored[key]
         return hidden
 
     def drain(self) -> None:
         """Wait for everything in flight, raise what failed, and forget all hidden states."""
-        for job, _, _ in self._loading.values():
+        for job, _ in self._loading.values():
             job.exception()
         self._loading.clear()
         self._resident.clear()

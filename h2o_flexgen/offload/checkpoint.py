@@ -47,11 +47,12 @@ class Checkpoint:
             another shape than the configuration says.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, progress: bool = True):
+        """`progress`: show a bar if it must be converted."""
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
         self.others: dict[str, str] = {}  # names and types of what holds no floats
-        for path in _shards(folder):
+        for path in _shards(folder, progress):
             self._index(path)
 
     def _index(self, path: Path) -> None:
@@ -110,7 +111,7 @@ class Checkpoint:
     def stored_dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].dtype
 
-    def on_disk(self, names: list[str], dtype: torch.dtype, make_file, io: DiskIO) -> dict[str, Stored]:
+    def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
         """The tensors where they already lie: nothing is copied."""
         return {name: self.tensors[name] for name in names}
 
@@ -121,10 +122,6 @@ class Checkpoint:
         wait(io.read(stored.file, as_numpy(target), stored.offset))
         if target is not out:
             convert(out, target)
-
-    def close(self) -> None:
-        for file in {id(s.file): s.file for s in self.tensors.values()}.values():
-            file.close()
 
 
 class DummyCheckpoint:
@@ -151,7 +148,7 @@ class DummyCheckpoint:
     def stored_dtype(self, name: str) -> torch.dtype:
         return self.dtype
 
-    def on_disk(self, names: list[str], dtype: torch.dtype, make_file, io: DiskIO) -> dict[str, Stored]:
+    def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
         """Write the tensors to a file of the offload folder, one after the other."""
         offsets, end = {}, 0
         for name in names:
@@ -160,13 +157,16 @@ class DummyCheckpoint:
         if not names:
             return {}
         file = make_file("weights", end)
-        with tqdm(total=end, unit="B", unit_scale=True, desc="writing random weights", leave=False) as bar:
+        with tqdm(
+            total=end,
+            unit="B",
+            unit_scale=True,
+            desc="writing random weights",
+            disable=not progress,
+            leave=False,
+        ) as bar:
             for name in names:
-                shape, offset = self.shapes[name], offsets[name]
-                count = prod(shape)
-                if len(shape) == 1:
-                    wait(io.write(file, as_numpy(self._vector(name, count)), offset))
-                    continue
+                count, offset = prod(self.shapes[name]), offsets[name]
                 for at in range(0, count, self.POOL):
                     part = self._slice(name, min(self.POOL, count - at))
                     wait(io.write(file, as_numpy(part), offset + at * self.dtype.itemsize))
@@ -192,9 +192,6 @@ class DummyCheckpoint:
         is_norm = "layer_norm" in name and name.endswith("weight")
         return torch.full((count,), 1.0 if is_norm else 0.0, dtype=self.dtype)
 
-    def close(self) -> None:
-        pass
-
 
 def _canonical(name: str) -> str:
     name = name.removeprefix("model.")
@@ -202,15 +199,15 @@ def _canonical(name: str) -> str:
     return f"decoder.{name}" if name.startswith(("layers.", "embed_", "project_", "final_")) else name
 
 
-def _shards(folder: Path) -> list[Path]:
+def _shards(folder: Path, progress: bool) -> list[Path]:
     if (folder / "model.safetensors.index.json").exists():
         return _indexed(folder, "model.safetensors.index.json")
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     if (folder / "pytorch_model.bin.index.json").exists():
-        return _converted(folder, _indexed(folder, "pytorch_model.bin.index.json"))
+        return _converted(_indexed(folder, "pytorch_model.bin.index.json"), progress)
     if (folder / "pytorch_model.bin").exists():
-        return _converted(folder, [folder / "pytorch_model.bin"])
+        return _converted([folder / "pytorch_model.bin"], progress)
     raise UserError(f"no weights in {folder}: expected model.safetensors or pytorch_model.bin, whole or sharded")
 
 
@@ -226,7 +223,7 @@ def _indexed(folder: Path, index: str) -> list[Path]:
     return shards
 
 
-def _converted(folder: Path, shards: list[Path]) -> list[Path]:
+def _converted(shards: list[Path], progress: bool) -> list[Path]:
     """Safetensors copies of `.bin` shards, made once and kept under the cache folder.
 
     A shard is loaded with `weights_only=True`: pickled code in it never runs.
@@ -250,7 +247,8 @@ def _converted(folder: Path, shards: list[Path]) -> list[Path]:
                 partial = target.with_suffix(".partial")
                 partial.mkdir()
                 try:
-                    for shard in tqdm(shards, desc="converting .bin to safetensors", unit="shard"):
+                    bar = tqdm(shards, desc="converting .bin to safetensors", unit="shard", disable=not progress)
+                    for shard in bar:
                         save_file(_load_bin(shard), partial / (shard.stem + ".safetensors"))
                 except BaseException:
                     shutil.rmtree(partial, ignore_errors=True)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import mmap
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -21,6 +23,9 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import memory
 from h2o_flexgen.plan import PAGE, aligned
 
+#: bytes to whose multiples torch's CUDA allocator cuts its memory
+CUDA_ALIGN = 512
+
 
 class Device:
     """Where the maths runs ("cpu", "cuda", "cuda:1"; "auto" takes CUDA where there is one).
@@ -29,7 +34,7 @@ class Device:
     products hold of the device's memory for good, known after `start`.
     """
 
-    _capped = False  # whether an earlier Device of this process limits torch's allocator
+    _allowed: dict[int, float] = {}  # by device: the part of its memory to which this process is or was held
     _workspaces: dict[int, int] = {}
 
     def __init__(self, name: str = "auto"):
@@ -78,6 +83,15 @@ class Device:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
         return _host_buffer(nbytes)
 
+    def buffers(self, sizes: list[int]) -> list[Tensor]:
+        """Buffers that live as long as each other. With CUDA in one allocation: torch rounds those of a few MiB up
+        by as much as a fifth."""
+        if not self.is_cuda:
+            return [self.buffer(nbytes) for nbytes in sizes]
+        starts = list(accumulate((-(-nbytes // CUDA_ALIGN) * CUDA_ALIGN for nbytes in sizes), initial=0))
+        slab = self.buffer(starts[-1])
+        return [slab[at : at + nbytes] for at, nbytes in zip(starts, sizes)]
+
     def host_buffer(self, nbytes: int) -> Tensor:
         """Bytes in RAM, aligned to pages; pinned where there is CUDA, so that copies run beside compute."""
         buffer = _host_buffer(nbytes)
@@ -85,6 +99,10 @@ class Device:
             # torch's own pinned allocator rounds up to a power of two, which doubles a large cache
             error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), aligned(nbytes), 0)
             if int(error) != 0:
+                try:  # the error stays with the next call of this process that looks for one
+                    torch.zeros(1, device=self.torch_device)
+                except RuntimeError:
+                    pass
                 raise UserError(
                     f"cannot pin {nbytes} bytes of RAM (CUDA error {int(error)}): lower the cpu percentages"
                 )
@@ -106,11 +124,7 @@ class Device:
         """CUDA only: create the context and load the matrix libraries, which costs RAM and time, and hold this
         process to `most_bytes`."""
         torch.cuda.empty_cache()
-        if most_bytes is not None or Device._capped:
-            total = torch.cuda.get_device_properties(self.torch_device).total_memory
-            fraction = 1.0 if most_bytes is None else min(1.0, most_bytes / total)
-            torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
-            Device._capped = most_bytes is not None
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape of a micro-batch
         if self.torch_device.index not in Device._workspaces:
             before = torch.cuda.memory_allocated(self.torch_device)
             for dtype in (torch.float32, torch.float16):
@@ -120,6 +134,13 @@ class Device:
             self.synchronize()
             Device._workspaces[self.torch_device.index] = torch.cuda.memory_allocated(self.torch_device) - before
         self.workspace_bytes = Device._workspaces[self.torch_device.index]
+        if most_bytes is not None or self.torch_device.index in Device._allowed:
+            fraction = 1.0 if most_bytes is None else min(1.0, most_bytes / self._total_bytes())
+            torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+            Device._allowed[self.torch_device.index] = fraction
+
+    def _total_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self.torch_device).total_memory
 
     def free_bytes(self) -> int:
         """Memory of the compute device that is still to be had, what torch has cached included."""
@@ -127,10 +148,9 @@ class Device:
             return memory.ram_available()
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
-        total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        allowed = int(fraction * total) - torch.cuda.memory_allocated(self.torch_device)
-        return min(free + cached, allowed)
+        fraction = Device._allowed.get(self.torch_device.index, 1.0)
+        allowed = int(fraction * self._total_bytes()) - torch.cuda.memory_allocated(self.torch_device)
+        return max(0, min(free + cached, allowed))
 
     def reset_peaks(self) -> None:
         memory.reset_peak()
@@ -149,20 +169,30 @@ class Device:
 
     def record(self):
         """A mark in the current stream: what was queued before it. None on the CPU, where all is done."""
-        return torch.cuda.current_stream(self.torch_device).record_event() if self.is_cuda else None
+        if not self.is_cuda:
+            return None
+        event = torch.cuda.Event(blocking=True)  # others keep a core busy while a thread waits for them
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
 
     def wait(self, event) -> None:
         """Queue nothing more on the current stream before `event` has happened; does not block."""
         if event is not None:
             torch.cuda.current_stream(self.torch_device).wait_event(event)
 
+    @contextmanager
+    def stalling(self, kind: str) -> Iterator[None]:
+        """Count what runs inside as time that compute waits."""
+        start = time.perf_counter()
+        yield
+        self._stalls[kind] += time.perf_counter() - start
+
     def stall_on(self, future: Future | None, kind: str) -> None:
         """Make compute wait for a lane's job, and count how long it had to."""
         if future is None:
             return
-        start = time.perf_counter()
-        event = future.result()
-        self._stalls[kind] += time.perf_counter() - start
+        with self.stalling(kind):
+            event = future.result()
         if event is not None:
             stream = torch.cuda.current_stream(self.torch_device)
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -277,7 +307,10 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
 def _host_buffer(nbytes: int) -> Tensor:
     # an anonymous mapping is page aligned, untouched until used, and goes back to the system at once
     # (private: a shared one would be a shmem file to the kernel, for which huge pages are off by default)
-    mapping = mmap.mmap(-1, max(aligned(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, max(aligned(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as e:  # under a limit of addresses, or where the system grants no more than it has
+        raise UserError(f"cannot get {nbytes} bytes of RAM: {e.strerror}") from None
     if nbytes >= 1 << 21 and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]

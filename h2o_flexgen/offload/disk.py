@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import sweep
 from h2o_flexgen.plan import PAGE, REQUEST, THREADS, request_bytes
 
 
@@ -167,7 +168,7 @@ class OffloadFolder:
         self._files: list[File] = []
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            sweep(self.root)
+            self.sweep(self.root)
             self.path = Path(tempfile.mkdtemp(prefix=self.PREFIX, dir=self.root))  # 0700 by mkdtemp
             try:
                 # locked under another name first: whoever sweeps must never see a lock that nobody holds
@@ -183,6 +184,11 @@ class OffloadFolder:
                 f"cannot write to the offload folder {self.root} ({e.strerror}): name another --offload-dir"
             ) from None
         atexit.register(self.close)  # for who never closes an LLM
+
+    @classmethod
+    def sweep(cls, root: Path) -> None:
+        """Remove what killed jobs left under `root`."""
+        sweep(root, cls.PREFIX)
 
     def file(self, name: str, nbytes: int) -> File:
         """A new file of `nbytes`, its space reserved."""
@@ -214,38 +220,3 @@ def default_root() -> Path:
 def cache_root() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("H2O_FLEXGEN_HOME") or Path(base) / "h2o_flexgen")
-
-
-def sweep(root: Path, prefix: str = OffloadFolder.PREFIX) -> None:
-    """Remove folders under `root` whose owner no longer lives."""
-    try:
-        folders = [root / name for name in os.listdir(root) if name.startswith(prefix)]
-    except OSError:
-        return  # there is none, or none of ours
-    for folder in folders:
-        try:
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except FileNotFoundError:
-            # made, not yet locked: its owner may be about to; a dead one is swept once it is old
-            if _age(folder) > 60:
-                shutil.rmtree(folder, ignore_errors=True)
-            continue
-        except OSError:
-            continue  # another user's
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)
-
-
-def _age(folder: Path) -> float:
-    import time
-
-    try:
-        return time.time() - folder.stat().st_mtime
-    except OSError:
-        return 0.0

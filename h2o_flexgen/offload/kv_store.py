@@ -68,13 +68,14 @@ class KVStore:
         self._loading: dict[Key, tuple[int, Future]] = {}
         self._slot_of: dict[Key, int] = {}
 
+        here = [layouts[batch] for (_, batch), home in homes.items() if home == "gpu"]
+        resident = iter(device.buffers([n for layout in here for n in (layout.kv_bytes, layout.meta_bytes)]))
         disk_bytes = 0
         for (layer, batch), home in homes.items():
             layout = layouts[batch]
             piece = _Piece(home)
             if home == "gpu":
-                piece.kv = device.buffer(layout.kv_bytes)
-                piece.meta = device.buffer(layout.meta_bytes)
+                piece.kv, piece.meta = next(resident), next(resident)
             else:
                 piece.meta = device.host_buffer(layout.meta_bytes)
                 if home == "cpu":

@@ -34,6 +34,7 @@ class WeightStore:
         layers: per layer the tensors it needs whole, {short name: (name, shape)}.
         gathered: tensors of which only rows are asked for, by `rows`.
         homes: tier of every tensor by name.
+        io, rows_io: of layers; of rows, which compute waits for and which must not queue behind layers.
         make_file: makes a file in the offload folder (random weights at home on disk need one).
     """
 
@@ -46,17 +47,18 @@ class WeightStore:
         homes: dict[str, str],
         source: Checkpoint | DummyCheckpoint,
         io: DiskIO,
+        rows_io: DiskIO,
         lane: Lane,
         make_file,
         direct: bool = True,
         progress: bool = True,
     ):
         self.device, self.dtype, self.layers, self.homes = device, dtype, layers, homes
-        self.io, self.lane, self.direct = io, lane, direct
+        self.io, self.rows_io, self.lane, self.direct = io, rows_io, lane, direct
         self.cpu_to_gpu_bytes = 0
         shapes = {name: shape for spec in (*layers, gathered) for name, shape in spec.values()}
         self.gathered = gathered
-        self.stored = source.on_disk([n for n in shapes if homes[n] == "disk"], dtype, make_file, io)
+        self.stored = source.on_disk([n for n in shapes if homes[n] == "disk"], make_file, io, progress)
         self.resident: dict[str, Tensor] = {}
         self._load([(n, s) for n, s in shapes.items() if homes[n] != "disk"], source, progress)
 
@@ -72,20 +74,27 @@ class WeightStore:
         self._loading: dict[int, tuple[Future | None, int, dict[str, Tensor]]] = {}  # job, slot, as stored
 
     def _load(self, names: list[tuple[str, tuple[int, ...]]], source, progress: bool) -> None:
-        total = sum(prod(shape) for _, shape in names) * self.dtype.itemsize
+        sizes = {name: prod(shape) * self.dtype.itemsize for name, shape in names}
+        away = [name for name, _ in names if self.device.is_cuda and self.homes[name] == "gpu"]
+        on_device = dict(zip(away, self.device.buffers([sizes[name] for name in away])))
         with tqdm(
-            total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress, leave=False
+            total=sum(sizes.values()),
+            unit="B",
+            unit_scale=True,
+            desc="loading weights",
+            disable=not progress,
+            leave=False,
         ) as bar:
             for name, shape in names:
-                on_cpu_tier = self.homes[name] == "cpu"
-                nbytes = prod(shape) * self.dtype.itemsize
-                make = self.device.host_buffer if on_cpu_tier or not self.device.is_cuda else _plain
-                host = make(nbytes).view(self.dtype).view(shape)
+                make = _plain if name in on_device else self.device.host_buffer
+                host = make(sizes[name]).view(self.dtype).view(shape)
                 source.read(name, host, self.io)
                 if not is_finite(host):
                     raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
-                self.resident[name] = host if on_cpu_tier else host.to(self.device.torch_device)
-                bar.update(nbytes)
+                if name in on_device:
+                    host = on_device[name].view(self.dtype).view(shape).copy_(host)
+                self.resident[name] = host
+                bar.update(sizes[name])
 
     @property
     def device_bytes(self) -> int:
@@ -254,8 +263,9 @@ class WeightStore:
             width = shape[1] * stored.dtype.itemsize
             reads = []
             for row, index in zip(as_numpy(rows), unique.tolist()):
-                reads += self.io.read(stored.file, row, stored.offset + index * width)
-            wait(reads)
+                reads += self.rows_io.read(stored.file, row, stored.offset + index * width)
+            with self.device.stalling("weights"):
+                wait(reads)
         device = self.device.torch_device
         self.cpu_to_gpu_bytes += rows.nbytes
         return F.embedding(inverse.to(device), rows.to(device=device, dtype=self.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 MIB, GIB = 1 << 20, 1 << 30
 MID = "facebook/opt-1.3b"  # 2.6 GB in fp16
+T4 = Path(__file__).parents[2] / "policies" / "hardware" / "t4-16gb.json"
 
 
 def dummy(policy="auto", budget=None, model=MID, **kwargs):
@@ -84,7 +86,8 @@ def test_a_job_gives_its_pinned_memory_back_and_close_the_rest():
 @pytest.mark.parametrize("cap_mib", [1300, 2000, 6000])
 def test_torch_reserves_no_more_than_gpu_mem(cap_mib, budget):
     cap = cap_mib * MIB
-    with dummy("auto", budget, gpu_mem=cap, gpu_batch_size=16, num_gpu_batches=2) as llm:
+    # a kept profile: measuring takes longer than the test
+    with dummy("auto", budget, gpu_mem=cap, gpu_batch_size=16, num_gpu_batches=2, hardware=T4) as llm:
         torch.cuda.reset_peak_memory_stats()
         outputs = llm.generate(prompts(32, 256), params(4))
         assert torch.cuda.max_memory_reserved() <= cap
@@ -167,7 +170,7 @@ def test_the_host_runs_ahead_through_the_layers(tmp_path, budget):
         kv_budget = None if budget is None else KVBudget.from_size(*budget)
         policy = Policy(4, 2, (100, 0, 100, 0, 100, 0))
         with LLM(str(model.folder), policy, kv_budget, device="cuda", dtype="float32", progress=False) as llm:
-            rows = [[5 + n] * 20 for n in range(8)]
+            rows = [[5 + n] * (20 - n) for n in range(8)]
             llm.generate(rows, params(6))
             with warnings.catch_warnings(record=True) as found:
                 warnings.simplefilter("always")
@@ -176,6 +179,6 @@ def test_the_host_runs_ahead_through_the_layers(tmp_path, budget):
                     llm.generate(rows, params(6))
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-            counts.append(sum("synchroniz" in str(w.message) for w in found))
+            counts.append(sum("called a synchronizing" in str(w.message) for w in found))
     # a piece's own buffers are made and zeroed per layer, which waits for nothing
     assert counts[0] == counts[1]

@@ -128,8 +128,10 @@ def test_half_precision_runs_to_the_end_with_finite_logprobs(models, prompts, na
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
 def test_half_precision_agrees_with_fp32_on_the_first_token(models, prompts, on_cpu, budget):
     outputs = generate(models(), prompts, budget, dtype="float16", gpu_batch_size=4, num_gpu_batches=2)
-    same = sum(o.token_ids[0] == w.token_ids[0] for o, w in zip(outputs, on_cpu[budget]))
-    assert same >= len(prompts) - 1
+    traces = models().references(prompts, 1, *(budget or ()))
+    clear = [n for n, trace in enumerate(traces) if trace.margins[0] > 0.3]  # what fp16 cannot turn round
+    assert clear
+    assert all(outputs[n].token_ids[0] == on_cpu[budget][n].token_ids[0] for n in clear)
 
 
 @pytest.mark.parametrize("sampling", [dict(temperature=0.8), dict(temperature=1.2, top_k=8, top_p=0.9)])
