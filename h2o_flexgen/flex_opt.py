@@ -6,17 +6,17 @@ python -m h2o_flexgen.flex_opt --model facebook/opt-30b --hh-ratio 0.2
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import math
 import os
-import signal
 import sys
 from pathlib import Path
 
-from h2o_flexgen.errors import Interrupted, UserError
+from h2o_flexgen import cli
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
-from h2o_flexgen.policy import GIB, KVBudget, Policy, gib
-from h2o_flexgen.search.budget import MIN_HH_RATIO, check_floor, describe_curve, largest_free
+from h2o_flexgen.policy import Policy, gib
+from h2o_flexgen.search.budget import MIN_HH_RATIO, describe_curve, largest_free
 
 #: modules of the standard library whose source text makes the built-in prompts
 _PROMPT_MODULES = (
@@ -26,15 +26,8 @@ _PROMPT_MODULES = (
 ).split()
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors are the user's, and end as all of those do."""
-
-    def error(self, message: str):
-        raise UserError(f"{message} (--help lists the options)")
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = cli.Parser(
         prog="python -m h2o_flexgen.flex_opt",
         description="Generate text in large batches with an OPT model that need not fit into memory.",
         allow_abbrev=False,
@@ -43,23 +36,27 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help="folder or Hugging Face name; the demo model if left out")
     add("--path", help="folder of the weights; _DUMMY_ for random weights of the named size, without download")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    add("--dtype", default="auto", help="auto, float16, bfloat16, float32")
+    add(
+        "--dtype",
+        default="auto",
+        help="auto (fp16; on a CPU bf16 or fp32), float16, bfloat16, float32",
+    )
 
     add = parser.add_argument_group("prompts and outputs").add_argument
     add("--input-file", help='JSON lines, each {"prompt": "text"} or {"prompt_token_ids": [..]}')
-    add("--output-file", help="JSON lines in input order")
+    add("--output-file", help='JSON lines in input order; what an interrupt cut short says "abort"')
     add("--num-prompts", type=int, help="how many built-in prompts (default: one block, or 4 if that is searched)")
     add("--prompt-len", type=int, help="tokens of a built-in prompt (default: 512)")
-    add("--gen-len", type=int, default=32, help="output tokens per prompt")
+    add("--gen-len", type=int, default=32, help="output tokens per prompt (default: 32)")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     add("--temperature", type=float, default=0.0, help="0 takes the most likely token")
     add("--top-k", type=int, default=0, help="sample among the k most likely tokens; 0: all")
     add("--top-p", type=float, default=1.0, help="sample among the most likely tokens that reach p together")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the sampling (default: 0); a prompt's text depends on it and its place")
     add("--report", help="write the measurements to this file as JSON")
     add("--verbose", action="store_true", help="print the policy and the memory plan before the run")
 
-    add_budget_options(parser)
+    cli.add_budget_options(parser)
     add = parser.add_argument_group("placement").add_argument
     add("--policy", help="a policy as JSON, or auto (default): what the search finds fastest on this machine")
     add("--hardware", help="for auto: a profile by python -m h2o_flexgen.hardware (default: measured once)")
@@ -73,7 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--gpu-batch-size", type=int, help="sequences per batch (default: searched; with --percent up to 32)")
     add("--num-gpu-batches", type=int, help="batches per block (default: searched; with --percent 1)")
-    add("--overlap", action=argparse.BooleanOptionalAction, default=None, help="move data while computing")
+    add(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="move data while computing (default: on)",
+    )
     add(
         "--cpu-cache-compute",
         action=argparse.BooleanOptionalAction,
@@ -82,47 +84,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for what in ("weight", "cache"):
         add(f"--compress-{what}", action="store_true", help="not built yet: ends with an error")
-    add_limit_options(add)
+    cli.add_limit_options(add)
     add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
     return parser
-
-
-def add_limit_options(add) -> None:
-    """What may be used of each tier; `add` is a group's `add_argument`."""
-    add("--gpu-mem", type=float, metavar="GIB", help="use at most this much of the compute device's memory")
-    add("--cpu-mem", type=float, metavar="GIB", help="use at most this much RAM for the cpu tier")
-    add("--disk-mem", type=float, metavar="GIB", help="use at most this much disk")
-
-
-def check_sizes(args: argparse.Namespace) -> None:
-    """Raises UserError for counts below 1, and limits that are not positive."""
-    for name in ("prompt_len", "gen_len", "num_prompts", "gpu_batch_size", "num_gpu_batches"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
-    for name in ("gpu_mem", "cpu_mem", "disk_mem", "max_latency"):
-        value = getattr(args, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            unit = "s" if name == "max_latency" else "GiB"
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0 {unit}, not {value:g}")
-
-
-def add_budget_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `make_budget` reads."""
-
-    def ratio(text: str) -> float | str:
-        return text if text == "auto" else float(text)
-
-    add = parser.add_argument_group("KV budget (H2O); without these the cache is full").add_argument
-    add(
-        "--hh-ratio",
-        type=ratio,
-        help="heavy hitters as a fraction of the longest prompt (default: 0); auto: as many as cost no throughput",
-    )
-    add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
-    add("--hh-size", type=int, help="heavy hitters in slots")
-    add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
-    add("--min-hh-ratio", type=float, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
 
 
 def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | str:
@@ -144,20 +108,6 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | s
         overlap=args.overlap is not False,
         cpu_cache_compute=bool(args.cpu_cache_compute),
     )
-
-
-def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
-    """The KV budget, "auto", or None for a full cache."""
-    given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
-    if args.min_hh_ratio is not None and args.hh_ratio != "auto":
-        raise UserError("--min-hh-ratio is the floor of --hh-ratio auto")
-    if args.hh_ratio == "auto":
-        if any(value is not None for value in given[1:]):
-            raise UserError("--hh-ratio auto sizes the whole KV budget: leave --recent-ratio and the sizes out")
-        if args.min_hh_ratio is not None:
-            check_floor(args.min_hh_ratio)
-        return "auto"
-    return None if all(value is None for value in given) else KVBudget(*given)
 
 
 def read_prompts(path: str) -> list[str | list[int] | UserError]:
@@ -245,7 +195,7 @@ class OutputFile:
         try:
             if self._file is None:
                 if self.partial.exists():
-                    kept = self.partial.with_name(self.partial.name + "~")
+                    kept = self._free_name()
                     os.replace(self.partial, kept)
                     print(f"rows of a job that was killed are kept in {kept}", file=sys.stderr)
                 self._file = open(self.partial, "w", encoding="utf-8")
@@ -253,6 +203,11 @@ class OutputFile:
             self._file.flush()
         except OSError as e:
             raise UserError(f"cannot write {self.partial}: {e.strerror}") from None
+
+    def _free_name(self) -> Path:
+        """For the rows of a job that was killed, beside those of others that were."""
+        names = (self.partial.with_name(f"{self.partial.name}~{n or ''}") for n in itertools.count())
+        return next(name for name in names if not name.exists())
 
     def finish(self) -> None:
         """Put the rows there are in place, if there are any."""
@@ -270,29 +225,12 @@ class OutputFile:
             raise UserError(f"cannot write {self.path}: {e.strerror}; finished rows are in {self.partial}") from None
 
 
-def check_distinct(args: argparse.Namespace, *options: str) -> None:
-    """No two of the files may be one: the second to be written would destroy the first."""
-    seen = {}
-    for option in options:
-        path = getattr(args, option.strip("-").replace("-", "_"))
-        if path is None:
-            continue
-        path = os.path.realpath(path)
-        if path in seen:
-            raise UserError(f"{seen[path]} and {option} name the same file: {path}")
-        seen[path] = option
-
-
 def row_of(index: int, output) -> dict:
     """An output as a row of the output file."""
     if output.error is not None:
         return {"index": index, "error": output.error}
     done = output.outputs[0]
     return {"index": index, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
-
-
-def describe_budget(budget: dict | None) -> str:
-    return f"{budget['heavy']} heavy + {budget['recent']} recent slots (H2O)" if budget else "full"
 
 
 def rate(tokens_per_s: float) -> str:
@@ -309,7 +247,7 @@ def describe(report: dict) -> str:
         f"policy     {policy['gpu_batch_size']} x {policy['num_gpu_batches']}, percent {percent}, "
         f"overlap {'on' if policy['overlap'] else 'off'}"
         + (", attention on the CPU" if policy["cpu_cache_compute"] else ""),
-        f"KV cache   {describe_budget(report['kv_budget'])}",
+        f"KV cache   {cli.describe_budget(report['kv_budget'])}",
     ]
     predicted = report.get("predicted")
     for phase in ("prefill", "decode"):
@@ -329,7 +267,7 @@ def describe(report: dict) -> str:
     if moved:
         lines.append(f"moved      {moved}")
     stalls = report["stall_seconds"]
-    lines.append(f"waited     {stalls['weights']:.2f} s for weights, {stalls['cache']:.2f} s for cache")
+    lines.append("waited     " + ", ".join(f"{seconds:.2f} s for {kind}" for kind, seconds in stalls.items()))
     return "\n".join(lines)
 
 
@@ -350,13 +288,13 @@ def show(llm, outputs: list, most: int = 3) -> str:
 def run(args: argparse.Namespace) -> None:
     if args.compress_weight or args.compress_cache:
         raise UserError("compression of weights and cache is not built yet: leave --compress-weight and -cache out")
-    check_sizes(args)
+    cli.check_sizes(args)
     for name in ("num_prompts", "prompt_len"):
         if args.input_file is not None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is for built-in prompts; --input-file brings its own")
-    check_distinct(args, "--input-file", "--policy", "--hardware", "--output-file", "--report")
+    cli.check_distinct(args, "--input-file", "--policy", "--hardware", "--output-file", "--report")
     rows = read_prompts(args.input_file) if args.input_file is not None else None
-    policy, budget = make_policy(args, len(rows) if rows else None), make_budget(args)
+    policy, budget = make_policy(args, len(rows) if rows else args.num_prompts), cli.make_budget(args)
     output_file = OutputFile(args.output_file) if args.output_file is not None else None
     if args.report is not None:
         check_writable("--report", Path(args.report))
@@ -366,16 +304,13 @@ def run(args: argparse.Namespace) -> None:
 
     params = SamplingParams(args.temperature, args.top_k, args.top_p, args.gen_len, args.ignore_eos, args.seed)
 
-    def limit(gibibytes: float | None) -> int | None:
-        return None if gibibytes is None else int(gibibytes * GIB)
-
     def on_plan(policy: Policy, plan) -> None:
         if llm.curve:
             print(describe_curve(llm.curve, largest_free(llm.curve)), file=sys.stderr)
         if args.verbose:
             print(f"policy: {policy.to_json()}\n{plan.describe()}", file=sys.stderr)
 
-    names = ("gpu_batch_size", "num_gpu_batches", "cpu_cache_compute", "max_latency")
+    names = ("gpu_batch_size", "num_gpu_batches", "overlap", "cpu_cache_compute", "max_latency")
     searched = {name: getattr(args, name) for name in names} if policy == "auto" else {}
     with LLM(
         args.model,
@@ -385,13 +320,10 @@ def run(args: argparse.Namespace) -> None:
         args.dtype,
         path=args.path,
         offload_dir=args.offload_dir,
-        gpu_mem=limit(args.gpu_mem),
-        cpu_mem=limit(args.cpu_mem),
-        disk_mem=limit(args.disk_mem),
+        **{f"{tier}_mem": nbytes for tier, nbytes in cli.limits(args).items()},
         hardware=args.hardware,
         min_hh_ratio=args.min_hh_ratio or MIN_HH_RATIO,
         on_plan=on_plan,
-        overlap=args.overlap is not False,
         **searched,
     ) as llm:
         if rows is None:
@@ -431,44 +363,12 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
             Path(args.report).write_text(json.dumps(llm.report, indent=2) + "\n")
         except OSError as e:
             raise UserError(f"cannot write --report {args.report}: {e.strerror}") from None
-    _say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.report) + "\n")
-
-
-def _say(*parts: str) -> None:
-    """To stdout, whose reader may have gone."""
-    try:
-        print(*parts, sep="", end="", flush=True)
-    except OSError as e:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is buffered fails again at exit
-        if not isinstance(e, BrokenPipeError):
-            raise UserError(f"cannot write to stdout: {e.strerror}") from None
-
-
-def _interrupt(signum, frame) -> None:
-    for s in (signal.SIGINT, signal.SIGTERM):  # a second one must not disturb the clearing up
-        signal.signal(s, lambda signum, frame: None)  # not SIG_IGN: Python complains if one is on its way already
-    raise Interrupted(signum)
+    cli.say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.report) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 must not end a job
-    try:
-        run(make_parser().parse_args(argv))
-    except UserError as e:
-        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as e:
-        print("interrupted", file=sys.stderr)
-        return 128 + getattr(e, "signum", signal.SIGINT)
-    except BrokenPipeError:  # who read stderr has gone: end as other programs do
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-        return 128 + signal.SIGPIPE
-    return 0
+    """Run the command line; returns the exit code, as `cli.main` says."""
+    return cli.main(make_parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,12 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, product
 from pathlib import Path
 from statistics import median
+from zlib import crc32
 
 import torch
 from tqdm import tqdm
 
+from h2o_flexgen import cli
 from h2o_flexgen.cpu import linear
 from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.errors import UserError
@@ -103,7 +105,8 @@ def _mount(folder: Path) -> str:
 def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bool = True) -> Profile:
     """The profile of this machine: what was measured before if machine and versions are the same, else anew."""
     name = str(dtype).removeprefix("torch.")
-    path = cache_root() / "hardware" / f"{device.torch_device.type}-{name}.json"
+    disk = crc32(_mount(offload_root).encode())  # jobs may take turns on several
+    path = cache_root() / "hardware" / f"{device.torch_device.type}-{name}-{disk:08x}.json"
     try:
         profile = Profile.from_file(path)
         if (profile.machine, profile.versions) == (machine(offload_root, device), versions()):
@@ -141,45 +144,8 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
             for key, seconds in _links(device, dtype, offload_root):
                 samples[key].append(seconds)
                 bar.update(key[0] == "link")
-    seconds = {key: median(values) for key, values in samples.items()}
-    small = {kind: seconds["small", kind] for kind in RULES}
-    dispatch = seconds["step",]
-
-    def layer_rate(hidden: int, tokens: int) -> float:
-        taken = seconds["layer", hidden, tokens]
-        return 24 * hidden * hidden * tokens / _beyond(taken, dispatch)
-
-    def each_request(what: str, per_byte: str, name: str) -> float:
-        """The part of a small transfer that its bytes do not explain, for each of its requests."""
-        if name not in SMALL:
-            return 0.0
-        size = SMALL[name]
-        return max(0.0, seconds[what, name] - seconds[per_byte, name] * size) / requests(size)
-
-    def visit_seconds() -> float:
-        """What a visit takes from compute besides its bytes and its requests: one reads the piece, one its log, one
-        writes the new row."""
-        layout, lost = VISITED.layout(dtype), {name: seconds["lost", name] for name in SMALL}
-        known = layout.kv_bytes * lost["disk_to_cpu"] + layout.row_bytes * lost["cpu_to_disk"]
-        for name in ("disk_to_cpu", "disk_to_cpu", "cpu_to_disk"):
-            known += each_request("lost small", "lost", name)
-        return max(0.0, seconds["visit",] - known)
-
-    rates, constants = {}, {}
-    for phase, kind in sorted({key[:2] for key in seconds if key[0] in PHASES}):
-        each, work = {}, {}  # of one head: seconds, and flops or bytes
-        for size in (*HEAD_DIMS, "short"):
-            taken = seconds[phase, kind, size]
-            case = _Attention.of(phase, kind, size)
-            each[size] = _beyond(taken, small[kind]) / (case.batch * case.heads)
-            work[size] = case.work(phase, dtype)
-        first = HEAD_DIMS[0]
-        slope = _beyond(each[first], each["short"]) / (work[first] - work["short"])
-        constant = max(0.0, each["short"] - slope * work["short"])
-        constants.setdefault(phase, {})[kind] = constant
-        rates.setdefault(phase, {})[kind] = {dim: work[dim] / _beyond(each[dim], constant) for dim in HEAD_DIMS}
-
-    head_rate = 2 * HIDDEN[0] * VOCABULARY * HEAD_TOKENS / seconds["head",]
+    found = _Measured({key: median(values) for key, values in samples.items()}, dtype)
+    rates, constants = found.attention()
     ram = memory.ram_in_all()
     return Profile(
         machine=machine(offload_root, device),
@@ -193,29 +159,80 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
             "cpu": ram,
             "disk": memory.disk_free(offload_root),
         },
-        links={
-            name: Link(
-                1 / seconds["link", name],
-                seconds["lost", name],
-                max(0.0, 1 - seconds["link", name] / seconds["beside", name]),
-                each_request("small", "link", name),
-                each_request("lost small", "lost", name),
-            )
-            for name in LINKS
-        },
-        layer={hidden: [(n, layer_rate(hidden, n)) for n in TOKENS] for hidden in HIDDEN},
+        links={name: found.link(name) for name in LINKS},
+        layer={hidden: [(n, found.layer_rate(hidden, n)) for n in TOKENS] for hidden in HIDDEN},
         prefill_attention=rates["prefill"],
         decode_attention=rates["decode"],
         cpu_attention=rates.get("cpu"),
         head_seconds=constants,
-        visit_seconds=visit_seconds(),
-        step_seconds=dispatch + max(small.values()),
-        logit_seconds=seconds["choose",] / (HEAD_TOKENS * VOCABULARY),
-        head_efficiency=head_rate / layer_rate(HIDDEN[0], HEAD_TOKENS),
-        convert_seconds_per_byte=seconds["convert",] / TRANSFER,
+        visit_seconds=found.visit_seconds(),
+        step_seconds=found("step") + max(found("small", kind) for kind in RULES),
+        logit_seconds=found("choose") / (HEAD_TOKENS * VOCABULARY),
+        head_efficiency=found.head_rate() / found.layer_rate(HIDDEN[0], HEAD_TOKENS),
+        convert_seconds_per_byte=found("convert") / TRANSFER,
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
     )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Median seconds of everything that was timed, by the keys of `_kernels` and `_links`; what follows from them."""
+
+    seconds: dict[tuple, float]
+    dtype: torch.dtype
+
+    def __call__(self, *key) -> float:
+        return self.seconds[key]
+
+    def layer_rate(self, hidden: int, tokens: int) -> float:
+        """Flops per second of a decoder layer's products."""
+        return 24 * hidden * hidden * tokens / _beyond(self("layer", hidden, tokens), self("step"))
+
+    def head_rate(self) -> float:
+        """Flops per second of the product with the vocabulary."""
+        return 2 * HIDDEN[0] * VOCABULARY * HEAD_TOKENS / self("head")
+
+    def link(self, name: str) -> Link:
+        return Link(
+            1 / self("link", name),
+            self("lost", name),
+            max(0.0, 1 - self("link", name) / self("beside", name)),
+            self._each_request("small", "link", name),
+            self._each_request("lost small", "lost", name),
+        )
+
+    def _each_request(self, what: str, per_byte: str, name: str) -> float:
+        """The part of a small transfer that its bytes do not explain, for each of its requests."""
+        if name not in SMALL:
+            return 0.0
+        size = SMALL[name]
+        return max(0.0, self(what, name) - self(per_byte, name) * size) / requests(size)
+
+    def visit_seconds(self) -> float:
+        """What a visit takes from compute besides its bytes and its requests: one reads the piece, one its log, one
+        writes the new row."""
+        layout = VISITED.layout(self.dtype)
+        known = layout.kv_bytes * self("lost", "disk_to_cpu") + layout.row_bytes * self("lost", "cpu_to_disk")
+        for name in ("disk_to_cpu", "disk_to_cpu", "cpu_to_disk"):
+            known += self._each_request("lost small", "lost", name)
+        return max(0.0, self("visit") - known)
+
+    def attention(self) -> tuple[dict, dict]:
+        """Per phase and kind of cache: flops or bytes per second by head size, and the seconds that a head takes
+        whatever its length."""
+        rates, constants = defaultdict(dict), defaultdict(dict)
+        for phase, kind in sorted({key[:2] for key in self.seconds if key[0] in PHASES}):
+            each, work = {}, {}  # of one head: seconds, and flops or bytes
+            for size in (*HEAD_DIMS, "short"):
+                case = _Attention.of(phase, kind, size)
+                each[size] = _beyond(self(phase, kind, size), self("small", kind)) / (case.batch * case.heads)
+                work[size] = case.work(phase, self.dtype)
+            first = HEAD_DIMS[0]
+            slope = _beyond(each[first], each["short"]) / (work[first] - work["short"])
+            constant = constants[phase][kind] = max(0.0, each["short"] - slope * work["short"])
+            rates[phase][kind] = {dim: work[dim] / _beyond(each[dim], constant) for dim in HEAD_DIMS}
+        return dict(rates), dict(constants)
 
 
 def _beyond(taken: float, known: float) -> float:
@@ -499,32 +516,35 @@ def _repeat(device: Device, work: Callable[[], object], ended: Callable[[], bool
     return done / (time.perf_counter() - start)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m h2o_flexgen.hardware", description=__doc__.split("\n")[0])
+def make_parser() -> argparse.ArgumentParser:
+    parser = cli.Parser(prog="python -m h2o_flexgen.hardware", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("-o", "--output", help="write the profile here (default: print it)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--dtype", default="auto", help="that jobs compute in: auto, float16, bfloat16, float32")
     parser.add_argument("--offload-dir", help="the folder whose disk is measured")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.output is not None:
+        check_writable("--output", Path(args.output))
+    device = Device(args.device)
+    root = Path(args.offload_dir) if args.offload_dir else default_root()
     try:
+        text = measure(device, device.dtype(args.dtype), root).to_json() + "\n"
         if args.output is not None:
-            check_writable("--output", Path(args.output))
-        device = Device(args.device)
-        root = Path(args.offload_dir) if args.offload_dir else default_root()
-        profile = measure(device, device.dtype(args.dtype), root)
-        if args.output is None:
-            print(profile.to_json())
-        else:
-            Path(args.output).write_text(profile.to_json() + "\n")
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+            Path(args.output).write_text(text)
+    except BrokenPipeError:
+        raise
     except OSError as e:
-        print(f"error: {e.strerror}: {e.filename or args.output}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        raise UserError(f"{e.strerror}: {e.filename or args.output}") from None
+    if args.output is None:
+        cli.say(text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code, as `cli.main` says."""
+    return cli.main(make_parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
 from h2o_flexgen.offload.device import Device, Lane
-from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root, sweep
+from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_policy
-from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy, cap_limits, read_policy
+from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy, cap_limits, check_cpu_cap, read_policy
 from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, size_budget
 from h2o_flexgen.search.cost import CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
@@ -68,8 +68,9 @@ class LLM:
 
     Args:
         model: folder, Hugging Face name, or None for the demo model.
-        policy: a Policy, the path of one as JSON, or "auto": everything on the compute device if the whole job fits,
-            else the policy that the search finds fastest on this machine, which is measured once (under a minute).
+        policy: a Policy, the path of one as JSON, or "auto": everything on the compute device if the model and a batch
+            of up to 64 prompts fit, else the policy that the search finds fastest on this machine, which is measured
+            once (under a minute).
         kv_budget: slots for heavy hitters and recent tokens; None keeps the full cache; "auto" takes the largest
             budget that costs no throughput (see `search.budget`).
         device: "auto", "cpu", "cuda", "cuda:N".
@@ -103,7 +104,7 @@ class LLM:
         disk_mem: int | None = None,
         gpu_batch_size: int | None = None,
         num_gpu_batches: int | None = None,
-        overlap: bool = True,
+        overlap: bool | None = None,
         cpu_cache_compute: bool | None = None,
         hardware: str | Path | Profile | None = None,
         max_latency: float | None = None,
@@ -125,11 +126,11 @@ class LLM:
             raise UserError(
                 f'kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), or "auto", not {kv_budget!r}'
             )
-        self._auto = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute)
-        searched = (gpu_batch_size, num_gpu_batches, cpu_cache_compute, max_latency)
+        self._auto = (gpu_batch_size, num_gpu_batches, overlap is not False, cpu_cache_compute)
+        searched = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute, max_latency)
         if self.policy != "auto" and any(x is not None for x in searched):
             raise UserError(
-                'batch sizes, cpu_cache_compute and max_latency are for policy "auto": a policy has its own'
+                'batch sizes, overlap, cpu_cache_compute and max_latency are for policy "auto": a policy has its own'
             )
         self.profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
         mine = (self.device.torch_device.type, str(self.dtype).removeprefix("torch."))
@@ -143,8 +144,9 @@ class LLM:
         self.max_latency, self.min_hh_ratio = max_latency, min_hh_ratio
         self.curve: list[BudgetPoint] = []
         self._caps = {"gpu": gpu_mem, "cpu": cpu_mem, "disk": disk_mem}
+        check_cpu_cap(self._caps, not self.device.is_cuda, self.policy == "auto")
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
-        sweep(self.offload_root)  # before free space is counted
+        OffloadFolder.sweep(self.offload_root)  # before free space is counted
         self.progress = progress
         self.on_plan = on_plan
         self.direct_reads = True  # weights past the page cache: docs/benchmarks/disk.json
@@ -167,13 +169,15 @@ class LLM:
         if path == DUMMY:
             self.source = DummyCheckpoint(needed, self.dtype)
         else:
-            self.source = Checkpoint(folder)
+            self.source = Checkpoint(folder, progress)
         self.source.check(needed)
-        self._stored_dtypes = {self.source.stored_dtype(name) for name in needed}
+        # vectors never stream
+        self._stored_dtypes = {self.source.stored_dtype(name) for name, shape in needed.items() if len(shape) > 1}
         self.eos_ids = frozenset() if path == DUMMY else self.config.eos_ids
 
         if self.device.is_cuda:
             self.device.start(gpu_mem)
+        memory.hold_heap()
         self._baseline = memory.baseline()
         self.folder: OffloadFolder | None = None
         self._io: tuple[DiskIO, ...] = ()
@@ -280,6 +284,7 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        self.report, self.curve = {}, []
         outputs: dict[int, RequestOutput] = {}
         sequences = []
         for index, prompt in enumerate(prompts):
@@ -327,15 +332,16 @@ class LLM:
         current: list[Sequence] = []
         bar = None
         try:
-            self._open(policy, placement)
+            self._open(policy)
             weights = self._load_weights(policy, placement)
+            pinned = self.device.pinned_count()
             caches, activations = self._stores(policy, placement, rule, workload)
             total = len(sequences) * params.max_tokens
             bar = tqdm(total=total, unit="tok", desc="generating", disable=not self.progress, smoothing=0.1)
             engine = Engine(
                 self.config, self.device, self.dtype, rule, weights, caches, activations, params, self.eos_ids
             )
-            self._before = self._moved(None, None)
+            before = self._moved(None, None)
             for output in outputs.values():
                 if output.error is not None and on_output is not None:
                     on_output(output)
@@ -347,14 +353,17 @@ class LLM:
                 if n == 0 and all(s.finish_reason == "error" for s in current):
                     engine.explain_broken(whole_job=len(blocks) == 1)
                 emit(current)
-                bar.update(sum(params.max_tokens - len(s.tokens) for s in current))  # stopped early
-            self.report = self._report(policy, placement, rule, workload, params, sequences, engine)
+                bar.total -= sum(params.max_tokens - len(s.tokens) for s in current)  # stopped early
+                bar.refresh()
+            self.report = self._report(policy, placement, rule, workload, params, sequences, engine, before)
         except BaseException as e:
             for s in current:
                 s.finish_reason = s.finish_reason or "abort"
-            if not isinstance(e, Exception):
-                emit(current, aborted=True)
-            self.close()
+            try:
+                if not isinstance(e, Exception):
+                    emit(current, aborted=True)
+            finally:
+                self.close()
             raise
         finally:
             if bar is not None:
@@ -364,7 +373,7 @@ class LLM:
             if store.file is not None:
                 store.file.close()
                 store.file.path.unlink(missing_ok=True)
-        self.device.unpin(self._pinned_before)
+        self.device.unpin(pinned)
 
     def _completion(self, s: Sequence) -> CompletionOutput:
         text = ""
@@ -481,11 +490,11 @@ class LLM:
 
     # stores
 
-    def _open(self, policy: Policy, placement: Placement) -> None:
+    def _open(self, policy: Policy) -> None:
         if self._lanes and self._lanes[0].overlap != policy.overlap:
             self.close()
         if not self._io:
-            # cache and activations are wanted sooner than the next layer's weights: they must not queue behind them
+            # cache, activations and embeddings are wanted sooner than the next layer: they must not queue behind it
             self._io = (DiskIO(), DiskIO())
             self._lanes = [Lane(self.device, name, policy.overlap) for name in ("weights", "load", "store")]
 
@@ -499,7 +508,7 @@ class LLM:
         if key != self._weights_key:
             if self._weights is not None:
                 self.close()
-                self._open(policy, placement)
+                self._open(policy)
             self._weights = WeightStore(
                 self.device,
                 self.dtype,
@@ -507,7 +516,7 @@ class LLM:
                 {short: spec for layer in self.layers for short, spec in layer.gathered.items()},
                 placement.weights,
                 self.source,
-                self._io[0],
+                *self._io,
                 self._lanes[0],
                 self._make_file,
                 self.direct_reads,
@@ -518,7 +527,6 @@ class LLM:
 
     def _stores(self, policy: Policy, placement: Placement, rule: CacheRule, workload: Workload):
         config, size = self.config, self.dtype.itemsize
-        self._pinned_before = self.device.pinned_count()
         sizes = batch_sizes(len(workload.prompt_lens), policy)
         segments = rule.segments(workload.longest, workload.gen_len)
         heads = config.num_attention_heads
@@ -564,7 +572,7 @@ class LLM:
                 moved["gpu_to_cpu"] += store.gpu_to_cpu_bytes
         return moved
 
-    def _report(self, policy, placement, rule, workload, params, sequences, engine: Engine) -> dict:
+    def _report(self, policy, placement, rule, workload, params, sequences, engine: Engine, before: dict) -> dict:
         generated = sum(len(s.tokens) for s in sequences)
         first = sum(1 for s in sequences if s.tokens)
         prefill, decode = engine.seconds["prefill"], engine.seconds["decode"]
@@ -600,8 +608,12 @@ class LLM:
             },
             "peak_memory_bytes": peak,
             "planned_memory_bytes": {tier: self.plan.needed(tier) for tier in ("gpu", "cpu", "disk")},
-            "bytes_moved": {key: moved[key] - self._before[key] for key in moved},
-            "stall_seconds": {kind: stalls.get(kind, 0.0) for kind in ("weights", "cache")},
+            "bytes_moved": {key: moved[key] - before[key] for key in moved},
+            # activations share the cache's lanes
+            "stall_seconds": {
+                "weights": stalls.get("weights", 0.0),
+                "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
+            },
             **({} if prediction is None else {"predicted": prediction.of_job()}),
         }
 

@@ -183,6 +183,16 @@ def cap_limits(there: dict[str, int], caps: dict[str, int | None], shared: bool)
     return limits | ({"ram": there["cpu"]} if shared else {})
 
 
+def check_cpu_cap(caps: dict[str, int | None], shared: bool, searched: bool) -> None:
+    """Raises UserError for a cap that a search would never come near: where gpu and cpu are the same RAM (`shared`), it
+    puts nothing on the cpu tier."""
+    if searched and shared and caps["cpu"] is not None and caps["gpu"] is None:
+        raise UserError(
+            "--cpu-mem does nothing here: without CUDA the RAM is the gpu tier, so use --gpu-mem; the cpu tier is a "
+            "second pool in RAM for --percent"
+        )
+
+
 @dataclass
 class Plan:
     """The bytes that a policy needs on each tier, known before anything is allocated.

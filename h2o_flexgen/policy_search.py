@@ -12,49 +12,46 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable, read_json
-from h2o_flexgen.flex_opt import (
-    Parser,
-    add_budget_options,
-    add_limit_options,
-    check_distinct,
-    check_sizes,
-    describe_budget,
-    make_budget,
-)
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.plan import Shapes, Workload
-from h2o_flexgen.policy import GIB, MARGIN, TIERS, KVBudget, Policy, cap_limits, gib
+from h2o_flexgen.policy import MARGIN, TIERS, KVBudget, Policy, cap_limits, check_cpu_cap, gib
 from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
 from h2o_flexgen.search.profile import ITEMSIZE, Profile
 from h2o_flexgen.search.search import Candidate, Search
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = cli.Parser(
         prog="python -m h2o_flexgen.policy_search",
         description="Find the policy with the highest predicted throughput for a model, a job and a machine.",
         allow_abbrev=False,
     )
     add = parser.add_argument_group("job").add_argument
     add("--model", required=True, help="a facebook/opt name, or a folder with a config.json")
-    add("--prompt-len", type=int, default=512, help="tokens of the longest prompt")
-    add("--gen-len", type=int, default=32, help="output tokens per prompt")
+    add("--prompt-len", type=int, default=512, help="tokens of the longest prompt (default: 512)")
+    add("--gen-len", type=int, default=32, help="output tokens per prompt (default: 32)")
     add("--num-prompts", type=int, help="prompts of the job (default: as many as the largest block takes)")
-    add_budget_options(parser)
+    cli.add_budget_options(parser)
     add = parser.add_argument_group("machine").add_argument
     add("--hardware", help="a profile by python -m h2o_flexgen.hardware (default: this machine, measured once)")
-    add_limit_options(add)
+    cli.add_limit_options(add)
     add("--device", default="auto", help="of this machine: auto, cpu, cuda, cuda:N")
     add("--dtype", default="auto", help="of this machine: auto, float16, bfloat16, float32")
     add("--offload-dir", help="folder whose disk counts, of this machine")
     add = parser.add_argument_group("policy; what is given is not searched").add_argument
-    add("--gpu-batch-size", type=int)
-    add("--num-gpu-batches", type=int)
+    add("--gpu-batch-size", type=int, help="sequences per batch")
+    add("--num-gpu-batches", type=int, help="batches per block")
     add("--percent", nargs=6, type=float, metavar="P", help="with both batch sizes: only predict this policy")
     add("--cpu-cache-compute", action=argparse.BooleanOptionalAction, default=None, help="attention on the CPU")
-    add("--overlap", action=argparse.BooleanOptionalAction, default=True, help="move data while computing")
+    add(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="move data while computing (default: on)",
+    )
     add("--max-latency", type=float, metavar="SECONDS", help="the most that a block may take")
     add = parser.add_argument_group("output").add_argument
     add("-o", "--output", help="write the result to this file as JSON")
@@ -157,7 +154,7 @@ def describe(result: dict, found: Candidate, title: str) -> str:
         f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {percent}"
         + (", attention on the CPU" if policy.cpu_cache_compute else "")
         + ("" if policy.overlap else ", no overlap"),
-        f"KV cache   {describe_budget(result['kv_budget'])}",
+        f"KV cache   {cli.describe_budget(result['kv_budget'])}",
         f"prefill    {predicted['prefill_seconds']:.1f} s of a block",
         f"decode     {predicted['decode_seconds']:.1f} s of a block",
         f"predicted  {predicted['tokens_per_s']:.2f} tokens/s",
@@ -194,7 +191,7 @@ def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: i
 def find(args: argparse.Namespace, planner: Planner) -> tuple[Candidate, KVBudget | None, list[BudgetPoint]]:
     """The policy, its KV budget, and for --hh-ratio auto the curve."""
     given = (args.gpu_batch_size, args.num_gpu_batches, args.cpu_cache_compute, args.overlap)
-    budget = make_budget(args)
+    budget = cli.make_budget(args)
     if budget != "auto":
         search = planner.search(budget, args.max_latency)
         if args.percent is None:
@@ -202,8 +199,6 @@ def find(args: argparse.Namespace, planner: Planner) -> tuple[Candidate, KVBudge
         size, batches, cpu, overlap = given
         found = search.candidate(Policy(size, batches, tuple(args.percent), overlap, bool(cpu)))
         return found, budget, []
-    if args.percent is not None:
-        raise UserError("--percent and --hh-ratio auto contradict each other: give one of the two")
 
     def size(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, Candidate]:
         found = planner.search(budget, args.max_latency).best(*given)
@@ -218,13 +213,15 @@ def find(args: argparse.Namespace, planner: Planner) -> tuple[Candidate, KVBudge
 
 
 def run(args: argparse.Namespace) -> None:
-    check_sizes(args)
-    make_budget(args)
+    cli.check_sizes(args)
+    budget = cli.make_budget(args)
     if args.percent is not None:
+        if budget == "auto":
+            raise UserError("--percent and --hh-ratio auto contradict each other: give one of the two")
         if None in (args.gpu_batch_size, args.num_gpu_batches):
             raise UserError("--percent needs --gpu-batch-size and --num-gpu-batches too")
         Policy(args.gpu_batch_size, args.num_gpu_batches, tuple(args.percent))
-    check_distinct(args, "--hardware", "--output", "--plot")
+    cli.check_distinct(args, "--hardware", "--output", "--plot")
     if args.plot is not None and args.hh_ratio != "auto":
         raise UserError("--plot draws the curve of --hh-ratio auto")
     for option, path in (("--output", args.output), ("--plot", args.plot)):
@@ -234,17 +231,18 @@ def run(args: argparse.Namespace) -> None:
     dummy = config is not None  # a name's weights may not be here: their space on disk counts
     stored = "float16"  # as facebook/opt publishes them
     if config is None:
-        folder = Path(args.model)
+        folder = Path(args.model).expanduser()
         if not folder.is_dir():
             raise UserError(f"--model {args.model}: neither a facebook/opt size nor a folder")
         config, stored = OPTConfig.from_folder(folder), stored_dtype(folder)
     config.check_length(args.prompt_len, args.gen_len)
     profile = this_machine(args) if args.hardware is None else profile_of(args)
-    caps = {tier: None if (x := getattr(args, f"{tier}_mem")) is None else int(x * GIB) for tier in TIERS}
     many = args.num_prompts or _MANY
     if args.num_prompts is None and None not in (args.gpu_batch_size, args.num_gpu_batches):
         many = args.gpu_batch_size * args.num_gpu_batches
     workload = Workload((args.prompt_len,) * many, args.gen_len)
+    caps = cli.limits(args)
+    check_cpu_cap(caps, profile.device != "cuda", args.percent is None)
     limits = profile_limits(profile, caps)
     planner = Planner(config, workload, profile, limits, dummy, args.num_prompts is None, stored)
     found, budget, curve = find(args, planner)
@@ -252,7 +250,7 @@ def run(args: argparse.Namespace) -> None:
     command = command_for(args, found.policy, budget, num_prompts, profile.dtype)
     result = result_of(found, planner.rule(budget), command)
     if args.json:
-        print(json.dumps(result))
+        cli.say(json.dumps(result) + "\n")
     else:
         _print(args, result, found, curve, profile, num_prompts)
     found.plan.check()
@@ -274,13 +272,13 @@ def _print(
     args: argparse.Namespace, result: dict, found: Candidate, curve: list, profile: Profile, prompts: int
 ) -> None:
     if curve:
-        print(describe_curve(curve, largest_free(curve)) + "\n")
+        cli.say(describe_curve(curve, largest_free(curve)) + "\n\n")
     machine = profile.machine.get("gpu" if profile.device == "cuda" else "processor", "the profile's machine")
     title = (
         f"model      {args.model}, {profile.dtype} on {machine}\n"
         f"workload   {prompts} prompts of {args.prompt_len} tokens, {args.gen_len} tokens each"
     )
-    print(describe(result, found, title))
+    cli.say(describe(result, found, title) + "\n")
 
 
 def stored_dtype(folder: Path) -> str:
@@ -324,16 +322,8 @@ def this_machine(args: argparse.Namespace) -> Profile:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 2 for an error of the user, 130 if interrupted."""
-    try:
-        run(make_parser().parse_args(argv))
-    except UserError as e:
-        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    """Run the command line; returns the exit code, as `cli.main` says."""
+    return cli.main(make_parser(), run, argv)
 
 
 if __name__ == "__main__":

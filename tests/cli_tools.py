@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -80,10 +79,10 @@ def percent(six: tuple) -> tuple:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """For a process of its own: this repository's package, one thread, no network."""
+    """For a process of its own: this repository's package, one thread, no network, no CUDA."""
     root = str(Path(flex_opt.__file__).resolve().parent.parent)
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
-    return env
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return env | {"CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 def command(*argv) -> list[str]:
@@ -120,16 +119,7 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def signals():
-    """The command takes over SIGINT and SIGTERM; give them back."""
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for s, handler in before.items():
-        signal.signal(s, handler)
-
-
-@pytest.fixture
-def cli(capfd, signals, tmp_path, monkeypatch):
+def cli(capfd, tmp_path, monkeypatch):
     """Run the command in this process: (exit code, stdout, stderr)."""
     monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "home"))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # before torch is imported: on tensors this small a second thread only waits for the first
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,22 @@ def private_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("H2O_FLEXGEN_OFFLOAD", str(tmp_path / "offload"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """The commands take over SIGINT and SIGTERM; give them back."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for s, handler in before.items():
+        signal.signal(s, handler)
+
+
+@pytest.fixture(autouse=True)
+def without_cuda(request, monkeypatch):
+    """Tests that do not ask for CUDA give the same where there is some."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 @pytest.fixture(scope="session")

@@ -327,6 +327,23 @@ def test_the_workload_without_an_input_file(cli, model, tmp_path, options, count
     assert (workload["num_prompts"], workload["prompt_len"]) == (count, length)
 
 
+@pytest.mark.parametrize("count, size", [("7", 7), ("64", 32)])
+def test_a_batch_takes_the_prompts_there_are_up_to_32(cli, model, tmp_path, count, size):
+    report = tmp_path / "report.json"
+    options = (*percent(ON_DISK), "--num-prompts", count, "--prompt-len", "9", "--gen-len", "2")
+    assert cli("--model", model, *options, "--report", report)[0] == 0
+    assert json.loads(report.read_text())["policy"]["gpu_batch_size"] == size
+
+
+def test_rows_of_every_killed_job_are_kept(tmp_path, capsys):
+    for n in range(3):
+        killed = flex_opt.OutputFile(str(tmp_path / "out.jsonl"))
+        killed.add({"index": n})
+    kept = [tmp_path / f"out.jsonl.partial{end}" for end in ("~", "~1", "")]
+    assert [json.loads(path.read_text())["index"] for path in kept] == [0, 1, 2]
+    assert str(kept[1]) in capsys.readouterr().err
+
+
 # policies
 
 

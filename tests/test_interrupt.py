@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from cli_tools import FP32, ON_DISK, TINY, last_line, percent, read_rows, read_until, start, write_prompts
 
-from h2o_flexgen import flex_opt
+from h2o_flexgen.cli import interrupt
 from h2o_flexgen.errors import Interrupted
-from h2o_flexgen.offload.disk import sweep
+from h2o_flexgen.offload.disk import OffloadFolder
 
 pytest_plugins = ["cli_tools"]
 
@@ -208,7 +208,7 @@ def test_two_jobs_at_the_same_time(job, whole, tmp_path):
     assert not mine.exists()
     # what the killed one left goes with the next start
     assert len(list((tmp_path / "offload").iterdir())) == 1
-    sweep(tmp_path / "offload")
+    OffloadFolder.sweep(tmp_path / "offload")
     assert list((tmp_path / "offload").iterdir()) == []
     if not beside:
         pytest.skip("the one was done before the other began")
@@ -224,9 +224,9 @@ def test_stopped_before_the_model_is_there(cli, model, monkeypatch, number):
     assert (code, out, err) == (128 + number, "", "interrupted\n")
 
 
-def test_a_signal_during_the_clearing_up_is_ignored(signals):
-    signal.signal(signal.SIGINT, flex_opt._interrupt)
-    signal.signal(signal.SIGTERM, flex_opt._interrupt)
+def test_a_signal_during_the_clearing_up_is_ignored():
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     with pytest.raises(Interrupted) as raised:
         signal.raise_signal(signal.SIGTERM)
     assert raised.value.signum == signal.SIGTERM

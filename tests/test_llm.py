@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
+from h2o_flexgen.engine import sampling
 from h2o_flexgen.kv_cache import full
 
 ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
@@ -401,6 +402,29 @@ def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, policy, bu
                     assert output.outputs[0].logprobs == pytest.approx(trace.logprobs, abs=1e-4), n
 
 
+@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=["gpu", "cpu", "disk"])
+def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypatch, percent):
+    """It is computed until its batch leaves: what it leaves behind must not reach who comes next into its slots."""
+    monkeypatch.setattr(full, "SEGMENT", 4)
+    model = poisoned(7)
+    prompts = healthy_prompts(model, 7, [20, 19, 9, 8], 18, None)
+
+    def sample(logits, params, indices, step):
+        tokens, logprobs = sampling.sample(logits, params, indices, step)
+        if step == 0 and 1 in indices:
+            tokens[indices.index(1)] = 7  # ends this sequence, and is what it is computed with from then on
+        return tokens, logprobs
+
+    monkeypatch.setattr("h2o_flexgen.engine.engine.sample", sample)
+    with LLM(str(model.folder), Policy(2, 1, percent), device="cpu", dtype="float32", progress=False) as llm:
+        llm.eos_ids = frozenset([7])
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=18))
+    assert facts(outputs[1].outputs[0]) == ([7], "stop")
+    for n in (0, 2, 3):
+        assert outputs[n].error is None
+        assert outputs[n].outputs[0].token_ids == model.reference(prompts[n], 18).tokens
+
+
 def test_a_block_in_which_everything_overflows_does_not_stop_the_others(poisoned):
     """The longest prompts come first: that all of them fail says nothing about the rest."""
     model = poisoned(7)
@@ -431,3 +455,53 @@ def test_a_checkpoint_with_nan_is_named(tiny, tmp_path, percent):
     with LLM(str(model.folder), Policy(1, 1, percent), device="cpu", dtype="float32", progress=False) as llm:
         with pytest.raises(UserError, match="layers.1.fc1.weight.*NaN"):
             llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4))
+
+
+# what the arguments mean
+
+
+@pytest.mark.parametrize("given", [dict(overlap=False), dict(overlap=True), dict(gpu_batch_size=2)])
+def test_what_a_policy_says_is_not_said_again(tiny, given):
+    with pytest.raises(UserError, match="a policy has its own"):
+        LLM(str(tiny().folder), Policy(), device="cpu", **given)
+
+
+def test_a_cap_of_the_cpu_tier_is_refused_where_a_search_would_not_use_it(tiny):
+    folder = str(tiny().folder)
+    with pytest.raises(UserError, match="use --gpu-mem"):
+        LLM(folder, device="cpu", cpu_mem=1 << 30)
+    for more in (dict(gpu_mem=1 << 30), dict(policy=Policy())):
+        LLM(folder, device="cpu", cpu_mem=1 << 30, **more).close()
+
+
+def test_without_progress_nothing_is_printed(tmp_path, capfd):
+    policy = Policy(1, 1, (0, 0, 100, 0, 100, 0))
+    options = dict(path="_DUMMY_", device="cpu", dtype="float32", progress=False, offload_dir=tmp_path)
+    with LLM("facebook/opt-125m", policy, **options) as llm:
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_norms_of_another_type_do_not_count_as_a_conversion(tiny, tmp_path):
+    """Vectors never stream: what they are stored in takes no room and no time."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "mixed"
+    shutil.copytree(tiny().folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    mixed = {name: w.float() if w.dim() == 1 else w.half() for name, w in weights.items()}
+    save_file(mixed, folder / "model.safetensors")
+    with LLM(str(folder), Policy(), device="cpu", dtype="float16", progress=False) as llm:
+        assert llm._stored_dtypes == {torch.float16}
+
+
+def test_the_bar_counts_what_was_generated(tiny, tmp_path, capfd):
+    model = tiny()
+    (prompt,) = model.clear_cut_prompts([9], 24)
+    tokens = model.reference(prompt, 24).tokens
+    end = tokens.index(tokens[4]) + 1
+    with LLM(str(with_eos(model, tmp_path, tokens[4]).folder), Policy(), device="cpu", dtype="float32") as llm:
+        llm.generate([prompt], SamplingParams(max_tokens=24))
+    assert f" {end}/{end} [" in capfd.readouterr().err

@@ -6,10 +6,11 @@ import json
 import shlex
 
 import pytest
-from cli_tools import FP32, TINY, cli, model, refused, signals, tiny_state, write_model, write_prompts  # noqa: F401
+from cli_tools import FP32, TINY, cli, model, refused, tiny_state, write_model, write_prompts  # noqa: F401
 from machines import ROOT, T4, laptop
 
 from h2o_flexgen import LLM, KVBudget, SamplingParams, flex_opt, policy_search
+from h2o_flexgen.cli import make_budget
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import FullCache
 from h2o_flexgen.plan import Workload
@@ -77,7 +78,7 @@ def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
     assert words[:3] == ["python", "-m", "h2o_flexgen.flex_opt"]
     args = flex_opt.make_parser().parse_args(words[3:])
     assert flex_opt.make_policy(args, None) == Policy.from_dict(result["policy"])
-    assert flex_opt.make_budget(args) == KVBudget.from_size(5)
+    assert make_budget(args) == KVBudget.from_size(5)
 
 
 def test_what_it_writes_is_a_policy_file(find, tmp_path):

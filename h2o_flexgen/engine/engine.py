@@ -89,6 +89,7 @@ class Engine:
         self.params, self.eos_ids, self.on_progress = params, eos_ids, on_progress
         self.num_layers = len(weights.layers)
         self.seconds = {"prefill": 0.0, "decode": 0.0}
+        self._broken = False  # whether a number that is not finite may be left in the caches
         self._streaming = [j for j in range(self.num_layers) if weights.streams(j)]
 
     @torch.inference_mode()
@@ -122,8 +123,9 @@ class Engine:
             self.on_progress(i, j, tokens)
         self.caches.drain()
         self.activations.drain()
-        if any(s.finish_reason == "error" for b in batches for s in b.sequences):
+        if self._broken:
             self.caches.wipe()
+            self._broken = False
         self.device.synchronize()
         self._lap(phase, start)
         if is_last:
@@ -268,9 +270,11 @@ class Engine:
             logits = opt.logits(self.config, w, hidden[at : at + HEAD_ROWS])
             tokens, logprobs = sample(logits, self.params, [s.index for s in rows], step.i)
             for s, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist()):
+                finite = math.isfinite(logprob)
+                self._broken |= not finite  # also of a sequence that has stopped: it is computed until its batch leaves
                 if s.finish_reason is not None:
                     continue
-                if not math.isfinite(logprob):
+                if not finite:
                     s.finish_reason = "error"
                     continue
                 s.tokens.append(token)

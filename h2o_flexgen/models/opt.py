@@ -31,7 +31,6 @@ class Layer:
     `streamed` tensors are needed whole; of the `gathered` ones only the rows that are asked for.
     """
 
-    name: str
     streamed: dict[str, tuple[str, tuple[int, ...]]]
     gathered: dict[str, tuple[str, tuple[int, ...]]]
 
@@ -59,7 +58,6 @@ def layers(config: OPTConfig) -> list[Layer]:
     def decoder(index: int) -> Layer:
         at = f"decoder.layers.{index}"
         return Layer(
-            f"decoder layer {index}",
             norm("attn_norm", f"{at}.self_attn_layer_norm")
             | product("q", f"{at}.self_attn.q_proj", E, E)
             | product("k", f"{at}.self_attn.k_proj", E, E)
@@ -72,9 +70,9 @@ def layers(config: OPTConfig) -> list[Layer]:
         )
 
     return [
-        Layer("embed", project_in, {"words": words, "positions": positions}),
+        Layer(project_in, {"words": words, "positions": positions}),
         *(decoder(i) for i in range(config.num_hidden_layers)),
-        Layer("head", final_norm | project_out | {"lm_head": head}, {}),
+        Layer(final_norm | project_out | {"lm_head": head}, {}),
     ]
 
 

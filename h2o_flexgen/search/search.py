@@ -11,19 +11,27 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil
-
-import pulp
+from pathlib import Path
 
 from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.files import sweep
 from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, plan_policy, workspace_bytes
 from h2o_flexgen.policy import TIERS, Plan, Policy, gib
 from h2o_flexgen.search.cost import Away, Batches, CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
 
+try:  # here, not where it is used: pulp keeps exceptions of its import, which hold the frames that imported it
+    import pulp
+except ImportError:  # a job with a policy of its own needs no solver
+    pulp = None
+
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 NUM_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 KINDS = ("weights", "cache", "activations")
+#: begins the names of the solver's folders
+_LP = "h2o_flexgen-lp-"
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class Search:
         max_latency: float | None = None,
         one_block: bool = False,
     ):
+        if pulp is None:
+            raise UserError("the policy search needs the package pulp: install it, or give --percent")
         self.profile, self.shapes, self.limits = profile, shapes, limits
         # the plan must hold for the longest prompts; the search takes all to be as long
         self.workload = Workload((workload.longest,) * len(workload.prompt_lens), workload.gen_len)
@@ -433,13 +443,19 @@ def _solve(lp: pulp.LpProblem) -> bool:
     Raises:
         UserError: the solver cannot be run.
     """
-    base = tempfile.gettempdir()
     try:
-        # pulp splits the command at blanks
-        with tempfile.TemporaryDirectory(prefix="h2o_flexgen-lp-", dir="/tmp" if " " in base else base) as folder:
+        with tempfile.TemporaryDirectory(prefix=_LP, dir=_lp_root(tempfile.gettempdir())) as folder:
             solver = pulp.PULP_CBC_CMD(msg=False)
             solver.tmpDir = folder
             lp.solve(solver)
     except (pulp.PulpSolverError, OSError) as e:
         raise UserError(f"the policy search cannot run its solver ({e}): give the batch sizes and --percent") from None
     return lp.status != pulp.LpStatusInfeasible
+
+
+@cache
+def _lp_root(base: str) -> Path:
+    """Where the solver's folders go, cleared once of those that killed processes left."""
+    root = Path("/tmp" if " " in base else base)  # pulp splits the command at blanks
+    sweep(root, _LP)
+    return root

@@ -14,7 +14,7 @@ from cli_tools import ON_DISK, PROMPTS, environment
 
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.disk import OffloadFolder, cache_root, default_root, sweep
+from h2o_flexgen.offload.disk import OffloadFolder, cache_root, default_root
 
 pytest_plugins = ["cli_tools"]
 
@@ -70,7 +70,7 @@ def test_a_folder_whose_owner_is_dead_is_swept(tmp_path):
     )
     assert done.returncode == -9
     assert sorted(os.listdir(done.stdout.strip())) == ["kv", "lock"]
-    sweep(tmp_path)
+    OffloadFolder.sweep(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
@@ -83,7 +83,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
     new = tmp_path / "h2o_flexgen-job-new"  # somebody is about to lock it
     new.mkdir()
     abandoned(tmp_path)
-    sweep(tmp_path)
+    OffloadFolder.sweep(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {
         "notes.txt",
         "h2o_flexgen-job-file",
@@ -94,14 +94,14 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
     assert (tmp_path / "elsewhere" / "lock").exists()
     old = time.time() - 3600
     os.utime(new, (old, old))
-    sweep(tmp_path)
+    OffloadFolder.sweep(tmp_path)
     assert not new.exists()
 
 
 def test_sweeping_where_nothing_is(tmp_path):
     (tmp_path / "file").write_text("")
     for where in (tmp_path / "none", tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
-        sweep(where)
+        OffloadFolder.sweep(where)
 
 
 def test_a_folder_is_never_seen_with_a_lock_that_nobody_holds(tmp_path, monkeypatch):
@@ -112,7 +112,7 @@ def test_a_folder_is_never_seen_with_a_lock_that_nobody_holds(tmp_path, monkeypa
         def call(*args, **more):
             result = real(*args, **more)
             monkeypatch.undo()
-            sweep(tmp_path)
+            OffloadFolder.sweep(tmp_path)
             patch()
             return result
 

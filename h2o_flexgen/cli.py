@@ -1,0 +1,144 @@
+"""What the commands share: options, checks, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from h2o_flexgen.errors import Interrupted, UserError
+from h2o_flexgen.policy import GIB, TIERS, KVBudget
+from h2o_flexgen.search.budget import MIN_HH_RATIO, check_floor
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are the user's, and end as all of those do."""
+
+    def error(self, message: str):
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def add_limit_options(add) -> None:
+    """What may be used of each tier; `add` is a group's `add_argument`."""
+    add(
+        "--gpu-mem",
+        type=float,
+        metavar="GIB",
+        help="use at most this much of the device's memory (RAM without CUDA)",
+    )
+    add(
+        "--cpu-mem",
+        type=float,
+        metavar="GIB",
+        help="use at most this much RAM for the cpu tier, with CUDA",
+    )
+    add("--disk-mem", type=float, metavar="GIB", help="use at most this much disk")
+
+
+def limits(args: argparse.Namespace) -> dict[str, int | None]:
+    """The bytes that `add_limit_options` allow on each tier, or None."""
+    given = {tier: getattr(args, f"{tier}_mem") for tier in TIERS}
+    return {tier: None if gibibytes is None else int(gibibytes * GIB) for tier, gibibytes in given.items()}
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raises UserError for counts below 1, and limits that are not positive."""
+    for name in ("prompt_len", "gen_len", "num_prompts", "gpu_batch_size", "num_gpu_batches"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+    for name in ("gpu_mem", "cpu_mem", "disk_mem", "max_latency"):
+        value = getattr(args, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            unit = "s" if name == "max_latency" else "GiB"
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0 {unit}, not {value:g}")
+
+
+def add_budget_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `make_budget` reads."""
+
+    def ratio(text: str) -> float | str:
+        return text if text == "auto" else float(text)
+
+    add = parser.add_argument_group("KV budget (H2O); without these the cache is full").add_argument
+    add(
+        "--hh-ratio",
+        type=ratio,
+        help="heavy hitters as a fraction of the longest prompt (default: 0); auto: as many as cost no throughput",
+    )
+    add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
+    add("--hh-size", type=int, help="heavy hitters in slots")
+    add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
+    add("--min-hh-ratio", type=float, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
+
+
+def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
+    """The KV budget, "auto", or None for a full cache."""
+    given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
+    if args.min_hh_ratio is not None and args.hh_ratio != "auto":
+        raise UserError("--min-hh-ratio is the floor of --hh-ratio auto")
+    if args.hh_ratio == "auto":
+        if any(value is not None for value in given[1:]):
+            raise UserError("--hh-ratio auto sizes the whole KV budget: leave --recent-ratio and the sizes out")
+        if args.min_hh_ratio is not None:
+            check_floor(args.min_hh_ratio)
+        return "auto"
+    return None if all(value is None for value in given) else KVBudget(*given)
+
+
+def describe_budget(budget: dict | None) -> str:
+    return f"{budget['heavy']} heavy + {budget['recent']} recent slots (H2O)" if budget else "full"
+
+
+def check_distinct(args: argparse.Namespace, *options: str) -> None:
+    """No two of the files may be one: the second to be written would destroy the first."""
+    seen = {}
+    for option in options:
+        path = getattr(args, option.strip("-").replace("-", "_"))
+        if path is None:
+            continue
+        path = os.path.realpath(path)
+        if path in seen:
+            raise UserError(f"{seen[path]} and {option} name the same file: {path}")
+        seen[path] = option
+
+
+def say(*parts: str) -> None:
+    """To stdout, whose reader may have gone."""
+    try:
+        print(*parts, sep="", end="", flush=True)
+    except OSError as e:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is buffered fails again at exit
+        if not isinstance(e, BrokenPipeError):
+            raise UserError(f"cannot write to stdout: {e.strerror}") from None
+
+
+def interrupt(signum, frame) -> None:
+    """Handler of SIGINT and SIGTERM: raises Interrupted."""
+    for s in (signal.SIGINT, signal.SIGTERM):  # a second one must not disturb the clearing up
+        signal.signal(s, lambda signum, frame: None)  # not SIG_IGN: Python complains if one is on its way already
+    raise Interrupted(signum)
+
+
+def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
+    """Run a command to its end; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 must not end a job
+    try:
+        run(parser.parse_args(argv))
+    except UserError as e:
+        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as e:
+        print("interrupted", file=sys.stderr)
+        return 128 + getattr(e, "signum", signal.SIGINT)
+    except BrokenPipeError:  # who read stderr has gone: end as other programs do
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        return 128 + signal.SIGPIPE
+    return 0
