@@ -223,4 +223,4 @@ print((memory.resident() - before) >> 20)
         how: int(subprocess.run([sys.executable, "-c", program, how], env=env, check=True, stdout=-1).stdout)
         for how in ("held", "as it is")
     }
-    assert left["held"] < 24 < left["as it is"]
+    assert left["held"] < 64 and left["as it is"] > 128  # MiB; 2 or 24, and some 270
