@@ -188,10 +188,11 @@ def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: i
     return shlex.join(map(str, words))
 
 
-def find(args: argparse.Namespace, planner: Planner) -> tuple[Candidate, KVBudget | None, list[BudgetPoint]]:
-    """The policy, its KV budget, and for --hh-ratio auto the curve."""
+def find(
+    args: argparse.Namespace, planner: Planner, budget: KVBudget | str | None
+) -> tuple[Candidate, KVBudget | None, list[BudgetPoint]]:
+    """The policy, its KV budget, and for the budget "auto" the curve."""
     given = (args.gpu_batch_size, args.num_gpu_batches, args.cpu_cache_compute, args.overlap)
-    budget = cli.make_budget(args)
     if budget != "auto":
         search = planner.search(budget, args.max_latency)
         if args.percent is None:
@@ -245,7 +246,7 @@ def run(args: argparse.Namespace) -> None:
     check_cpu_cap(caps, profile.device != "cuda", args.percent is None)
     limits = profile_limits(profile, caps)
     planner = Planner(config, workload, profile, limits, dummy, args.num_prompts is None, stored)
-    found, budget, curve = find(args, planner)
+    found, budget, curve = find(args, planner, budget)
     num_prompts = args.num_prompts or found.policy.block_size
     command = command_for(args, found.policy, budget, num_prompts, profile.dtype)
     result = result_of(found, planner.rule(budget), command)

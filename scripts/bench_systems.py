@@ -87,8 +87,12 @@ def run_transformers(job: Job) -> dict:
 
 def fits_in_ram(job: Job) -> bool:
     """Whether the checkpoint fits under the cap, or without one into most of the RAM."""
-    room = job.ram_bytes or 0.8 * installed_ram()
-    return checkpoint_bytes(job) < room
+    return checkpoint_bytes(job) < room(job)
+
+
+def room(job: Job) -> int:
+    """Bytes of RAM that a system may plan with."""
+    return job.ram_bytes or int(0.8 * installed_ram())
 
 
 def checkpoint_bytes(job: Job) -> int:
@@ -111,7 +115,7 @@ def run_accelerate(job: Job) -> dict:
         most = {0: int(share * job.gpu_bytes), "cpu": installed_ram() * 3 // 4}
         where = {"device_map": "auto", "max_memory": most}
     elif share:
-        where = {"device_map": "auto", "max_memory": {"cpu": int(share * (job.ram_bytes or 0.8 * installed_ram()))}}
+        where = {"device_map": "auto", "max_memory": {"cpu": int(share * room(job))}}
     else:
         where = {"device_map": {"": "disk"}}
     model = load(job, **where, offload_folder=str(Path(job.scratch) / "accelerate"))

@@ -193,9 +193,10 @@ def job_text(row: dict) -> str:
 
 def throughput(rows: dict[str, dict]) -> str:
     """Rates of all systems; what died; our policies, and how near they come to what bounds them; where and when."""
-    found = [(data, name, s) for data in rows.values() for name, s in summarise(data).items()]
+    summaries = [(data, summarise(data)) for data in rows.values()]
+    found = [(data, name, s) for data, systems in summaries for name, s in systems.items()]
     died = [f"{name}, {job_text(data['row'])}: {'; '.join(s['failed'])}" for data, name, s in found if s["failed"]]
-    parts = [rates(found)]
+    parts = [rates(summaries)]
     if died:
         parts.append("Runs that died: " + ". ".join(died) + ".")
     if bounds := [bound(data, name, s) for data, name, s in found if "bound_by" in s]:
@@ -205,20 +206,21 @@ def throughput(rows: dict[str, dict]) -> str:
     return "\n\n".join([*parts, *dict.fromkeys(places)])
 
 
-def rates(found: list[tuple[dict, str, dict]]) -> str:
-    best = {id(data): s.get("tokens_per_s") for data, name, s in found if name == "ours, H2O"}
+def rates(summaries: list[tuple[dict, dict[str, dict]]]) -> str:
     lines = []
-    for data, name, s in found:
-        start = [job_text(data["row"]), cap_text(data["row"]), name]
-        if "tokens_per_s" not in s:
-            if s["failed"]:
-                lines.append([*start, "", "", "", "", "died", "", ""])
-            continue
-        speed, (low, high) = s["tokens_per_s"], s["range"]
-        spread = f" ({low:.2f} to {high:.2f})" if s["runs"] > 1 else ""
-        times = [f"{s['prefill_seconds']:.1f}", f"{s['decode_seconds']:.1f}", f"{speed:.2f}{spread}"]
-        factor = f"{best[id(data)] / speed:.1f}x" if best.get(id(data)) else ""
-        lines.append([*start, s["batch"], s["lowest_tier"], *times, factor, s["runs"]])
+    for data, systems in summaries:
+        best = systems.get("ours, H2O", {}).get("tokens_per_s")
+        for name, s in systems.items():
+            start = [job_text(data["row"]), cap_text(data["row"]), name]
+            if "tokens_per_s" not in s:
+                if s["failed"]:
+                    lines.append([*start, "", "", "", "", "died", "", ""])
+                continue
+            speed, (low, high) = s["tokens_per_s"], s["range"]
+            spread = f" ({low:.2f} to {high:.2f})" if s["runs"] > 1 else ""
+            times = [f"{s['prefill_seconds']:.1f}", f"{s['decode_seconds']:.1f}", f"{speed:.2f}{spread}"]
+            factor = f"{best / speed:.1f}x" if best else ""
+            lines.append([*start, s["batch"], s["lowest_tier"], *times, factor, s["runs"]])
     header = [
         "job",
         "cap",

@@ -22,10 +22,10 @@ def _of_system(system: str, data: dict) -> dict:
     gen_len = data["row"]["gen_len"]
     done = [_key(r) for r in runs if "failed" not in r]
     found = {"failed": list(dict.fromkeys(_failure(r, gen_len) for r in runs if "failed" in r and _key(r) not in done))}
-    alike: dict[str, list[dict]] = {}
+    alike: dict[tuple, list[dict]] = {}
     for run in runs:
         if run["gen_len"] == gen_len and "failed" not in run:
-            alike.setdefault(json.dumps([run["batch"], run["options"]]), []).append(run)
+            alike.setdefault(_key(run), []).append(run)
     if not alike:
         return found
     # a batch that ran once and then died, or was lucky, does not count against one that ran every time

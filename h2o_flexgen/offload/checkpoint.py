@@ -157,14 +157,7 @@ class DummyCheckpoint:
         if not names:
             return {}
         file = make_file("weights", end)
-        with tqdm(
-            total=end,
-            unit="B",
-            unit_scale=True,
-            desc="writing random weights",
-            disable=not progress,
-            leave=False,
-        ) as bar:
+        with bar_of_bytes("writing random weights", end, progress) as bar:
             for name in names:
                 count, offset = prod(self.shapes[name]), offsets[name]
                 for at in range(0, count, self.POOL):
@@ -191,6 +184,11 @@ class DummyCheckpoint:
     def _vector(self, name: str, count: int) -> Tensor:
         is_norm = "layer_norm" in name and name.endswith("weight")
         return torch.full((count,), 1.0 if is_norm else 0.0, dtype=self.dtype)
+
+
+def bar_of_bytes(what: str, total: int, progress: bool) -> tqdm:
+    """A bar that goes when it is full; `progress`: show it."""
+    return tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not progress, leave=False)
 
 
 def _canonical(name: str) -> str:

@@ -16,10 +16,9 @@ from math import prod
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, Stored
+from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, Stored, bar_of_bytes
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
 from h2o_flexgen.plan import PAGE, aligned, slot_span
@@ -77,14 +76,7 @@ class WeightStore:
         sizes = {name: prod(shape) * self.dtype.itemsize for name, shape in names}
         away = [name for name, _ in names if self.device.is_cuda and self.homes[name] == "gpu"]
         on_device = dict(zip(away, self.device.buffers([sizes[name] for name in away])))
-        with tqdm(
-            total=sum(sizes.values()),
-            unit="B",
-            unit_scale=True,
-            desc="loading weights",
-            disable=not progress,
-            leave=False,
-        ) as bar:
+        with bar_of_bytes("loading weights", sum(sizes.values()), progress) as bar:
             for name, shape in names:
                 make = _plain if name in on_device else self.device.host_buffer
                 host = make(sizes[name]).view(self.dtype).view(shape)
