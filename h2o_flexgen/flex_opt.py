@@ -210,7 +210,7 @@ class OutputFile:
         return next(name for name in names if not name.exists())
 
     def finish(self) -> None:
-        """Put the rows there are in place, if there are any."""
+        """Put the rows there are in place, if there are any. May be called again where it was interrupted."""
         if self._file is None:
             return
         sorted_file = self.path.with_name(self.path.name + ".sorted")
@@ -219,7 +219,7 @@ class OutputFile:
             text = "".join(json.dumps(self.rows[index]) + "\n" for index in sorted(self.rows))
             sorted_file.write_text(text, encoding="utf-8")
             os.replace(sorted_file, self.path)
-            self.partial.unlink()
+            self.partial.unlink(missing_ok=True)
         except OSError as e:
             sorted_file.unlink(missing_ok=True)
             raise UserError(f"cannot write {self.path}: {e.strerror}; finished rows are in {self.partial}") from None
@@ -343,6 +343,8 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
     try:
         # a bad row keeps its place: what the others get must not depend on it
         outputs = llm.generate(rows, params, skip_errors=args.input_file is not None, on_output=keep)
+        if output_file is not None:
+            output_file.finish()
     except (KeyboardInterrupt, BrokenPipeError):
         if output_file is not None:
             output_file.finish()
@@ -354,8 +356,6 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
     errors = [output for output in outputs if output.error is not None]
     if errors and not llm.report:
         raise UserError(f"none of the {len(rows)} rows can be run; row {errors[0].index}: {errors[0].error}")
-    if output_file is not None:
-        output_file.finish()
     if errors:
         print(f"{len(errors)} rows could not be run; row {errors[0].index}: {errors[0].error}", file=sys.stderr)
     if args.report is not None:

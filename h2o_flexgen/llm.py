@@ -20,7 +20,7 @@ from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.models.source import find_model, load_tokenizer
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
-from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
+from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, sweep_conversions
 from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root
 from h2o_flexgen.offload.kv_store import KVStore
@@ -35,6 +35,8 @@ from h2o_flexgen.search.search import Search
 #: sequences computed at once where everything lies in RAM: more make a processor's products no faster
 RESIDENT_BATCH = 64
 DUMMY = "_DUMMY_"
+#: of a generated token: its id and its log-probability, as Python's objects in lists
+TOKEN_BYTES = 72
 
 
 @dataclass
@@ -147,6 +149,7 @@ class LLM:
         check_cpu_cap(self._caps, not self.device.is_cuda, self.policy == "auto")
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
         OffloadFolder.sweep(self.offload_root)  # before free space is counted
+        sweep_conversions()
         self.progress = progress
         self.on_plan = on_plan
         self.direct_reads = True  # weights past the page cache: docs/benchmarks/disk.json
@@ -178,7 +181,7 @@ class LLM:
         if self.device.is_cuda:
             self.device.start(gpu_mem)
         memory.hold_heap()
-        self._baseline = memory.baseline()
+        self._baseline = memory.baseline()  # until a job is planned
         self.folder: OffloadFolder | None = None
         self._io: tuple[DiskIO, ...] = ()
         self._lanes: list[Lane] = []
@@ -321,13 +324,13 @@ class LLM:
             for s in block:
                 if s.index in done or (aborted and not s.tokens):
                     continue
-                done.add(s.index)
                 if s.finish_reason == "error":
                     outputs[s.index].error = "the model's numbers overflowed for this prompt"
                 else:
-                    outputs[s.index].outputs.append(self._completion(s))
+                    outputs[s.index].outputs = [self._completion(s)]
                 if on_output is not None:
                     on_output(outputs[s.index])
+                done.add(s.index)  # an interrupt until here must not lose it
 
         current: list[Sequence] = []
         bar = None
@@ -424,6 +427,12 @@ class LLM:
             found["disk"] += self.folder.size()
         return cap_limits(found, self._caps, shared=not self.device.is_cuda)
 
+    def _beside_the_weights(self) -> int:
+        """Bytes of RAM that this process holds now whatever it computes: prompts too, and other models."""
+        if self._weights is None:
+            return memory.baseline()
+        return memory.resident() - self._weights.ram_bytes
+
     def plan_for(self, policy: Policy, workload: Workload, rule: CacheRule, limits=None) -> tuple[Placement, Plan]:
         """Where everything goes under a policy, and the bytes it takes."""
         shapes = self._count_shapes(workload, rule)
@@ -433,6 +442,7 @@ class LLM:
     def choose(self, workload: Workload) -> tuple[CacheRule, Policy, Placement, Plan]:
         """What a job will run with: its cache rule and policy, searched for where they are "auto"."""
         limits = self.limits()
+        self._baseline = self._beside_the_weights() + len(workload.prompt_lens) * workload.gen_len * TOKEN_BYTES
 
         def find(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, tuple]:
             rule = self._rule(workload, budget)
@@ -548,7 +558,7 @@ class LLM:
         activations = ActivationStore(
             self.device,
             placement.activations,
-            sizes[0] * longest * row,
+            [b * longest * row for b in sizes],
             piece,
             self._io[1],
             self._lanes[1],

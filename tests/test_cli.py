@@ -93,6 +93,7 @@ def texts(tmp_path_factory) -> Path:
 def test_the_report_has_exactly_the_fields_of_the_contract(cli, model, tmp_path, home, budget):
     report = tmp_path / "report.json"
     where = (*percent(home), "--offload-dir", tmp_path / "offload", "--report", report, "--gpu-batch-size", 2)
+    where += ("--num-gpu-batches", 2)  # the second has one sequence
     options = ("--hh-size", 3, "--recent-size", 2) if budget else ()
     job = ("--model", model, *FP32, "--prompt-len", 10, "--gen-len", 5, "--num-prompts", 3, "--ignore-eos")
     code, out, err = cli(*job, *where, *options)
@@ -101,7 +102,7 @@ def test_the_report_has_exactly_the_fields_of_the_contract(cli, model, tmp_path,
     assert_shape(found, REPORT if budget else REPORT | {"kv_budget": type(None)})
     assert found["model"] == str(model) and found["device"] == "cpu" and found["dtype"] == "float32"
     assert found["workload"] == {"num_prompts": 3, "prompt_len": 10, "gen_len": 5}
-    assert Policy.from_dict(found["policy"]) == Policy(2, 1, tuple(map(float, home)))
+    assert Policy.from_dict(found["policy"]) == Policy(2, 2, tuple(map(float, home)))
     assert found["kv_budget"] == ({"heavy": 3, "recent": 2} if budget else None)
     total = found["total"]
     assert total["generated_tokens"] == 15

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from h2o_flexgen import cpu
 from h2o_flexgen.kv_cache import attention
 
+pytest_plugins = ["cli_tools"]
+
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -105,3 +107,41 @@ def test_other_default_types_change_nothing(no_halves):
         assert torch.equal(cpu.linear(x, w), wanted)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+packing = pytest.mark.skipif(not cpu.can_pack(), reason="no bf16 instructions, or a torch without the operators")
+
+
+@packing
+@pytest.mark.parametrize("rows", [(1,), (3, 1), (2, 17), (130,)])
+@pytest.mark.parametrize("out, into", [(32, 64), (64, 256), (7, 5), (1, 48)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_matrix_gives_the_product(rows, out, into, bias):
+    x, w = torch.randn(*rows, into).bfloat16(), torch.randn(out, into).bfloat16()
+    b = torch.randn(out).bfloat16() if bias else None
+    found = cpu.linear(x, cpu.pack(w), b)
+    assert found.shape == (*rows, out) and found.is_contiguous()
+    exact = F.linear(x.double(), w.double(), None if b is None else b.double())
+    torch.testing.assert_close(found.double(), exact, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=0.1)
+
+
+@packing
+def test_only_matrices_that_stay_and_are_multiplied_are_packed(model):
+    """Those of decoder layers at home on the device: not the table of words, whose rows are looked up."""
+    from h2o_flexgen import LLM, Policy
+
+    for percent, dtype in (((100, 0), "bfloat16"), ((0, 0), "bfloat16"), ((100, 0), "float32")):
+        policy = Policy(2, 1, (*percent, 100, 0, 100, 0))
+        with LLM(str(model), policy, device="cpu", dtype=dtype, progress=False) as llm:
+            llm.generate([[5, 6, 7]])
+            packed = {name for name, t in llm._weights.resident.items() if t.is_mkldnn}
+            expected = {n for shapes in llm._shapes[1:-1] for n, s in shapes.items() if len(s) == 2}
+            assert packed == (expected if percent[0] and dtype == "bfloat16" else set())
+
+
+def test_a_torch_without_the_operators(monkeypatch):
+    def none(weight):
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(cpu, "pack", none)
+    assert not cpu.can_pack.__wrapped__()

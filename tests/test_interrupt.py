@@ -109,12 +109,13 @@ def test_stopped_in_prefill(job, tmp_path, number):
     assert_clean(tmp_path)
 
 
-def test_stopped_in_decode_all_that_was_generated_is_kept(job, tmp_path):
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
+def test_stopped_in_decode_all_that_was_generated_is_kept(job, tmp_path, number):
     process = job("--output-file", tmp_path / "out.jsonl", "--overlap")
     read_until(process, "block 1/2 token ")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     code, out, err = end(process)
-    assert code == 130
+    assert code == 128 + number
     assert last_line(err) == "interrupted" and "Traceback" not in err and out == ""
     assert_clean(tmp_path, "out.jsonl")
     rows = read_rows(tmp_path / "out.jsonl")
@@ -274,3 +275,47 @@ def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, mon
         assert found == expected, stop
         assert not (tmp_path / "offload").exists() or os.listdir(tmp_path / "offload") == []
         assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.sorted"))
+
+
+@pytest.mark.parametrize("call", ["write_text", "replace", "unlink"])
+def test_an_interrupt_while_the_output_file_is_finished(cli, model, tmp_path, monkeypatch, call):
+    """Before or after any step of it, the file is whole, and nothing else is left."""
+    rows, target = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9]]), tmp_path / "out.jsonl"
+    files = ("--input-file", rows, "--output-file", target, "--offload-dir", tmp_path / "offload")
+    owner = os if call == "replace" else Path
+    real = getattr(owner, call)
+    for before in (True, False):
+        target.unlink(missing_ok=True)
+        pending = [signal.SIGTERM]
+
+        def interrupted(*args, before=before, pending=pending, **kwargs):
+            mine = "out.jsonl" in str(args[0])
+            if mine and before and pending:
+                raise Interrupted(pending.pop())
+            done = real(*args, **kwargs)
+            if mine and pending:
+                raise Interrupted(pending.pop())
+            return done
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, call, interrupted)
+            code, _, err = cli("--model", model, *FP32, "--gen-len", 3, *files)
+        assert code == 143 and last_line(err) == "interrupted"
+        assert not pending and len(read_rows(target)) == 2
+        assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.sorted"))
+
+
+def test_an_interrupt_while_a_finished_row_is_handed_over_does_not_lose_it(model, monkeypatch):
+    from h2o_flexgen import LLM, SamplingParams
+
+    seen = []
+
+    def take(output):
+        if not seen:
+            seen.append(None)
+            raise Interrupted(signal.SIGINT)
+        seen.append((output.index, output.outputs[0].finish_reason, len(output.outputs)))
+
+    with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm, pytest.raises(Interrupted):
+        llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=3, ignore_eos=True), on_output=take)
+    assert sorted(seen[1:]) == [(0, "length", 1), (1, "length", 1)]

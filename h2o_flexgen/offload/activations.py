@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class ActivationStore:
 
     Args:
         homes: tier per batch.
-        batch_bytes: the most bytes of hidden states one batch has (all its micro-batches in prefill).
+        batch_bytes: per batch the most bytes of hidden states it has (all its micro-batches in prefill).
         piece_bytes: the most bytes of one micro-batch.
     """
 
@@ -35,7 +36,7 @@ class ActivationStore:
         self,
         device: Device,
         homes: list[str],
-        batch_bytes: int,
+        batch_bytes: list[int],
         piece_bytes: int,
         io: DiskIO,
         load_lane: Lane,
@@ -48,10 +49,11 @@ class ActivationStore:
         self._resident: dict[Key, Tensor] = {}
         self._stored: dict[Key, _Stored] = {}
         self._loading: dict[Key, tuple[Future, Tensor]] = {}
-        self._ram = {k: device.host_buffer(batch_bytes) for k, home in enumerate(homes) if home == "cpu"}
+        self._ram = {k: device.host_buffer(batch_bytes[k]) for k, home in enumerate(homes) if home == "cpu"}
         on_disk = [k for k, home in enumerate(homes) if home == "disk"]
-        self._offset = {k: n * batch_bytes for n, k in enumerate(on_disk)}
-        self.file: File | None = make_file("activations", len(on_disk) * batch_bytes) if on_disk else None
+        *starts, end = accumulate((batch_bytes[k] for k in on_disk), initial=0)
+        self._offset = dict(zip(on_disk, starts))
+        self.file: File | None = make_file("activations", end) if on_disk else None
         count = 2 if load_lane.overlap else 1
         away = any(home != "gpu" for home in homes)
         self._ring = Ring(device, piece_bytes if away else 0, count)

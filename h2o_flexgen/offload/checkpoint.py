@@ -22,6 +22,10 @@ from h2o_flexgen.offload.device import as_numpy, convert
 from h2o_flexgen.offload.disk import DiskIO, File, cache_root, wait
 from h2o_flexgen.plan import aligned
 
+#: numbers that are read at once where a tensor must be converted
+PART = 1 << 22
+#: bytes of a file that is made of a `.bin` shard, which takes as much RAM
+CONVERTED_BYTES = 1 << 29
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -116,12 +120,17 @@ class Checkpoint:
         return {name: self.tensors[name] for name in names}
 
     def read(self, name: str, out: Tensor, io: DiskIO) -> None:
-        """Fill `out` (a CPU tensor of the same shape, any float dtype)."""
+        """Fill `out` (contiguous, of the same shape, any float dtype, on any device)."""
         stored = self.tensors[name]
-        target = out if out.dtype == stored.dtype else torch.empty(stored.shape, dtype=stored.dtype)
-        wait(io.read(stored.file, as_numpy(target), stored.offset))
-        if target is not out:
-            convert(out, target)
+        if out.dtype == stored.dtype and out.device.type == "cpu":
+            wait(io.read(stored.file, as_numpy(out), stored.offset))
+            return
+        flat = out.view(-1)
+        some = torch.empty(min(PART, len(flat)), dtype=stored.dtype)
+        for at in range(0, len(flat), PART):
+            part = some[: len(flat) - at]
+            wait(io.read(stored.file, as_numpy(part), stored.offset + at * stored.dtype.itemsize))
+            convert(flat[at : at + len(part)], part)
 
 
 class DummyCheckpoint:
@@ -240,14 +249,18 @@ def _converted(shards: list[Path], progress: bool) -> list[Path]:
         with open(root / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
-                for left in root.glob("*.partial"):  # conversions that were killed
-                    shutil.rmtree(left, ignore_errors=True)
+                _clear(root)
                 partial = target.with_suffix(".partial")
                 partial.mkdir()
                 try:
                     bar = tqdm(shards, desc="converting .bin to safetensors", unit="shard", disable=not progress)
                     for shard in bar:
-                        save_file(_load_bin(shard), partial / (shard.stem + ".safetensors"))
+                        state = _load_bin(shard)
+                        for n, names in enumerate(_parts(state)):
+                            # they share memory with the file or with each other (a tied head): safetensors wants copies
+                            part = {name: state[name].clone().contiguous() for name in names}
+                            save_file(part, partial / f"{shard.stem}.{n:03}.safetensors")
+                            del part
                 except BaseException:
                     shutil.rmtree(partial, ignore_errors=True)
                     raise
@@ -256,6 +269,34 @@ def _converted(shards: list[Path], progress: bool) -> list[Path]:
         reason = getattr(e, "strerror", None) or e
         raise UserError(f"cannot convert the .bin checkpoint into {root}: {reason}") from None
     return sorted(target.glob("*.safetensors"))
+
+
+def sweep_conversions() -> None:
+    """Remove conversions that were killed."""
+    root = cache_root() / "converted"
+    try:
+        with open(root / "lock", "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _clear(root)
+    except OSError:
+        pass  # there are none, or one is at work
+
+
+def _clear(root: Path) -> None:
+    for left in root.glob("*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _parts(state: dict[str, Tensor]) -> list[list[str]]:
+    """Names of tensors that take up to CONVERTED_BYTES together; of a larger one, its own."""
+    parts, nbytes = [], 0
+    for name, tensor in state.items():
+        nbytes += tensor.nbytes
+        if not parts or nbytes > CONVERTED_BYTES:
+            parts.append([])
+            nbytes = tensor.nbytes
+        parts[-1].append(name)
+    return parts
 
 
 def _load_bin(shard: Path) -> dict[str, Tensor]:
@@ -269,5 +310,4 @@ def _load_bin(shard: Path) -> dict[str, Tensor]:
             raise UserError(f"cannot load {shard}: {reason}; is it whole? Download it again") from None
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise UserError(f"{shard} does not hold a dict of tensors")
-    # tensors that share memory (a tied head) must become separate for safetensors
-    return {name: tensor.clone().contiguous() for name, tensor in state.items()}
+    return state

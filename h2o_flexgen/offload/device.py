@@ -289,8 +289,8 @@ _PART = 1 << 18
 
 
 def convert(dst: Tensor, src: Tensor) -> None:
-    """Copy numbers of another type, on the compute device with all its threads."""
-    if torch.float32 in (dst.dtype, src.dtype):
+    """Copy numbers, of another type or to another device, on the compute device with all its threads."""
+    if dst.dtype == src.dtype or torch.float32 in (dst.dtype, src.dtype):
         dst.copy_(src)
         return
     for into, part in zip(dst.view(-1).split(_PART), src.view(-1).split(_PART)):

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen.cpu import can_pack, pack
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, Stored, bar_of_bytes
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
@@ -74,25 +75,38 @@ class WeightStore:
 
     def _load(self, names: list[tuple[str, tuple[int, ...]]], source, progress: bool) -> None:
         sizes = {name: prod(shape) * self.dtype.itemsize for name, shape in names}
+        packed = self._packed()
         away = [name for name, _ in names if self.device.is_cuda and self.homes[name] == "gpu"]
         on_device = dict(zip(away, self.device.buffers([sizes[name] for name in away])))
         with bar_of_bytes("loading weights", sum(sizes.values()), progress) as bar:
             for name, shape in names:
-                make = _plain if name in on_device else self.device.host_buffer
-                host = make(sizes[name]).view(self.dtype).view(shape)
-                source.read(name, host, self.io)
-                if not is_finite(host):
+                data = on_device[name] if name in on_device else self.device.host_buffer(sizes[name])
+                tensor = data.view(self.dtype).view(shape)
+                source.read(name, tensor, self.io)
+                if not is_finite(tensor):
                     raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
-                if name in on_device:
-                    host = on_device[name].view(self.dtype).view(shape).copy_(host)
-                self.resident[name] = host
+                self.resident[name] = pack(tensor) if name in packed else tensor
                 bar.update(sizes[name])
+
+    def _packed(self) -> set[str]:
+        """Names of the matrices that stay where products are made and are used for nothing else."""
+        if self.device.is_cuda or self.dtype != torch.bfloat16 or not can_pack():
+            return set()
+        matrices = {name for spec in self.layers for name, shape in spec.values() if len(shape) == 2}
+        gathered = {name for name, _ in self.gathered.values()}
+        return {name for name in matrices - gathered if self.homes[name] == "gpu"}
 
     @property
     def device_bytes(self) -> int:
         """What of the compute device's memory is taken while these weights are loaded."""
         resident = (t for n, t in self.resident.items() if self.homes[n] == "gpu")
         return sum(t.nbytes for t in (*resident, *self._slots, self._converted))
+
+    @property
+    def ram_bytes(self) -> int:
+        """What of RAM is taken while these weights are loaded."""
+        held = (*self.resident.values(), *self._slots, *self._hosts, self._converted)
+        return sum(t.nbytes for t in held if not t.is_cuda)
 
     # what a layer takes in a slot
 
@@ -292,7 +306,3 @@ def _clip(span: Tensor, stored: Stored, phase: int):
     whole = aligned(phase + stored.nbytes)
     size = stored.file.size
     return span[: min(whole, size - (stored.offset - phase))].numpy()
-
-
-def _plain(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)

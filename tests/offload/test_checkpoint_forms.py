@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import checkpoint
 from h2o_flexgen.offload.checkpoint import Checkpoint
+from h2o_flexgen.offload.disk import DiskIO
 
 pytest_plugins = ["cli_tools"]
 
@@ -309,7 +311,7 @@ def test_a_conversion_that_was_killed_is_made_anew(tmp_path, home, loads, genera
     Checkpoint(folder)
     (made,) = folders(home)
     (home / made).rename(home / f"{made}.partial")
-    (home / f"{made}.partial" / "pytorch_model-00002-of-00002.safetensors").unlink()
+    (home / f"{made}.partial" / "pytorch_model-00002-of-00002.000.safetensors").unlink()
     assert tokens(generate("--model", folder)) == reference
     assert folders(home) == [made] and len(loads) == 4
 
@@ -334,3 +336,39 @@ def test_a_converted_file_that_has_gone_is_told(tmp_path, home):
     (made,) = folders(home)
     shutil.rmtree(home / made)
     assert len(Checkpoint(folder).tensors) == len(tiny_state())
+
+
+def test_a_bin_is_converted_a_part_at_a_time(tmp_path, home, monkeypatch, generate, reference):
+    """A shard need not fit into RAM: no file takes more than a part, or one tensor."""
+    folder, state = write_bins(tmp_path / "model", tiny_state()), tiny_state()
+    monkeypatch.setattr(checkpoint, "CONVERTED_BYTES", 5000)
+    found = Checkpoint(folder)
+    (made,) = folders(home)
+    sizes = [path.stat().st_size for path in (home / made).iterdir()]
+    assert len(sizes) > 4
+    assert max(sizes) < 4096 + max(t.nbytes for t in state.values())
+    assert len(found.tensors) == len(state)
+    assert tokens(generate("--model", folder)) == reference
+
+
+def test_a_conversion_that_was_killed_goes_at_the_next_start_of_any_job(home, generate, model):
+    (home / "0123.partial").mkdir(parents=True)
+    (home / "lock").write_text("")
+    with open(home / "lock") as lock:  # one is at work
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        generate("--model", model)
+        assert folders(home) == ["0123.partial"]
+    generate("--model", model)
+    assert folders(home) == []
+
+
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_is_converted_a_part_at_a_time(tmp_path, monkeypatch, into):
+    monkeypatch.setattr(checkpoint, "PART", 100)
+    folder = write_model(tmp_path / "m")
+    found, io = Checkpoint(folder), DiskIO()
+    for name, tensor in tiny_state(prefix="").items():
+        out = torch.empty(tensor.shape, dtype=into)
+        found.read(name, out, io)
+        assert torch.equal(out, tensor.to(into)), name
+    io.close()
