@@ -1,7 +1,7 @@
 """Speed of the engine, each section compared in one run: alternating, medians, ratios.
 
     ram    OPT-1.3B in RAM: transformers' generate, our full cache, our H2O cache; prompts of 512 and 1024 tokens
-    gemm   the matrix products of a decode step at batch 128 against F.linear on the same shapes
+    gemm   the matrix products of a decode step, batches of 8 to 128, against F.linear on the same shapes
     disk   OPT-6.7B with weights on disk under an 8 GiB memory cgroup: a decode step against reading alone and
            computing alone, for a block that is I/O bound, one that is balanced and one that is compute bound
     reads  buffered reads against O_DIRECT, alone and beside compute
@@ -153,13 +153,22 @@ def save_ram(runs: dict, batch: int, gen_len: int) -> None:
 
 
 def bench_gemm(args) -> None:
-    """A decoder layer without its attention, against the six products in it; weights are never the same twice
-    running, so that both read them from memory."""
+    """A decoder layer without its attention, its matrices as they stream in and packed as those that stay in RAM,
+    against the six products in it; weights are never the same twice running, so that all read them from memory."""
     import torch
     import torch.nn.functional as F
 
+    from h2o_flexgen.cpu import can_pack, pack
     from h2o_flexgen.models import opt
     from h2o_flexgen.models.config import OPTConfig
+
+    def run_products(config, w: dict, hidden, wide) -> None:
+        for short in ("q", "k", "v", "out", "fc1"):
+            F.linear(hidden, w[f"{short}.weight"], w[f"{short}.bias"])
+        F.linear(wide, w["fc2.weight"], w["fc2.bias"])
+
+    def run_layer(config, w: dict, hidden, wide) -> None:
+        opt.decoder_layer(config, w, hidden, lambda q, k, v: q)
 
     rows = []
     for name, count in (("facebook/opt-1.3b", 24), ("facebook/opt-6.7b", 8)):
@@ -168,38 +177,34 @@ def bench_gemm(args) -> None:
         layers = [
             {s: torch.randn(shape).mul_(0.02).bfloat16() for s, (_, shape) in specs.items()} for _ in range(count)
         ]
-        hidden = torch.randn(128, 1, config.hidden_size).bfloat16()
-        wide = torch.randn(128, 1, config.ffn_dim).bfloat16()
-
-        def products(layers=layers, hidden=hidden, wide=wide):
-            for w in layers:
-                for short in ("q", "k", "v", "out", "fc1"):
-                    F.linear(hidden, w[f"{short}.weight"], w[f"{short}.bias"])
-                F.linear(wide, w["fc2.weight"], w["fc2.bias"])
-
-        def ours(layers=layers, hidden=hidden, config=config):
-            for w in layers:
-                opt.decoder_layer(config, w, hidden, lambda q, k, v: q)
-
-        times = {"F.linear": [], "ours": []}
-        with torch.inference_mode():
-            for _ in range(4 * args.rounds + 1):
-                for which, run in (("F.linear", products), ("ours", ours)):
-                    start = time.perf_counter()
-                    run()
-                    times[which].append((time.perf_counter() - start) / count)
-        seconds = {which: median(t[1:]) for which, t in times.items()}
-        flops = 2 * 128 * sum(w.numel() for w in layers[0].values() if w.dim() == 2)
-        rows.append(
-            {
-                "model": name,
-                "seconds_per_layer": seconds,
-                "tflops": {which: flops / s / 1e12 for which, s in seconds.items()},
-                "ratio": seconds["F.linear"] / seconds["ours"],
-            }
-        )
-        print(json.dumps(rows[-1], indent=1), flush=True)
-    common.save("engine_gemm", {"batch": 128, "dtype": "bfloat16", "rows": rows})
+        systems = {"F.linear": (run_products, layers), "ours": (run_layer, layers)}
+        if can_pack():
+            packed = [{s: pack(t) if t.dim() == 2 else t for s, t in w.items()} for w in layers]
+            systems["ours, packed"] = (run_layer, packed)
+        for batch in (8, 32, 128):
+            hidden, wide = (torch.randn(batch, 1, n).bfloat16() for n in (config.hidden_size, config.ffn_dim))
+            times = {which: [] for which in systems}
+            with torch.inference_mode():
+                for _ in range(4 * args.rounds + 1):
+                    for which, (run, weights) in systems.items():
+                        start = time.perf_counter()
+                        for w in weights:
+                            run(config, w, hidden, wide)
+                        times[which].append((time.perf_counter() - start) / count)
+            seconds = {which: median(t[1:]) for which, t in times.items()}
+            flops = 2 * batch * sum(w.numel() for w in layers[0].values() if w.dim() == 2)
+            rows.append(
+                {
+                    "model": name,
+                    "batch": batch,
+                    "seconds_per_layer": seconds,
+                    "tflops": {which: flops / s / 1e12 for which, s in seconds.items()},
+                    "ratio": {which: seconds["F.linear"] / s for which, s in seconds.items()},
+                    "runs": times,
+                }
+            )
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "runs"}), flush=True)
+    common.save("engine_gemm", {"dtype": "bfloat16", "rows": rows})
 
 
 # disk

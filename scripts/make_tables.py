@@ -85,11 +85,14 @@ def disk(data: dict) -> str:
 
 
 def gemm(data: dict) -> str:
+    systems = list(data["rows"][0]["tflops"])
     rows = [
-        [r["model"], f"{r['tflops']['F.linear']:.2f}", f"{r['tflops']['ours']:.2f}", f"{100 * r['ratio']:.0f} %"]
+        [r["model"], str(r["batch"]), f"{r['tflops']['F.linear']:.2f}"]
+        + [f"{r['tflops'][name]:.2f} ({100 * r['ratio'][name]:.0f} %)" for name in systems[1:]]
         for r in data["rows"]
     ]
-    return markdown(["shapes", "F.linear, TFLOP/s", "our layer, TFLOP/s", "ratio"], rows) + f"\n\n{where(data)}"
+    header = ["shapes", "batch", "F.linear, TFLOP/s", *systems[1:]]
+    return markdown(header, rows) + f"\n\n{where(data)}"
 
 
 def big(data: dict) -> str:

@@ -96,6 +96,12 @@ def start(*argv, **changes: str) -> subprocess.Popen:
     )
 
 
+def end(process: subprocess.Popen) -> tuple[int, str, str]:
+    """Its exit code, stdout and stderr, when it has ended."""
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out.decode(), err.decode(errors="replace")
+
+
 def read_until(process: subprocess.Popen, text: str) -> str:
     """stderr up to and with `text`; fails if the process ends before it shows."""
     seen = b""

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, ON_DISK, TINY, last_line, percent, read_rows, read_until, start, write_prompts
+from cli_tools import FP32, ON_DISK, TINY, end, last_line, percent, read_rows, read_until, start, write_prompts
 
 from h2o_flexgen.cli import interrupt
 from h2o_flexgen.errors import Interrupted
@@ -71,11 +71,6 @@ def job(slow, tmp_path):
         if process.poll() is None:
             process.kill()
         process.communicate()
-
-
-def end(process: subprocess.Popen) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out.decode(), err.decode(errors="replace")
 
 
 def private_folder(tmp_path: Path) -> Path:
