@@ -60,8 +60,8 @@ def commit() -> str | None:
 
 
 def save(name: str, data: dict, ram_cap: int | None = None, others: tuple[str, ...] = ()) -> Path:
-    """Write docs/benchmarks/NAME.json with command, commit, machine, versions (`others`: of more packages) and date, unless
-    `data` has its own."""
+    """Write docs/benchmarks/NAME.json with command, commit, machine, versions (`others`: of more packages) and date,
+    unless `data` has its own."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     meta = {
         "command": command(),
