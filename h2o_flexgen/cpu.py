@@ -36,12 +36,17 @@ def is_slow(x: Tensor) -> bool:
 
 @cache
 def can_pack() -> bool:
-    """Whether `pack` works here, and pays: the operators are those that torch's own compiler uses, not public ones."""
+    """Whether `pack` works here: the operators are those that torch's own compiler uses, not public ones."""
     if not has_bf16():
         return False
     try:
-        x, weight = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(32, 64, dtype=torch.bfloat16)
-        return torch.equal(linear(x, pack(weight)), F.linear(x, weight))
+        for rows, out, into in ((1, 64, 64), (33, 70, 48), (3, 5, 7)):
+            # numbers small enough that bf16 products of them are exact, in an order that shows
+            x, weight = (torch.arange(n * into).remainder(7).bfloat16().view(n, into) for n in (rows, out))
+            bias = torch.arange(out).bfloat16()
+            if not torch.equal(linear(x, pack(weight), bias), F.linear(x, weight, bias)):
+                return False
+        return True
     except (AttributeError, RuntimeError):
         return False
 

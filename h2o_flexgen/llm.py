@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
@@ -35,8 +36,6 @@ from h2o_flexgen.search.search import Search
 #: sequences computed at once where everything lies in RAM: more make a processor's products no faster
 RESIDENT_BATCH = 64
 DUMMY = "_DUMMY_"
-#: of a generated token: its id and its log-probability, as Python's objects in lists
-TOKEN_BYTES = 72
 
 
 @dataclass
@@ -181,7 +180,7 @@ class LLM:
         if self.device.is_cuda:
             self.device.start(gpu_mem)
         memory.hold_heap()
-        self._baseline = memory.baseline()  # until a job is planned
+        self._at_start = self._baseline = memory.baseline()
         self.folder: OffloadFolder | None = None
         self._io: tuple[DiskIO, ...] = ()
         self._lanes: list[Lane] = []
@@ -280,7 +279,8 @@ class LLM:
             prompts: texts, or lists of token ids.
             skip_errors: a prompt that cannot be run becomes an output with `error` instead of raising.
             on_output: called with every finished output as soon as its block is done, and on an interrupt with
-                what there is of the block that was running ("abort"); not at all if no prompt can be run.
+                what there is of the block that was running ("abort"); not at all if no prompt can be run. One that an
+                interrupt hits gets the same output again.
 
         Raises:
             UserError: a prompt that cannot be run, or a job for which there is no memory.
@@ -367,6 +367,10 @@ class LLM:
                     emit(current, aborted=True)
             finally:
                 self.close()
+                # who keeps the exception, as an interactive session does, must not keep weights and cache
+                weights = caches = activations = engine = None
+                if not isinstance(e, Exception) or isinstance(e, UserError):
+                    traceback.clear_frames(e.__traceback__)
             raise
         finally:
             if bar is not None:
@@ -428,10 +432,10 @@ class LLM:
         return cap_limits(found, self._caps, shared=not self.device.is_cuda)
 
     def _beside_the_weights(self) -> int:
-        """Bytes of RAM that this process holds now whatever it computes: prompts too, and other models."""
-        if self._weights is None:
-            return memory.baseline()
-        return memory.resident() - self._weights.ram_bytes
+        """Bytes of RAM that this process holds now whatever it computes: prompts too, and other models. Not less than
+        at the start: some of the weights may not be resident (swapped, or never touched)."""
+        now = memory.baseline() if self._weights is None else memory.resident() - self._weights.ram_bytes
+        return max(self._at_start, now)
 
     def plan_for(self, policy: Policy, workload: Workload, rule: CacheRule, limits=None) -> tuple[Placement, Plan]:
         """Where everything goes under a policy, and the bytes it takes."""
@@ -442,7 +446,7 @@ class LLM:
     def choose(self, workload: Workload) -> tuple[CacheRule, Policy, Placement, Plan]:
         """What a job will run with: its cache rule and policy, searched for where they are "auto"."""
         limits = self.limits()
-        self._baseline = self._beside_the_weights() + len(workload.prompt_lens) * workload.gen_len * TOKEN_BYTES
+        self._baseline = self._beside_the_weights()
 
         def find(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, tuple]:
             rule = self._rule(workload, budget)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,8 +46,9 @@ def command() -> str:
     return f"python scripts/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"
 
 
+@cache
 def commit() -> str | None:
-    """Of this working copy, "-dirty" if the code was changed; None if it is none."""
+    """Of this working copy when the benchmark started, "-dirty" if the code was changed; None if it is none."""
 
     def git(*argv: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True, check=True)
@@ -57,6 +59,9 @@ def commit() -> str | None:
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+commit()
 
 
 def save(name: str, data: dict, ram_cap: int | None = None, others: tuple[str, ...] = ()) -> Path:

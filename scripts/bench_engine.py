@@ -114,7 +114,7 @@ def bench_ram(args) -> None:
                 if len(runs.setdefault((prompt_len, name), [])) > done:
                     continue
                 times = run(prompts, tokens)
-                times["decode_step"] = times["decode"] / (tokens - 1)
+                times |= {"decode_step": times["decode"] / (tokens - 1), "commit": common.commit()}
                 runs[prompt_len, name].append(times)
                 print(prompt_len, name, json.dumps(times), flush=True)
                 save_ram(runs, batch, gen_len)

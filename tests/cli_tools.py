@@ -96,9 +96,9 @@ def start(*argv, **changes: str) -> subprocess.Popen:
     )
 
 
-def end(process: subprocess.Popen) -> tuple[int, str, str]:
+def end(process: subprocess.Popen, timeout: float = 60) -> tuple[int, str, str]:
     """Its exit code, stdout and stderr, when it has ended."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=timeout)
     return process.returncode, out.decode(), err.decode(errors="replace")
 
 

@@ -273,13 +273,13 @@ def _converted(shards: list[Path], progress: bool) -> list[Path]:
 
 def sweep_conversions() -> None:
     """Remove conversions that were killed."""
-    root = cache_root() / "converted"
     try:
+        root = cache_root() / "converted"
         with open(root / "lock", "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clear(root)
-    except OSError:
-        pass  # there are none, or one is at work
+    except (OSError, RuntimeError):
+        pass  # there are none, or one is at work, or nobody has a home
 
 
 def _clear(root: Path) -> None:
