@@ -261,8 +261,6 @@ TABLES = {
     "search_machine": search_machine,
     "search_top": search_top,
     "engine_ram": ram,
-    "engine_ram_512_1024": ram,
-    "engine_ram_1024": ram,
     "engine_disk": disk,
     "engine_gemm": gemm,
     "opt-30b": big,
