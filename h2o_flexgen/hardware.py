@@ -75,7 +75,7 @@ def machine(offload_root: Path | None = None, device: Device | None = None) -> d
         "gpu": torch.cuda.get_device_name(card) if torch.cuda.is_available() else None,
     }
     if offload_root is not None:
-        found["disk"] = _mount(offload_root)
+        found["disk"] = mount_point(offload_root)
     return found
 
 
@@ -95,7 +95,8 @@ def installed(*names: str) -> dict[str, str]:
     return found
 
 
-def _mount(folder: Path) -> str:
+def mount_point(folder: Path) -> str:
+    """Where the file system is mounted that a folder is on, or will be."""
     folder = Path(os.path.realpath(folder))
     while not os.path.ismount(folder):
         folder = folder.parent
@@ -105,7 +106,7 @@ def _mount(folder: Path) -> str:
 def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bool = True) -> Profile:
     """The profile of this machine: what was measured before if machine and versions are the same, else anew."""
     name = str(dtype).removeprefix("torch.")
-    disk = crc32(_mount(offload_root).encode())  # jobs may take turns on several
+    disk = crc32(mount_point(offload_root).encode())  # jobs may take turns on several
     path = cache_root() / "hardware" / f"{device.torch_device.type}-{name}-{disk:08x}.json"
     try:
         profile = Profile.from_file(path)

@@ -422,8 +422,9 @@ class LLM:
         """Bytes that may be planned for on each tier ("ram": gpu and cpu together where they are one)."""
         ram = int(MARGIN * memory.ram_in_all())
         if self.device.is_cuda:
-            held = self.device.workspace_bytes + (self._weights.device_bytes if self._weights is not None else 0)
-            found = {"gpu": int(MARGIN * (self.device.free_bytes() + held)), "cpu": ram}
+            weights = 0 if self._weights is None else self._weights.held_bytes(cuda=True)
+            room = self.device.free_bytes() + self.device.workspace_bytes + weights
+            found = {"gpu": int(MARGIN * room), "cpu": ram}
         else:
             found = {"gpu": ram, "cpu": ram}
         found["disk"] = int(MARGIN * memory.disk_free(self.offload_root))
@@ -434,7 +435,8 @@ class LLM:
     def _beside_the_weights(self) -> int:
         """Bytes of RAM that this process holds now whatever it computes: prompts too, and other models. Not less than
         at the start: some of the weights may not be resident (swapped, or never touched)."""
-        now = memory.baseline() if self._weights is None else memory.resident() - self._weights.ram_bytes
+        weights = self._weights
+        now = memory.baseline() if weights is None else memory.resident() - weights.held_bytes(cuda=False)
         return max(self._at_start, now)
 
     def plan_for(self, policy: Policy, workload: Workload, rule: CacheRule, limits=None) -> tuple[Placement, Plan]:

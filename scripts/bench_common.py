@@ -238,7 +238,7 @@ def scratch() -> Iterator[Path]:
 
 def file_system(folder: Path) -> str:
     """The type of the file system that a folder is on."""
-    real = Path(os.path.realpath(folder))
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    under = [(len(point), kind) for point, kind in mounts if real.is_relative_to(point)]
-    return max(under)[1] if under else "unknown"
+    from h2o_flexgen.hardware import mount_point
+
+    mounts = (line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
+    return dict(mounts).get(mount_point(folder), "unknown")

@@ -87,7 +87,7 @@ def disk(data: dict) -> str:
 def gemm(data: dict) -> str:
     systems = list(data["rows"][0]["tflops"])
     rows = [
-        [r["model"], str(r["batch"]), f"{r['tflops']['F.linear']:.2f}"]
+        [r["model"], r["batch"], f"{r['tflops']['F.linear']:.2f}"]
         + [f"{r['tflops'][name]:.2f} ({100 * r['ratio'][name]:.0f} %)" for name in systems[1:]]
         for r in data["rows"]
     ]

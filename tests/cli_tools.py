@@ -37,6 +37,12 @@ PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 30, 40, 50, 60, 70, 80], [9], [3,
 FP32 = ("--device", "cpu", "--dtype", "float32")
 
 
+def wide(hidden_size: int, **changes) -> dict:
+    """TINY with such a hidden size, in the proportions of OPT, and with other changes."""
+    sizes = {"hidden_size": hidden_size, "word_embed_proj_dim": hidden_size, "ffn_dim": 4 * hidden_size}
+    return TINY | sizes | changes
+
+
 def tiny_state(config: dict = TINY, dtype: torch.dtype = torch.float32, prefix: str = "model.") -> dict:
     """Weights for a configuration, large enough that outputs vary."""
     shapes = {}

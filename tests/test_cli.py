@@ -22,6 +22,7 @@ from cli_tools import (
     percent,
     read_rows,
     start,
+    wide,
     write_model,
     write_prompts,
     write_rows,
@@ -363,8 +364,7 @@ def test_a_policy_file_of_the_search_is_read(cli, model, tmp_path):
 
 
 def test_auto_stays_on_the_device_when_it_fits_and_spills_when_it_does_not(cli, tmp_path):
-    config = TINY | {"num_hidden_layers": 4, "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024}
-    folder = write_model(tmp_path / "wide", config=config)
+    folder = write_model(tmp_path / "wide", config=wide(256, num_hidden_layers=4))
     report = tmp_path / "report.json"
     job = ("--model", folder, *FP32, "--prompt-len", 8, "--gen-len", 3, "--num-prompts", 2, "--report", report)
     assert cli(*job, "--policy", "auto")[0] == 0

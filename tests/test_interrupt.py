@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, ON_DISK, TINY, end, last_line, percent, read_rows, read_until, start, write_prompts
+from cli_tools import FP32, ON_DISK, end, last_line, percent, read_rows, read_until, start, wide, write_prompts
 
 from h2o_flexgen.cli import interrupt
 from h2o_flexgen.errors import Interrupted
@@ -19,15 +19,7 @@ from h2o_flexgen.offload.disk import OffloadFolder
 pytest_plugins = ["cli_tools"]
 
 #: a random model whose job, all on disk, would take minutes
-SLOW = TINY | {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "word_embed_proj_dim": 256,
-    "ffn_dim": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 2048,
-}
+SLOW = wide(256, vocab_size=512, num_hidden_layers=16, num_attention_heads=8, max_position_embeddings=2048)
 GEN_LEN = 1000
 #: two blocks of four, lengths of their own: the longer prompts come first
 PROMPTS = [[10 + (7 * n + m) % 400 for m in range(40 + 10 * (n % 4) + 100 * (n >= 4))] for n in range(8)]
@@ -300,7 +292,7 @@ def test_an_interrupt_while_the_output_file_is_finished(cli, model, tmp_path, mo
         assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.sorted"))
 
 
-def test_an_interrupt_while_a_finished_row_is_handed_over_does_not_lose_it(model, monkeypatch):
+def test_an_interrupt_while_a_finished_row_is_handed_over_does_not_lose_it(model):
     from h2o_flexgen import LLM, SamplingParams
 
     seen = []

@@ -8,22 +8,14 @@ import weakref
 
 import numpy as np
 import pytest
-from cli_tools import FP32, ON_DISK, ON_GPU, TINY, end, percent, start
+from cli_tools import FP32, ON_DISK, ON_GPU, end, percent, start, wide
 
 from h2o_flexgen import LLM, SamplingParams
 
 pytest_plugins = ["cli_tools"]
 
 #: so much larger than the interpreter that its weights, cache and workspaces decide
-LARGE = TINY | {
-    "vocab_size": 30000,
-    "hidden_size": 1024,
-    "word_embed_proj_dim": 1024,
-    "ffn_dim": 4096,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 128,
-}
+LARGE = wide(1024, vocab_size=30000, num_hidden_layers=6, num_attention_heads=16, max_position_embeddings=128)
 
 
 @pytest.mark.parametrize("budget", [(), ("--hh-ratio", 0.2)], ids=["full", "h2o"])

@@ -96,17 +96,10 @@ class WeightStore:
         gathered = {name for name, _ in self.gathered.values()}
         return {name for name in matrices - gathered if self.homes[name] == "gpu"}
 
-    @property
-    def device_bytes(self) -> int:
-        """What of the compute device's memory is taken while these weights are loaded."""
-        resident = (t for n, t in self.resident.items() if self.homes[n] == "gpu")
-        return sum(t.nbytes for t in (*resident, *self._slots, self._converted))
-
-    @property
-    def ram_bytes(self) -> int:
-        """What of RAM is taken while these weights are loaded."""
+    def held_bytes(self, cuda: bool) -> int:
+        """What is taken while these weights are loaded, of a card's memory or of RAM."""
         held = (*self.resident.values(), *self._slots, *self._hosts, self._converted)
-        return sum(t.nbytes for t in held if not t.is_cuda)
+        return sum(t.nbytes for t in held if t.is_cuda == cuda)
 
     # what a layer takes in a slot
 
