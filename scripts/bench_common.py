@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -29,10 +30,25 @@ def machine(ram_cap: int | None = None) -> dict:
     cap = None if ram_cap is None else round(ram_cap / 2**30, 2)
     return {
         **{name: m[name] for name in ("processor", "cores", "ram_gib")},
+        "processor_model": processor_model(),
         "bf16_instructions": has_bf16(),
         "ram_cap_gib": cap,
         "gpu": m["gpu"],
     }
+
+
+def processor_model() -> str | None:
+    """Its generation: processors of quite different speed may have the same name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    found = dict([part.strip() for part in line.split(":", 1)] for line in lines if ":" in line)
+    return ", ".join(f"{name} {found[name]}" for name in ("cpu family", "model") if name in found) or None
+
+
+def machine_name() -> str:
+    """The processor, or the card if there is one, for the name of a file."""
+    m = machine()
+    name = (m["gpu"] or m["processor"]).lower().replace("(r)", "").replace("processor", "")
+    return "_".join(re.findall(r"[a-z0-9.]+", name))
 
 
 def versions(*others: str) -> dict:

@@ -6,8 +6,9 @@
 All systems run the same job (a random checkpoint, dtype, prompts, a fixed output length), each in a process of its own
 inside the same memory cgroup, page cache included, after the page cache was dropped; loading is not counted. First each
 peer's batch is doubled until it fails or slows down, then all take turns. Every run is added to
-docs/benchmarks/throughput_ROW.json as soon as it ends, so that a benchmark that was stopped goes on where it was. Needs
-root for the cgroup, and the packages of the `bench` extra.
+docs/benchmarks/throughput_ROW_MACHINE.json as soon as it ends, so that a benchmark that was stopped goes on where it
+was; another machine, or other versions, get a file of their own. Needs root for the cgroup, and the packages of the
+`bench` extra.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import chain, count
 from pathlib import Path
 
 import bench_common as common
@@ -184,11 +186,11 @@ class Bench:
     Args:
         quick: a file of its own, made anew; every system at the batch and with the options that did best in
             docs/benchmarks, on whatever machine that was, or at the batch from which the search would start.
-        restart: begin the row anew.
+        restart: begin the row of this machine anew.
         deadline: `time.monotonic()` at which to stop.
 
     Raises:
-        SystemExit: the row's file holds runs that cannot be compared with those made here.
+        SystemExit: the row's file of this machine is of another job.
     """
 
     def __init__(
@@ -201,9 +203,10 @@ class Bench:
         deadline: float = float("inf"),
     ):
         self.name, self.row, self.folder, self.quick, self.deadline = name, row, folder, quick, deadline
-        known = f"throughput_{name.replace(' ', '_').replace('+', '_')}"
-        self.known = common.stored(known)
-        self.file = f"quick_{known}" if quick else known
+        stem = f"throughput_{name.replace(' ', '_').replace('+', '_')}"
+        self.known = {path.stem: common.stored(path.stem) for path in sorted(common.RESULTS.glob(f"{stem}_*.json"))}
+        mine = [known for known, data in self.known.items() if common.made_elsewhere(data, *PEERS) is None]
+        self.file = f"quick_{stem}" if quick else mine[0] if mine else self._free_name(stem)
         self.dtype = "float16" if row.device == "cuda" else "bfloat16"
         self.versions: dict = {}  # of the runs that are kept: not every package is needed for every run
         self.runs = [] if quick or restart else self._kept()
@@ -211,19 +214,22 @@ class Bench:
         self._taken = {n for n, run in enumerate(self.runs) if not is_result(run)}
         self._built: str | None = None
 
+    def _free_name(self, stem: str) -> str:
+        """For the runs of this machine."""
+        name = f"{stem}_{common.machine_name()}"
+        return next(free for free in chain([name], (f"{name}_{n}" for n in count(2))) if free not in self.known)
+
     def _kept(self) -> list[dict]:
-        if not self.known:
+        if self.file not in self.known:
             return []
-        self.versions = self.known["versions"]
-        differ = common.made_elsewhere(self.known, *PEERS)
-        if differ is None and not self.row.same_job(self.known["row"]):
-            differ = "the row was another"
-        if differ is not None:
+        kept = self.known[self.file]
+        self.versions = kept["versions"]
+        if not self.row.same_job(kept["row"]):
             sys.exit(
-                f"error: docs/benchmarks/{self.file}.json holds other runs ({differ}): --quick keeps its own apart, "
+                f"error: docs/benchmarks/{self.file}.json holds runs of another job: --quick keeps its own apart, "
                 "--restart replaces them"
             )
-        return self.known["runs"]
+        return kept["runs"]
 
     # one run
 
@@ -334,9 +340,9 @@ class Bench:
         if what.is_ours:
             return self.row.prompts, placements[0]
         if self.quick:
-            known = summarise(self.known).get(system, {}) if self.known else {}
-            if "batch" in known:
-                return known["batch"], known["options"]
+            for known in self._nearest():
+                if "batch" in (found := summarise(known).get(system, {})):
+                    return found["batch"], found["options"]
         if self.quick or not self.row.search:
             return self.row.start.get(system, START), placements[0]
         rates = [(*self._grow(system, options), options) for options in placements]
@@ -346,6 +352,10 @@ class Bench:
         tried = [(NOISE * rate, options)]
         tried += [(self._probe(system, batch, options | tweak), options | tweak) for tweak in what.tweaks]
         return batch, max(tried, key=lambda pair: pair[0])[1]
+
+    def _nearest(self) -> list[dict]:
+        """What docs/benchmarks has of the row, this machine's first."""
+        return sorted(self.known.values(), key=lambda data: common.made_elsewhere(data, *PEERS) is not None)
 
     def _grow(self, system: str, options: dict) -> tuple[float, int]:
         """The best rate while the batch is doubled until it fails or slows down, and its batch."""
@@ -382,9 +392,9 @@ class Bench:
 
     def tables(self) -> str:
         """What the row's file holds, and with `quick` what docs/benchmarks has of the row."""
-        here = throughput({self.name: common.stored(self.file)})
+        here = throughput([common.stored(self.file)])
         compare = self.quick and self.known
-        return f"{here}\n\nFor comparison:\n{throughput({self.name: self.known})}" if compare else here
+        return f"{here}\n\nFor comparison:\n{throughput(self._nearest())}" if compare else here
 
     def fill(self, runs: int, systems: list[str]) -> None:
         """Whole runs of all systems, in turns."""
@@ -522,7 +532,7 @@ def main() -> None:
         action="store_true",
         help="our latency and throughput over the block size instead",
     )
-    parser.add_argument("--restart", action="store_true", help="begin a row anew: what its file holds is replaced")
+    parser.add_argument("--restart", action="store_true", help="begin this machine's file of a row anew")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; what ran is kept")
     parser.add_argument("--list", action="store_true", help="print the rows")
     args = parser.parse_args()

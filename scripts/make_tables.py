@@ -13,12 +13,17 @@ from bench_common import RESULTS, ROOT, stored
 from throughput_rows import summarise
 
 
-def load(name: str) -> dict:
+def load(name: str) -> dict | list[dict]:
     """What a table is made of; nothing if it has not been measured."""
-    if name == "throughput":  # a file for each row of the matrix; that of OPT-125m only tries the script
-        names = sorted(path.stem for path in RESULTS.glob("throughput_*.json") if "125m" not in path.stem)
-        return {name: stored(name) for name in names}
+    if name == "throughput":  # a file for each row of the matrix and machine; that of OPT-125m only tries the script
+        names = [path.stem for path in RESULTS.glob("throughput_*.json") if "125m" not in path.stem]
+        return sorted(map(stored, names), key=lambda data: (size(data["row"]), data["machine"]["processor"]))
     return stored(name)
+
+
+def size(row: dict) -> tuple[float, int]:
+    """Of a job, to sort by: parameters, and tokens of a sequence."""
+    return float(re.search(r"opt-([\d.]+)b", row["model"])[1]), row["prompt_len"] + row["gen_len"]
 
 
 def markdown(header: list[str], rows: list[list]) -> str:
@@ -26,16 +31,16 @@ def markdown(header: list[str], rows: list[list]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
+def machine_text(m: dict) -> str:
+    slow = ", no bf16 instructions" if m.get("bf16_instructions") is False else ""
+    return f"{m['processor']}, {m['cores']} cores, {m['ram_gib']:g} GiB RAM{slow}, {m['gpu'] or 'no GPU'}"
+
+
 def where(data: dict) -> str:
     m, v = data["machine"], data["versions"]
     cap = f", capped at {m['ram_cap_gib']:g} GiB with page cache" if m["ram_cap_gib"] else ""
-    slow = ", no bf16 instructions" if m.get("bf16_instructions") is False else ""
-    gpu = f", {m['gpu']}" if m["gpu"] else ", no GPU"
     with_these = ", ".join(f"{name} {v[name]}" for name in v if name not in ("python", "numpy", "h2o_flexgen"))
-    return (
-        f"{m['processor']}, {m['cores']} cores, {m['ram_gib']:g} GiB RAM{cap}{slow}{gpu}; {with_these}; "
-        f"{data['date']}; `{data['command']}`"
-    )
+    return f"{machine_text(m)}{cap}; {with_these}; {data['date']}; `{data['command']}`"
 
 
 def policy_text(p: dict, between: str = ", ") -> str:
@@ -194,9 +199,21 @@ def job_text(row: dict) -> str:
     return f"{row['model'].removeprefix('facebook/')} {row['prompt_len']}+{row['gen_len']}"
 
 
-def throughput(rows: dict[str, dict]) -> str:
-    """Rates of all systems; what died; our policies, and how near they come to what bounds them; where and when."""
-    summaries = [(data, summarise(data)) for data in rows.values()]
+def throughput(rows: list[dict]) -> str:
+    """For every machine: rates of all systems; what died; our policies, and how near they come to what bounds them."""
+    parts = (part for machine, of_it in by_machine(rows).items() for part in (f"**{machine}**", *on_a_machine(of_it)))
+    return "\n\n".join(parts)
+
+
+def by_machine(rows: list[dict]) -> dict[str, list[dict]]:
+    machines: dict[str, list[dict]] = {}
+    for data in rows:
+        machines.setdefault(machine_text(data["machine"]), []).append(data)
+    return machines
+
+
+def on_a_machine(rows: list[dict]) -> list[str]:
+    summaries = [(data, summarise(data)) for data in rows]
     found = [(data, name, s) for data, systems in summaries for name, s in systems.items()]
     died = [f"{name}, {job_text(data['row'])}: {'; '.join(s['failed'])}" for data, name, s in found if s["failed"]]
     parts = [rates(summaries)]
@@ -205,8 +222,8 @@ def throughput(rows: dict[str, dict]) -> str:
     if bounds := [bound(data, name, s) for data, name, s in found if "bound_by" in s]:
         header = ["job", "cap", "ours", "policy", "time, predicted / measured", "decode is bound by", "of that bound"]
         parts.append(markdown(header, bounds))
-    places = (where(data | {"date": dates(data["runs"])}) for data in rows.values())
-    return "\n\n".join([*parts, *dict.fromkeys(places)])
+    places = (where(data | {"date": dates(data["runs"])}) for data in rows)
+    return [*parts, *dict.fromkeys(places)]
 
 
 def rates(summaries: list[tuple[dict, dict[str, dict]]]) -> str:

@@ -97,20 +97,33 @@ def test_only_what_died_of_its_size_is_not_tried_again(failed, asked):
     assert len(again.asked) == asked
 
 
-def test_runs_of_another_machine_are_neither_mixed_nor_lost(results, capsys):
+def test_another_machine_has_a_file_of_its_own(results):
     bench = Fake(lambda *_: took(1, 1))
     bench.run("Accelerate", 16, 32, {}, 900)
-    path = results / "throughput_1.3b_32_32.json"
-    data = bench_common.stored(path.stem)
-    bench_common.write_json(path, data | {"machine": data["machine"] | {"cores": 999}})
-    with pytest.raises(SystemExit, match=r"cores 999, here .*--restart"):
-        Fake(lambda *_: took(1, 1))
-    assert bench_common.stored(path.stem)["machine"]["cores"] == 999
+    here = bench_common.stored(bench.file)
+    there = here | {"machine": here["machine"] | {"cores": 999}}
+    bench_common.write_json(results / f"{bench.file}.json", there)
+    other = Fake(lambda *_: took(1, 1))
+    assert other.runs == [] and other.file == f"{bench.file}_2"
     quick = Fake(lambda *_: took(1, 1), quick=True)
     assert quick.best("Accelerate") == (16, {})
     quick.fill(1, ["Accelerate"])
-    assert bench_common.stored(path.stem)["machine"]["cores"] == 999
-    assert "For comparison" in quick.tables()
+    assert "999 cores" in quick.tables().split("For comparison")[1]
+    other.run("Accelerate", 32, 32, {}, 900)
+    assert bench_common.stored(bench.file) == there
+    again = Fake(lambda *_: took(1, 1))
+    assert again.file == other.file and len(again.runs) == 1
+    assert Fake(lambda *_: took(1, 1), quick=True).best("Accelerate") == (32, {})
+
+
+def test_runs_of_another_job_are_neither_mixed_nor_lost(results):
+    bench = Fake(lambda *_: took(1, 1))
+    bench.run("Accelerate", 16, 32, {}, 900)
+    data = bench_common.stored(bench.file)
+    bench_common.write_json(results / f"{bench.file}.json", data | {"row": data["row"] | {"gen_len": 999}})
+    with pytest.raises(SystemExit, match="another job.*--restart"):
+        Fake(lambda *_: took(1, 1))
+    assert bench_common.stored(bench.file)["row"]["gen_len"] == 999
     assert Fake(lambda *_: took(1, 1), restart=True).runs == []
 
 
