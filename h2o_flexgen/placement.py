@@ -79,7 +79,9 @@ def place_weights(layers: list[dict[str, int]], fractions: tuple[float, float, f
             (a tied matrix, which stands in both, is placed once).
         fractions: gpu, cpu, disk, summing to 1.
 
-    The embedding and the head take the nearest tier; the layers between them make up for the rest, all alike.
+    The head goes to the fastest tier whose share holds it whole: of small models it is larger than any layer, and the
+    slots that weights stream through are as large as the largest. The embedding, of which only rows are needed, takes the
+    nearest tier; the layers between them make up for the rest, all alike.
     """
     homes: dict[str, str] = {}
     ends = {**layers[0], **layers[-1]}
@@ -87,8 +89,13 @@ def place_weights(layers: list[dict[str, int]], fractions: tuple[float, float, f
     if not total:
         return homes
     edge = Diffusion(fractions)
-    for name, size in sorted(ends.items(), key=lambda item: -item[1]):
-        homes[name] = edge.place([size])[0]
+    for name, size in sorted(ends.items(), key=lambda item: (item[0] not in layers[-1], -item[1])):
+        holds = [t for t, f in enumerate(fractions) if size <= f * total - edge.placed[t]]
+        if name in layers[-1] and holds:
+            edge.placed[holds[0]] += size
+            homes[name] = TIERS[holds[0]]
+        else:
+            homes[name] = edge.place([size])[0]
     inner = total - sum(ends.values())
     if inner:
         left = [max(0.0, f * total - p) for f, p in zip(fractions, edge.placed)]

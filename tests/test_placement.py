@@ -77,6 +77,16 @@ def test_a_tier_of_zero_percent_gets_nothing(num_layers, width, ends, fractions)
             assert fraction > 0 or tier not in found
 
 
+def test_the_head_goes_to_the_fastest_tier_that_holds_it_whole():
+    layers = opt_shaped(10, 10, 100)  # 1310 bytes; a tenth holds the head, and a layer has 120
+    assert place_weights(layers, (0.1, 0.0, 0.9))["words"] == "gpu"
+    assert place_weights(layers, (0.05, 0.15, 0.8))["words"] == "cpu"
+    assert place_weights(layers, (0.05, 0.05, 0.9))["words"] == "disk"
+    untied = [{"words": 100}, *layers[1:-1], {"head": 100}]
+    homes = place_weights(untied, (0.1, 0.0, 0.9))
+    assert (homes["head"], homes["words"]) == ("gpu", "disk")
+
+
 @given(num_layers=st.integers(2, 48), fractions=fractions())
 def test_every_layer_costs_about_the_same_io(num_layers, fractions):
     """Bytes away from the device differ by one largest matrix at most, from layer to layer."""
