@@ -359,8 +359,10 @@ class Search:
         return moves
 
     def _improved(self, best: Candidate) -> Candidate:
-        """Small moves that make it better, until there are none: rounding may have lost something."""
-        for step in (16, 4, 1):
+        """Small moves that make it better, until there are none: rounding may have lost something, and the linear
+        program does not know that slots get smaller where the head lies on the device whole."""
+        head = ceil(100 * self.cost.head_size * self.shapes.compute_itemsize / self.cost.streamed_bytes)
+        for step in sorted({16, head, 4, 1}, reverse=True):
             for _ in range(8):
                 found = min((self.candidate(m[0]) for m in self._moves(best.policy, (step,) * 3)), key=self._score)
                 if self._score(found) >= (0.0, self._score(best)[1] * (1 - 1e-6)):
