@@ -244,8 +244,10 @@ class Engine:
             self._choose(step, w, batch.sequences, hidden[:, 0].contiguous())
             self._retire(step)
             return
-        cache = self.caches.get(j - 1, k, self._held(k, i))
+        # the next piece queues up behind this one, which may still be on its way
+        self.caches.prefetch(j - 1, k, self._held(k, i))
         self._prefetch(step)
+        cache = self.caches.get(j - 1, k, self._held(k, i))
         written = None
 
         def attend(q: Tensor, key: Tensor, v: Tensor) -> Tensor:

@@ -230,14 +230,12 @@ class KVStore:
         if piece.home == "disk" and len(piece.log) == log_rows(layout.slots):
             self.store_all(layer, batch, held)
             return
-        slot = self._slot_of.pop((layer, batch))
-        job = self.store_lane.submit(
-            lambda: self._store_step(piece, layout, slot, slots, k, v), after=self.device.record()
-        )
-        piece.stored = self._kv.busy[slot] = job
+        slot, computed = self._slot_of.pop((layer, batch)), self.device.record()
+        # two jobs: the next piece may come into the slot while the token is still on its way
+        self._kv.busy[slot] = self.store_lane.submit(lambda: self._meta_home(piece, layout, slot), after=computed)
+        piece.stored = self.store_lane.submit(lambda: self._store_token(piece, layout, slots, k, v), after=computed)
 
-    def _store_step(self, piece: _Piece, layout, slot: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self._meta_home(piece, layout, slot)
+    def _store_token(self, piece: _Piece, layout, slots: Tensor, k: Tensor, v: Tensor) -> None:
         data = self._row_host[: layout.row_bytes]
         row = data.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
         copy(row[0], k)
