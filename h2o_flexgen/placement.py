@@ -80,8 +80,8 @@ def place_weights(layers: list[dict[str, int]], fractions: tuple[float, float, f
         fractions: gpu, cpu, disk, summing to 1.
 
     The head goes to the fastest tier whose share holds it whole: of small models it is larger than any layer, and the
-    slots that weights stream through are as large as the largest. The embedding, of which only rows are needed, takes the
-    nearest tier; the layers between them make up for the rest, all alike.
+    slots that weights stream through are as large as the largest. The embedding, of which only rows are needed, takes
+    the nearest tier; the layers between them make up for the rest, all alike.
     """
     homes: dict[str, str] = {}
     ends = {**layers[0], **layers[-1]}

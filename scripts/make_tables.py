@@ -220,7 +220,8 @@ def on_a_machine(rows: list[dict]) -> list[str]:
     if died:
         parts.append("Runs that died: " + ". ".join(died) + ".")
     if bounds := [bound(data, name, s) for data, name, s in found if "bound_by" in s]:
-        header = ["job", "cap", "ours", "policy", "time, predicted / measured", "decode is bound by", "of that bound"]
+        header = ["job", "cap", "ours", "policy", "time, predicted / measured", "read a step, GB"]
+        header += ["decode is bound by", "of that bound"]
         parts.append(markdown(header, bounds))
     places = (where(data | {"date": dates(data["runs"])}) for data in rows)
     return [*parts, *dict.fromkeys(places)]
@@ -258,8 +259,9 @@ def rates(summaries: list[tuple[dict, dict[str, dict]]]) -> str:
 
 def bound(data: dict, name: str, s: dict) -> list:
     guess, part = f"{s['predicted_over_measured']:.2f}", f"{1 / s['decode_over_floor']:.0%}"
+    read = f"{s['decode_read_bytes'] / (data['row']['gen_len'] - 1) / 1e9:.2f}"
     job = [job_text(data["row"]), cap_text(data["row"]), name]
-    return [*job, policy_text(s["policy"]), guess, s["bound_by"], part]
+    return [*job, policy_text(s["policy"]), guess, read, s["bound_by"], part]
 
 
 def cap_text(row: dict) -> str:

@@ -47,6 +47,7 @@ def _of_system(system: str, data: dict) -> dict:
             "predicted_over_measured": median(map(_predicted, bounded)),
             "bound_by": max(bounded[0]["floor"], key=bounded[0]["floor"].get),
             "decode_over_floor": median(r["decode"] / max(r["floor"].values()) for r in bounded),
+            "decode_read_bytes": median(r["decode_bytes"]["disk_to_cpu"] for r in bounded),
         }
     return found
 

@@ -146,7 +146,8 @@ def test_medians_and_ranges_are_of_the_runs_alike():
 def test_the_bound_comes_from_the_runs_that_measured_it():
     predicted = {"prefill_seconds": 8.0, "decode_seconds": 16.0}
     report = {"predicted": predicted, "policy": {"gpu_batch_size": 4}}
-    answers = iter([took(10, 20), took(10, 20, report=report, floor={"disk": 19.0, "compute": 5.0})])
+    floor, moved = {"disk": 19.0, "compute": 5.0}, {"disk_to_cpu": 7}
+    answers = iter([took(10, 20), took(10, 20, report=report, floor=floor, decode_bytes=moved)])
     bench = Fake(lambda *_: next(answers))
     bench.fill(2, ["ours, H2O"])
     found = summarise(bench_common.stored(bench.file))["ours, H2O"]
