@@ -110,19 +110,26 @@ def stored(name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def made_elsewhere(data: dict, *others: str) -> str | None:
-    """In what the machine and versions of a result file differ from those here; None if in nothing."""
-    here = machine() | versions(*others)
-    there = data["machine"] | data["versions"]
-    both = [k for k in there if k in here and k != "ram_cap_gib"]  # not every package is needed for every run
-    differ = [f"{k} {there[k]}, here {here[k]}" for k in both if there[k] != here[k]]
-    return "; ".join(differ) or None
+def made_elsewhere(data: dict) -> str | None:
+    """In what the machine of a result file differs from this one; None if in nothing. Early files do not name the
+    generation of the processor."""
+    return _differ(data["machine"], machine())
+
+
+def made_otherwise(data: dict, *others: str) -> str | None:
+    """The same for versions (`others`: of more packages; not every package is needed for every run)."""
+    return _differ(data["versions"], versions(*others))
+
+
+def _differ(there: dict, here: dict) -> str | None:
+    both = [k for k in there if k in here and k != "ram_cap_gib"]
+    return "; ".join(f"{k} {there[k]}, here {here[k]}" for k in both if there[k] != here[k]) or None
 
 
 def kept(name: str) -> dict:
     """What an earlier run wrote to docs/benchmarks/NAME.json, if on this machine and with these versions."""
     data = stored(name)
-    return {} if not data or made_elsewhere(data) else data
+    return {} if not data or made_elsewhere(data) or made_otherwise(data) else data
 
 
 def random_prompts(count: int, length: int) -> list[list[int]]:

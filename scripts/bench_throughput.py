@@ -186,11 +186,11 @@ class Bench:
     Args:
         quick: a file of its own, made anew; every system at the batch and with the options that did best in
             docs/benchmarks, on whatever machine that was, or at the batch from which the search would start.
-        restart: begin the row of this machine anew.
+        restart: systems whose kept runs are left out, or True for all.
         deadline: `time.monotonic()` at which to stop.
 
     Raises:
-        SystemExit: the row's file of this machine is of another job.
+        SystemExit: the row's file of this machine holds runs that cannot be compared with those made here.
     """
 
     def __init__(
@@ -199,17 +199,17 @@ class Bench:
         row: Row,
         folder: Path,
         quick: bool = False,
-        restart: bool = False,
+        restart: bool | list[str] = False,
         deadline: float = float("inf"),
     ):
         self.name, self.row, self.folder, self.quick, self.deadline = name, row, folder, quick, deadline
         stem = f"throughput_{name.replace(' ', '_').replace('+', '_')}"
         self.known = {path.stem: common.stored(path.stem) for path in sorted(common.RESULTS.glob(f"{stem}_*.json"))}
-        mine = [known for known, data in self.known.items() if common.made_elsewhere(data, *PEERS) is None]
+        mine = [known for known, data in self.known.items() if common.made_elsewhere(data) is None]
         self.file = f"quick_{stem}" if quick else mine[0] if mine else self._free_name(stem)
         self.dtype = "float16" if row.device == "cuda" else "bfloat16"
         self.versions: dict = {}  # of the runs that are kept: not every package is needed for every run
-        self.runs = [] if quick or restart else self._kept()
+        self.runs = [] if quick or restart is True else self._kept(restart or [])
         # what died of something else than memory or time may have been mended
         self._taken = {n for n, run in enumerate(self.runs) if not is_result(run)}
         self._built: str | None = None
@@ -219,17 +219,18 @@ class Bench:
         name = f"{stem}_{common.machine_name()}"
         return next(free for free in chain([name], (f"{name}_{n}" for n in count(2))) if free not in self.known)
 
-    def _kept(self) -> list[dict]:
+    def _kept(self, without: list[str]) -> list[dict]:
         if self.file not in self.known:
             return []
         kept = self.known[self.file]
         self.versions = kept["versions"]
-        if not self.row.same_job(kept["row"]):
+        differ = "the job was another" if not self.row.same_job(kept["row"]) else common.made_otherwise(kept, *PEERS)
+        if differ:
             sys.exit(
-                f"error: docs/benchmarks/{self.file}.json holds runs of another job: --quick keeps its own apart, "
+                f"error: docs/benchmarks/{self.file}.json holds other runs ({differ}): --quick keeps its own apart, "
                 "--restart replaces them"
             )
-        return kept["runs"]
+        return [run for run in kept["runs"] if run["system"] not in without]
 
     # one run
 
@@ -355,7 +356,7 @@ class Bench:
 
     def _nearest(self) -> list[dict]:
         """What docs/benchmarks has of the row, this machine's first."""
-        return sorted(self.known.values(), key=lambda data: common.made_elsewhere(data, *PEERS) is not None)
+        return sorted(self.known.values(), key=lambda data: common.made_elsewhere(data) is not None)
 
     def _grow(self, system: str, options: dict) -> tuple[float, int]:
         """The best rate while the batch is doubled until it fails or slows down, and its batch."""
@@ -532,7 +533,11 @@ def main() -> None:
         action="store_true",
         help="our latency and throughput over the block size instead",
     )
-    parser.add_argument("--restart", action="store_true", help="begin this machine's file of a row anew")
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="begin this machine's file of a row anew; with --system, those systems only",
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; what ran is kept")
     parser.add_argument("--list", action="store_true", help="print the rows")
     args = parser.parse_args()
@@ -557,7 +562,7 @@ def main() -> None:
             with MemoryCap(GIB):
                 pass  # can one be made? Before minutes are spent
         with common.scratch() as folder:
-            bench = Bench(name, row, folder, args.quick, args.restart, deadline)
+            bench = Bench(name, row, folder, args.quick, args.restart and (args.system or True), deadline)
             runs = 1 if args.quick else args.runs or row.runs
             if args.frontier:
                 bench.frontier(systems)

@@ -16,7 +16,7 @@ from throughput_rows import summarise
 def load(name: str) -> dict | list[dict]:
     """What a table is made of; nothing if it has not been measured."""
     if name == "throughput":  # a file for each row of the matrix and machine; that of OPT-125m only tries the script
-        names = [path.stem for path in RESULTS.glob("throughput_*.json") if "125m" not in path.stem]
+        names = [path.stem for path in sorted(RESULTS.glob("throughput_*.json")) if "125m" not in path.stem]
         return sorted(map(stored, names), key=lambda data: (size(data["row"]), data["machine"]["processor"]))
     return stored(name)
 
@@ -33,7 +33,8 @@ def markdown(header: list[str], rows: list[list]) -> str:
 
 def machine_text(m: dict) -> str:
     slow = ", no bf16 instructions" if m.get("bf16_instructions") is False else ""
-    return f"{m['processor']}, {m['cores']} cores, {m['ram_gib']:g} GiB RAM{slow}, {m['gpu'] or 'no GPU'}"
+    model = f" ({m['processor_model']})" if m.get("processor_model") else ""
+    return f"{m['processor']}{model}, {m['cores']} cores, {m['ram_gib']:g} GiB RAM{slow}, {m['gpu'] or 'no GPU'}"
 
 
 def where(data: dict) -> str:

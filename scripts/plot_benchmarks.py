@@ -47,15 +47,15 @@ def bars(ax, rows: list[dict], systems: list[str]) -> None:
 
 
 def plot_frontier(rows: list[dict]) -> None:
-    swept = {
-        f"{job_text(data['row'])}, {data['machine']['processor']}": runs
+    swept = [
+        (f"{job_text(data['row'])}, {data['machine']['processor']}", runs)
         for data in rows
         if (runs := [r for r in data["runs"] if "block" in r["options"]])
-    }
+    ]
     if not swept:
         return
     fig, axes = plt.subplots(1, len(swept), figsize=(1 + 4 * len(swept), 4), squeeze=False, layout="constrained")
-    for ax, (name, runs) in zip(axes[0], swept.items()):
+    for ax, (name, runs) in zip(axes[0], swept):
         for system in dict.fromkeys(r["system"] for r in runs):
             mine = sorted((r for r in runs if r["system"] == system and "failed" not in r), key=lambda r: r["batch"])
             seconds = [r["prefill"] + r["decode"] for r in mine]

@@ -116,15 +116,27 @@ def test_another_machine_has_a_file_of_its_own(results):
     assert Fake(lambda *_: took(1, 1), quick=True).best("Accelerate") == (32, {})
 
 
-def test_runs_of_another_job_are_neither_mixed_nor_lost(results):
+def test_runs_of_another_job_or_version_are_neither_mixed_nor_lost(results):
     bench = Fake(lambda *_: took(1, 1))
     bench.run("Accelerate", 16, 32, {}, 900)
     data = bench_common.stored(bench.file)
-    bench_common.write_json(results / f"{bench.file}.json", data | {"row": data["row"] | {"gen_len": 999}})
-    with pytest.raises(SystemExit, match="another job.*--restart"):
-        Fake(lambda *_: took(1, 1))
-    assert bench_common.stored(bench.file)["row"]["gen_len"] == 999
+    for other, says in (
+        ({"row": data["row"] | {"gen_len": 999}}, "the job was another"),
+        ({"versions": data["versions"] | {"torch": "0.1"}}, "torch 0.1, here"),
+    ):
+        bench_common.write_json(results / f"{bench.file}.json", data | other)
+        with pytest.raises(SystemExit, match=f"{says}.*--restart"):
+            Fake(lambda *_: took(1, 1))
+        assert bench_common.stored(bench.file) == data | other
     assert Fake(lambda *_: took(1, 1), restart=True).runs == []
+
+
+def test_some_systems_of_a_row_can_begin_anew():
+    bench = Fake(lambda *_: took(1, 1))
+    bench.run("Accelerate", 16, 32, {}, 900)
+    bench.run("ours, H2O", 128, 32, {"h2o": True}, 900)
+    again = Fake(lambda *_: took(1, 1), restart=["ours, H2O"])
+    assert [run["system"] for run in again.runs] == ["Accelerate"]
 
 
 def test_a_quick_run_never_searches():
