@@ -488,8 +488,9 @@ def _visits(device: Device, dtype: torch.dtype, work: Callable[[], object], io: 
         done, ended, start = 0, _after(0.3), time.perf_counter()
         while done < 2 or not ended():
             now, following = pieces[done % 2], pieces[(done + 1) % 2]
-            store.get(*now, held)
+            store.prefetch(*now, held)
             store.prefetch(*following, held)
+            store.get(*now, held)
             work()
             store.store_step(*now, held, slots, k, k)
             finish(device.record())

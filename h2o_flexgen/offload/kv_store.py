@@ -232,10 +232,14 @@ class KVStore:
             return
         slot, computed = self._slot_of.pop((layer, batch)), self.device.record()
         # two jobs: the next piece may come into the slot while the token is still on its way
-        self._kv.busy[slot] = self.store_lane.submit(lambda: self._meta_home(piece, layout, slot), after=computed)
-        piece.stored = self.store_lane.submit(lambda: self._store_token(piece, layout, slots, k, v), after=computed)
+        freed = self.store_lane.submit(lambda: self._meta_home(piece, layout, slot), after=computed)
+        self._kv.busy[slot] = freed
+        piece.stored = self.store_lane.submit(
+            lambda: self._store_token(piece, layout, freed, slots, k, v), after=computed
+        )
 
-    def _store_token(self, piece: _Piece, layout, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def _store_token(self, piece: _Piece, layout, freed: Future, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        freed.result()  # without its scores the piece is not home either
         data = self._row_host[: layout.row_bytes]
         row = data.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
         copy(row[0], k)

@@ -108,6 +108,7 @@ PLACES = {
     "cache load": (KVStore, "_load", (100, 0, 0, 0, 100, 0)),
     "cache load from RAM": (KVStore, "_load", (100, 0, 0, 100, 100, 0)),
     "cache store": (KVStore, "_store_all", (100, 0, 0, 0, 100, 0)),
+    "cache scores": (KVStore, "_meta_home", (100, 0, 0, 0, 100, 0)),
     "cache step": (KVStore, "_store_token", (100, 0, 0, 0, 100, 0)),
     "activation load": (ActivationStore, "_load", (100, 0, 100, 0, 0, 0)),
     "activation store": (ActivationStore, "_store", (100, 0, 100, 0, 0, 0)),
