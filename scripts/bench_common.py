@@ -64,7 +64,8 @@ def command() -> str:
 
 @cache
 def commit() -> str | None:
-    """Of this working copy when the benchmark started, "-dirty" if the code was changed; None if it is none."""
+    """Of this working copy when it was first asked for, as benchmarks do at their start: "-dirty" if the code was
+    changed; None if it is none."""
 
     def git(*argv: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True, check=True)
@@ -75,9 +76,6 @@ def commit() -> str | None:
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-commit()
 
 
 def save(name: str, data: dict, ram_cap: int | None = None, others: tuple[str, ...] = ()) -> Path:

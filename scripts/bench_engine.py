@@ -467,6 +467,7 @@ def main() -> None:
     parser.add_argument("--buffered", dest="direct", action="store_false", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    common.commit()  # of what runs: the working copy may change meanwhile
     sections = {"ram": bench_ram, "gemm": bench_gemm, "disk": bench_disk, "disk-child": bench_disk_child}
     runs = {name: partial(bench_run, name) for name in RUNS}
     (sections | runs | {"reads": bench_reads})[args.section](args)

@@ -304,6 +304,7 @@ def main() -> None:
     parser.add_argument("--case", type=int, action="append", help="top: only this one, from 0 on; the others are kept")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    common.commit()  # of what runs: the working copy may change meanwhile
     {"papers": bench_papers, "machine": bench_machine, "top": bench_top, "child": child}[args.section](args)
 
 

@@ -7,8 +7,7 @@ All systems run the same job (a random checkpoint, dtype, prompts, a fixed outpu
 inside the same memory cgroup, page cache included, after the page cache was dropped; loading is not counted. First each
 peer's batch is doubled until it fails or slows down, then all take turns. Every run is added to
 docs/benchmarks/throughput_ROW_MACHINE.json as soon as it ends, so that a benchmark that was stopped goes on where it
-was; another machine, or other versions, get a file of their own. Needs root for the cgroup, and the packages of the
-`bench` extra.
+was; another machine has a file of its own. Needs root for the cgroup, and the packages of the `bench` extra.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import cached_property
@@ -186,7 +186,7 @@ class Bench:
     Args:
         quick: a file of its own, made anew; every system at the batch and with the options that did best in
             docs/benchmarks, on whatever machine that was, or at the batch from which the search would start.
-        restart: systems whose kept runs are left out, or True for all.
+        restart: systems whose kept runs are left out.
         deadline: `time.monotonic()` at which to stop.
 
     Raises:
@@ -199,17 +199,18 @@ class Bench:
         row: Row,
         folder: Path,
         quick: bool = False,
-        restart: bool | list[str] = False,
+        restart: Collection[str] = (),
         deadline: float = float("inf"),
     ):
         self.name, self.row, self.folder, self.quick, self.deadline = name, row, folder, quick, deadline
         stem = f"throughput_{name.replace(' ', '_').replace('+', '_')}"
-        self.known = {path.stem: common.stored(path.stem) for path in sorted(common.RESULTS.glob(f"{stem}_*.json"))}
-        mine = [known for known, data in self.known.items() if common.made_elsewhere(data) is None]
-        self.file = f"quick_{stem}" if quick else mine[0] if mine else self._free_name(stem)
+        known = {path.stem: common.stored(path.stem) for path in sorted(common.RESULTS.glob(f"{stem}_*.json"))}
+        mine = next((file for file, data in known.items() if common.made_elsewhere(data) is None), None)
+        self.known = dict(sorted(known.items(), key=lambda item: item[0] != mine))  # this machine's first
+        self.file = f"quick_{stem}" if quick else mine or self._free_name(stem)
         self.dtype = "float16" if row.device == "cuda" else "bfloat16"
         self.versions: dict = {}  # of the runs that are kept: not every package is needed for every run
-        self.runs = [] if quick or restart is True else self._kept(restart or [])
+        self.runs = [] if quick else self._kept(restart)
         # what died of something else than memory or time may have been mended
         self._taken = {n for n, run in enumerate(self.runs) if not is_result(run)}
         self._built: str | None = None
@@ -219,10 +220,11 @@ class Bench:
         name = f"{stem}_{common.machine_name()}"
         return next(free for free in chain([name], (f"{name}_{n}" for n in count(2))) if free not in self.known)
 
-    def _kept(self, without: list[str]) -> list[dict]:
-        if self.file not in self.known:
+    def _kept(self, without: Collection[str]) -> list[dict]:
+        kept = self.known.get(self.file, {"runs": []})
+        runs = [run for run in kept["runs"] if run["system"] not in without]
+        if not runs:
             return []
-        kept = self.known[self.file]
         self.versions = kept["versions"]
         differ = "the job was another" if not self.row.same_job(kept["row"]) else common.made_otherwise(kept, *PEERS)
         if differ:
@@ -230,7 +232,7 @@ class Bench:
                 f"error: docs/benchmarks/{self.file}.json holds other runs ({differ}): --quick keeps its own apart, "
                 "--restart replaces them"
             )
-        return [run for run in kept["runs"] if run["system"] not in without]
+        return runs
 
     # one run
 
@@ -341,7 +343,7 @@ class Bench:
         if what.is_ours:
             return self.row.prompts, placements[0]
         if self.quick:
-            for known in self._nearest():
+            for known in self.known.values():
                 if "batch" in (found := summarise(known).get(system, {})):
                     return found["batch"], found["options"]
         if self.quick or not self.row.search:
@@ -353,10 +355,6 @@ class Bench:
         tried = [(NOISE * rate, options)]
         tried += [(self._probe(system, batch, options | tweak), options | tweak) for tweak in what.tweaks]
         return batch, max(tried, key=lambda pair: pair[0])[1]
-
-    def _nearest(self) -> list[dict]:
-        """What docs/benchmarks has of the row, this machine's first."""
-        return sorted(self.known.values(), key=lambda data: common.made_elsewhere(data) is not None)
 
     def _grow(self, system: str, options: dict) -> tuple[float, int]:
         """The best rate while the batch is doubled until it fails or slows down, and its batch."""
@@ -395,7 +393,7 @@ class Bench:
         """What the row's file holds, and with `quick` what docs/benchmarks has of the row."""
         here = throughput([common.stored(self.file)])
         compare = self.quick and self.known
-        return f"{here}\n\nFor comparison:\n{throughput(self._nearest())}" if compare else here
+        return f"{here}\n\nFor comparison:\n{throughput(list(self.known.values()))}" if compare else here
 
     def fill(self, runs: int, systems: list[str]) -> None:
         """Whole runs of all systems, in turns."""
@@ -541,6 +539,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; what ran is kept")
     parser.add_argument("--list", action="store_true", help="print the rows")
     args = parser.parse_args()
+    common.commit()  # of what runs: the working copy may change meanwhile
     if args.list:
         for name, row in ROWS.items():
             cap = "no cap" if row.cap is None else f"{row.cap:g} GiB"
@@ -562,7 +561,8 @@ def main() -> None:
             with MemoryCap(GIB):
                 pass  # can one be made? Before minutes are spent
         with common.scratch() as folder:
-            bench = Bench(name, row, folder, args.quick, args.restart and (args.system or True), deadline)
+            anew = (args.system or SYSTEMS) if args.restart else ()
+            bench = Bench(name, row, folder, args.quick, anew, deadline)
             runs = 1 if args.quick else args.runs or row.runs
             if args.frontier:
                 bench.frontier(systems)

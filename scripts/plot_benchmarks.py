@@ -26,7 +26,7 @@ def plot_throughput(rows: list[dict]) -> None:
     fig, axes = plt.subplots(
         1, len(machines), figsize=(2.5 + 2 * sum(counts), 4.5), width_ratios=counts, squeeze=False, layout="constrained"
     )
-    systems = list(dict.fromkeys(system for data in rows for system in summarise(data)))
+    systems = list(dict.fromkeys(system for data in rows for system in data["row"]["systems"]))
     for ax, (machine, of_it) in zip(axes[0], machines.items()):
         bars(ax, of_it, systems)
         ax.set_title(textwrap.fill(machine, 24 * len(of_it)), fontsize=8)
@@ -36,9 +36,9 @@ def plot_throughput(rows: list[dict]) -> None:
 
 
 def bars(ax, rows: list[dict], systems: list[str]) -> None:
-    width = 0.8 / len(systems)
+    summaries, width = [summarise(data) for data in rows], 0.8 / len(systems)
     for n, system in enumerate(systems):
-        found = [summarise(data).get(system, {}) for data in rows]
+        found = [summary.get(system, {}) for summary in summaries]
         places = [x + (n - len(systems) / 2 + 0.5) * width for x in range(len(rows))]
         drawn = ax.bar(places, [f.get("tokens_per_s", 0) for f in found], width, label=system)
         ax.bar_label(drawn, [f.get("batch", "") for f in found], fontsize=7)

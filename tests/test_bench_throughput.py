@@ -6,7 +6,7 @@ import bench_throughput
 import numpy as np
 import pytest
 import torch
-from bench_throughput import ROWS, Bench, is_result, why
+from bench_throughput import ROWS, SYSTEMS, Bench, is_result, why
 from safetensors.torch import save_file
 from throughput_rows import summarise
 
@@ -46,14 +46,14 @@ def test_a_batch_is_doubled_until_it_slows_down_and_options_must_be_clearly_fast
     assert bench.best("transformers") == (32, {})
     probes = [(batch, options) for _, batch, _, options in bench.asked]
     assert probes == [(16, {}), (32, {}), (64, {}), (32, {"attention": "eager"})]
-    faster = Fake(lambda batch, gen_len, options: took(0.5 if options else 1.0, 0.0), restart=True)
+    faster = Fake(lambda batch, gen_len, options: took(0.5 if options else 1.0, 0.0), restart=SYSTEMS)
     assert faster.best("transformers")[1] == {"attention": "eager"}
 
 
 def test_a_batch_is_halved_until_it_runs_and_a_system_that_never_does_is_left_out():
     small = Fake(lambda batch, gen_len, options: took(1, 1) if batch <= 2 else OOM)
     assert small.best("ZeRO-Inference") == (2, {})
-    assert Fake(lambda *_: OOM, restart=True).best("ZeRO-Inference") is None
+    assert Fake(lambda *_: OOM, restart=SYSTEMS).best("ZeRO-Inference") is None
 
 
 def test_batches_whose_cache_alone_is_over_the_cap_are_not_tried():
@@ -128,7 +128,7 @@ def test_runs_of_another_job_or_version_are_neither_mixed_nor_lost(results):
         with pytest.raises(SystemExit, match=f"{says}.*--restart"):
             Fake(lambda *_: took(1, 1))
         assert bench_common.stored(bench.file) == data | other
-    assert Fake(lambda *_: took(1, 1), restart=True).runs == []
+    assert Fake(lambda *_: took(1, 1), restart=SYSTEMS).runs == []
 
 
 def test_some_systems_of_a_row_can_begin_anew():

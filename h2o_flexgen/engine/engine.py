@@ -245,9 +245,10 @@ class Engine:
             self._retire(step)
             return
         # the next piece queues up behind this one, which may still be on its way
-        self.caches.prefetch(j - 1, k, self._held(k, i))
+        held = self._held(k, i)
+        self.caches.prefetch(j - 1, k, held)
         self._prefetch(step)
-        cache = self.caches.get(j - 1, k, self._held(k, i))
+        cache = self.caches.get(j - 1, k, held)
         written = None
 
         def attend(q: Tensor, key: Tensor, v: Tensor) -> Tensor:
