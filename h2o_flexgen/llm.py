@@ -182,7 +182,7 @@ class LLM:
         memory.hold_heap()
         self._at_start = self._baseline = memory.baseline()
         self.folder: OffloadFolder | None = None
-        self._io: tuple[DiskIO, ...] = ()
+        self._io: DiskIO | None = None
         self._lanes: list[Lane] = []
         self._weights: WeightStore | None = None
         self._weights_key = None
@@ -209,10 +209,10 @@ class LLM:
         """Give memory, threads and the offload folder back; the next `generate` starts anew."""
         for lane in self._lanes:
             lane.close()
-        for io in self._io:
-            io.close()
+        if self._io is not None:
+            self._io.close()
         self._weights = self._weights_key = None
-        self._io = ()
+        self._io = None
         self._lanes = []
         self.device.unpin()
         self.device.release_cached()
@@ -509,9 +509,8 @@ class LLM:
     def _open(self, policy: Policy) -> None:
         if self._lanes and self._lanes[0].overlap != policy.overlap:
             self.close()
-        if not self._io:
-            # cache, activations and embeddings are wanted sooner than the next layer: they must not queue behind it
-            self._io = (DiskIO(), DiskIO())
+        if self._io is None:
+            self._io = DiskIO()
             self._lanes = [Lane(self.device, name, policy.overlap) for name in ("weights", "load", "store")]
 
     def _make_file(self, name: str, nbytes: int):
@@ -532,7 +531,7 @@ class LLM:
                 {short: spec for layer in self.layers for short, spec in layer.gathered.items()},
                 placement.weights,
                 self.source,
-                *self._io,
+                self._io,
                 self._lanes[0],
                 self._make_file,
                 self.direct_reads,
@@ -552,7 +551,7 @@ class LLM:
             config.num_hidden_layers,
             layouts,
             placement.cache,
-            self._io[1],
+            self._io,
             self._lanes[1],
             self._lanes[2],
             self._make_file,
@@ -566,7 +565,7 @@ class LLM:
             placement.activations,
             [b * longest * row for b in sizes],
             piece,
-            self._io[1],
+            self._io,
             self._lanes[1],
             self._lanes[2],
             self._make_file,
@@ -577,10 +576,10 @@ class LLM:
 
     def _moved(self, caches, activations) -> dict[str, int]:
         moved = {
-            "disk_to_cpu": sum(io.read_bytes for io in self._io),
+            "disk_to_cpu": self._io.read_bytes,
             "cpu_to_gpu": self._weights.cpu_to_gpu_bytes,
             "gpu_to_cpu": 0,
-            "cpu_to_disk": sum(io.written_bytes for io in self._io),
+            "cpu_to_disk": self._io.written_bytes,
         }
         for store in (caches, activations):
             if store is not None:

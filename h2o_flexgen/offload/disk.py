@@ -9,9 +9,12 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from pathlib import Path
+from queue import PriorityQueue
 
 import numpy as np
 
@@ -40,6 +43,7 @@ class File:
                 self.direct_fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC)
             except OSError:
                 pass
+        self.disk = os.fstat(self.fd).st_dev
 
     @property
     def size(self) -> int:
@@ -108,41 +112,83 @@ class File:
         self.close()
 
 
+class _Requests:
+    """Threads that take requests of one disk: those for `later` once there are no others."""
+
+    def __init__(self, threads: int):
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
+        self._waiting, self._number = PriorityQueue(), count()
+
+    def submit(self, later: bool, work: Callable, *args) -> Future:
+        future = Future()
+        self._waiting.put((later, next(self._number), future, partial(work, *args)))
+        self._pool.submit(self._take_one)  # as many calls as requests, but each takes the most urgent
+        return future
+
+    def _take_one(self) -> None:
+        _, _, future, work = self._waiting.get_nowait()
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except BaseException as e:
+            future.set_exception(e)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        while not self._waiting.empty():
+            self._waiting.get_nowait()[2].cancel()
+
+
 class DiskIO:
-    """A few threads that keep the disk's queue full with large requests. Counts the bytes moved."""
+    """A few threads for each disk that keep its queue full with large requests. Counts the bytes moved.
+
+    What is wanted next (cache) does not queue behind what is wanted a layer from now (weights), which fills the pauses.
+    """
 
     def __init__(self, threads: int = THREADS, request: int = REQUEST):
         self.threads, self.request = threads, request
         self.read_bytes = 0
         self.written_bytes = 0
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
+        self._requests: dict[int, _Requests] = {}  # by disk
+        self._closed = False
 
-    def read(self, file: File, array: np.ndarray, offset: int, direct: bool = False) -> list[Future]:
-        """Start reading `array` (C-contiguous) from `offset`; wait for the futures. The result of each is which bytes
-        of the array it has read: (begin, end)."""
-        with self._lock:
-            self.read_bytes += array.nbytes
+    def read(
+        self, file: File, array: np.ndarray, offset: int, direct: bool = False, later: bool = False
+    ) -> list[Future]:
+        """Start reading `array` (C-contiguous) from `offset`, `later` only while nothing else is to be moved; wait for
+        the futures. The result of each is which bytes of the array it has read: (begin, end)."""
 
         def work(view: memoryview, at: int) -> tuple[int, int]:
             file.read_at(view, at, direct)
             return at - offset, at - offset + len(view)
 
-        return self._each(work, array, offset)
+        with self._lock:
+            self.read_bytes += array.nbytes
+            return self._each(work, file, array, offset, later)
 
     def write(self, file: File, array: np.ndarray, offset: int, direct: bool = False) -> list[Future]:
         """Start writing `array` (C-contiguous) at `offset`; wait for the futures."""
         with self._lock:
             self.written_bytes += array.nbytes
-        return self._each(partial(file.write_at, direct=direct), array, offset)
+            return self._each(partial(file.write_at, direct=direct), file, array, offset, False)
 
-    def _each(self, work, array: np.ndarray, offset: int) -> list[Future]:
+    def _each(self, work: Callable, file: File, array: np.ndarray, offset: int, later: bool) -> list[Future]:
+        if self._closed:
+            raise RuntimeError("no requests are taken any more")
+        if file.disk not in self._requests:
+            self._requests[file.disk] = _Requests(self.threads)
+        submit = partial(self._requests[file.disk].submit, later, work)
         view = memoryview(array).cast("B")
         step = request_bytes(len(view), self.request, self.threads)
-        return [self._pool.submit(work, view[at : at + step], offset + at) for at in range(0, len(view), step)]
+        return [submit(view[at : at + step], offset + at) for at in range(0, len(view), step)]
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+        for requests in self._requests.values():
+            requests.close()
 
 
 def wait(futures: list[Future]) -> None:

@@ -34,7 +34,6 @@ class WeightStore:
         layers: per layer the tensors it needs whole, {short name: (name, shape)}.
         gathered: tensors of which only rows are asked for, by `rows`.
         homes: tier of every tensor by name.
-        io, rows_io: of layers; of rows, which compute waits for and which must not queue behind layers.
         make_file: makes a file in the offload folder (random weights at home on disk need one).
     """
 
@@ -47,14 +46,13 @@ class WeightStore:
         homes: dict[str, str],
         source: Checkpoint | DummyCheckpoint,
         io: DiskIO,
-        rows_io: DiskIO,
         lane: Lane,
         make_file,
         direct: bool = True,
         progress: bool = True,
     ):
         self.device, self.dtype, self.layers, self.homes = device, dtype, layers, homes
-        self.io, self.rows_io, self.lane, self.direct = io, rows_io, lane, direct
+        self.io, self.lane, self.direct = io, lane, direct
         self.cpu_to_gpu_bytes = 0
         shapes = {name: shape for spec in (*layers, gathered) for name, shape in spec.values()}
         self.gathered = gathered
@@ -213,7 +211,7 @@ class WeightStore:
         """Read whole pages around the tensor, so that O_DIRECT is possible and its phase is kept."""
         phase = stored.offset % PAGE
         begin = stored.offset - phase
-        return self.io.read(stored.file, _clip(span, stored, phase), begin, self.direct)
+        return self.io.read(stored.file, _clip(span, stored, phase), begin, self.direct, later=True)
 
     def get(self, layer: int) -> dict[str, Tensor]:
         """The weights of a layer on the device, until `release`; compute waits until they are there."""
@@ -262,7 +260,7 @@ class WeightStore:
             width = shape[1] * stored.dtype.itemsize
             reads = []
             for row, index in zip(as_numpy(rows), unique.tolist()):
-                reads += self.rows_io.read(stored.file, row, stored.offset + index * width)
+                reads += self.io.read(stored.file, row, stored.offset + index * width)
             with self.device.stalling("weights"):
                 wait(reads)
         device = self.device.torch_device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -227,3 +228,45 @@ def test_a_file_of_the_offload_folder_has_its_space_reserved(tmp_path):
     assert stat.st_mode & 0o777 == 0o600
     assert folder.file("empty", 0).size == 0
     folder.close()
+
+
+def test_what_is_wanted_later_waits_until_nothing_else_does(content, monkeypatch):
+    """The next layer's weights do not hold up the cache that compute wants next."""
+    file, io = File(content), DiskIO(threads=1, request=PAGE)
+    gate, order, real = threading.Event(), [], os.preadv
+
+    def read(fd, views, offset):
+        if offset == 0:
+            assert gate.wait(30)
+        order.append(offset // PAGE)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    outs = [np.empty(PAGE, np.uint8) for _ in range(6)]
+    requests = []
+    for n, later in enumerate([False, True, True, False, True, False]):  # the first one holds the only thread
+        requests += io.read(file, outs[n], n * PAGE, later=later)
+    gate.set()
+    wait(requests)
+    assert order == [0, 3, 5, 1, 2, 4]
+    assert all(np.array_equal(out, CONTENT[n * PAGE :][:PAGE]) for n, out in enumerate(outs))
+    io.close()
+
+
+def test_closing_ends_what_runs_and_cancels_what_waits(content, monkeypatch):
+    """Nobody waits for ever for a request that no thread will take."""
+    file, io = File(content), DiskIO(threads=1, request=PAGE)
+    gate, began, real = threading.Event(), threading.Event(), os.preadv
+
+    def read(fd, views, offset):
+        began.set()
+        assert gate.wait(30)
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    requests = io.read(file, np.empty(4 * PAGE, np.uint8), 0)
+    assert began.wait(30)
+    threading.Timer(0.1, gate.set).start()
+    io.close()
+    assert all(request.done() for request in requests)
+    assert [request.cancelled() for request in requests] == [False, True, True, True]
