@@ -9,12 +9,11 @@ import os
 import shutil
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import count
 from pathlib import Path
-from queue import PriorityQueue
 
 import numpy as np
 
@@ -43,7 +42,7 @@ class File:
                 self.direct_fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC)
             except OSError:
                 pass
-        self.disk = os.fstat(self.fd).st_dev
+        self.device = os.fstat(self.fd).st_dev
 
     @property
     def size(self) -> int:
@@ -113,37 +112,49 @@ class File:
 
 
 class _Requests:
-    """Threads that take requests of one disk: those for `later` once there are no others."""
+    """Threads that take requests to one file system: those for `later` once no others wait."""
 
     def __init__(self, threads: int):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
-        self._waiting, self._number = PriorityQueue(), count()
+        self._waiting = deque(), deque()  # what is wanted now, and later
 
     def submit(self, later: bool, work: Callable, *args) -> Future:
         future = Future()
-        self._waiting.put((later, next(self._number), future, partial(work, *args)))
-        self._pool.submit(self._take_one)  # as many calls as requests, but each takes the most urgent
+        self._waiting[later].append((future, partial(work, *args)))
+        self._pool.submit(self._take_all)  # not one each: an interrupt here would leave one that nobody takes
         return future
 
-    def _take_one(self) -> None:
-        _, _, future, work = self._waiting.get_nowait()
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(work())
-        except BaseException as e:
-            future.set_exception(e)
+    def _take(self) -> tuple[Future, Callable] | None:
+        for waiting in self._waiting:
+            try:
+                return waiting.popleft()
+            except IndexError:
+                pass
+        return None
+
+    def _take_all(self) -> None:
+        while (request := self._take()) is not None:
+            future, work = request
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as e:
+                future.set_exception(e)
+                del request, future, work  # or the error would hold them, and they the error, with their buffer
 
     def close(self) -> None:
+        """What runs ends, what waits is cancelled."""
+        while (request := self._take()) is not None:
+            request[0].cancel()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        while not self._waiting.empty():
-            self._waiting.get_nowait()[2].cancel()
 
 
 class DiskIO:
-    """A few threads for each disk that keep its queue full with large requests. Counts the bytes moved.
+    """A few threads for each file system that keep its disk busy with large requests. Counts the bytes moved.
 
-    What is wanted next (cache) does not queue behind what is wanted a layer from now (weights), which fills the pauses.
+    What is wanted next (cache), or makes room for it (cache on its way home), does not queue behind what is wanted a
+    layer from now (weights), which fills the pauses.
     """
 
     def __init__(self, threads: int = THREADS, request: int = REQUEST):
@@ -151,14 +162,14 @@ class DiskIO:
         self.read_bytes = 0
         self.written_bytes = 0
         self._lock = threading.Lock()
-        self._requests: dict[int, _Requests] = {}  # by disk
+        self._requests: dict[int, _Requests] = {}  # by file system
         self._closed = False
 
     def read(
         self, file: File, array: np.ndarray, offset: int, direct: bool = False, later: bool = False
     ) -> list[Future]:
-        """Start reading `array` (C-contiguous) from `offset`, `later` only while nothing else is to be moved; wait for
-        the futures. The result of each is which bytes of the array it has read: (begin, end)."""
+        """Start reading `array` (C-contiguous) from `offset`; wait for the futures. The result of each is which bytes
+        of the array it has read: (begin, end). `later`: begin only when no other request waits."""
 
         def work(view: memoryview, at: int) -> tuple[int, int]:
             file.read_at(view, at, direct)
@@ -177,9 +188,9 @@ class DiskIO:
     def _each(self, work: Callable, file: File, array: np.ndarray, offset: int, later: bool) -> list[Future]:
         if self._closed:
             raise RuntimeError("no requests are taken any more")
-        if file.disk not in self._requests:
-            self._requests[file.disk] = _Requests(self.threads)
-        submit = partial(self._requests[file.disk].submit, later, work)
+        if file.device not in self._requests:
+            self._requests[file.device] = _Requests(self.threads)
+        submit = partial(self._requests[file.device].submit, later, work)
         view = memoryview(array).cast("B")
         step = request_bytes(len(view), self.request, self.threads)
         return [submit(view[at : at + step], offset + at) for at in range(0, len(view), step)]

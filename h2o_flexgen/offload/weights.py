@@ -208,7 +208,8 @@ class WeightStore:
             copy(target[begin:end], data[begin:end])
 
     def _read(self, stored: Stored, span: Tensor) -> list:
-        """Read whole pages around the tensor, so that O_DIRECT is possible and its phase is kept."""
+        """Read whole pages around the tensor, so that O_DIRECT is possible and its phase is kept; `later`, because
+        compute may still be a layer away from it."""
         phase = stored.offset % PAGE
         begin = stored.offset - phase
         return self.io.read(stored.file, _clip(span, stored, phase), begin, self.direct, later=True)

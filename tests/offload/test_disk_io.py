@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -230,9 +233,9 @@ def test_a_file_of_the_offload_folder_has_its_space_reserved(tmp_path):
     folder.close()
 
 
-def test_what_is_wanted_later_waits_until_nothing_else_does(content, monkeypatch):
-    """The next layer's weights do not hold up the cache that compute wants next."""
-    file, io = File(content), DiskIO(threads=1, request=PAGE)
+@pytest.fixture
+def gated(monkeypatch):
+    """Reads at offset 0 wait for `gate`; `order` holds the (page, file) of all as they run."""
     gate, order, real = threading.Event(), [], os.preadv
 
     def read(fd, views, offset):
@@ -242,10 +245,18 @@ def test_what_is_wanted_later_waits_until_nothing_else_does(content, monkeypatch
         return real(fd, views, offset)
 
     monkeypatch.setattr(os, "preadv", read)
+    yield gate, order
+    gate.set()
+
+
+def test_what_is_wanted_later_waits_until_nothing_else_does(content, gated):
+    """The next layer's weights do not hold up the cache that compute wants next, though it lies in another file."""
+    gate, order = gated
+    weights, cache, io = File(content), File(content), DiskIO(threads=1, request=PAGE)
     outs = [np.empty(PAGE, np.uint8) for _ in range(6)]
     requests = []
     for n, later in enumerate([False, True, True, False, True, False]):  # the first one holds the only thread
-        requests += io.read(file, outs[n], n * PAGE, later=later)
+        requests += io.read(weights if later else cache, outs[n], n * PAGE, later=later)
     gate.set()
     wait(requests)
     assert order == [0, 3, 5, 1, 2, 4]
@@ -253,20 +264,71 @@ def test_what_is_wanted_later_waits_until_nothing_else_does(content, monkeypatch
     io.close()
 
 
-def test_closing_ends_what_runs_and_cancels_what_waits(content, monkeypatch):
-    """Nobody waits for ever for a request that no thread will take."""
-    file, io = File(content), DiskIO(threads=1, request=PAGE)
-    gate, began, real = threading.Event(), threading.Event(), os.preadv
-
-    def read(fd, views, offset):
-        began.set()
-        assert gate.wait(30)
-        return real(fd, views, offset)
-
-    monkeypatch.setattr(os, "preadv", read)
-    requests = io.read(file, np.empty(4 * PAGE, np.uint8), 0)
-    assert began.wait(30)
-    threading.Timer(0.1, gate.set).start()
+def test_file_systems_do_not_wait_for_each_other(content, gated):
+    gate, order = gated
+    here, there, io = File(content), File(content), DiskIO(threads=1, request=PAGE)
+    there.device = here.device + 1
+    out = np.empty(PAGE, np.uint8)
+    held = io.read(here, out, 0)
+    wait(io.read(there, out, PAGE))
+    assert order == [1]
+    gate.set()
+    wait(held)
     io.close()
-    assert all(request.done() for request in requests)
+
+
+def test_closing_ends_what_runs_and_cancels_what_waits(content, gated):
+    """Nobody waits for ever for a request that no thread will take."""
+    gate, _ = gated
+    file, io = File(content), DiskIO(threads=1, request=PAGE)
+    requests = io.read(file, np.empty(4 * PAGE, np.uint8), 0)
+    while not requests[0].running():
+        time.sleep(0.001)
+    closing = threading.Thread(target=io.close)
+    closing.start()
+    while not requests[-1].cancelled():
+        time.sleep(0.001)
+    gate.set()
+    closing.join()
+    assert requests[0].result() == (0, PAGE)
     assert [request.cancelled() for request in requests] == [False, True, True, True]
+
+
+def test_a_request_whose_thread_was_never_called_is_still_taken(content, gated):
+    """An interrupt may come between putting a request and calling a thread for it."""
+    gate, _ = gated
+    file, io = File(content), DiskIO(threads=1, request=PAGE)
+    out = np.empty((2, PAGE), np.uint8)
+    first = io.read(file, out[0], 0)
+    (requests,) = io._requests.values()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests._pool, "submit", lambda call: None)
+        lost = io.read(file, out[1], PAGE, later=True)
+    gate.set()
+    wait(first + lost)
+    assert np.array_equal(out.reshape(-1), CONTENT[: 2 * PAGE])
+    io.close()
+
+
+def test_failed_requests_let_their_buffer_go(tmp_path, monkeypatch):
+    """Without a garbage collection: a buffer may be most of the memory there is."""
+
+    def fail(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    path = tmp_path / "f"
+    path.write_bytes(bytes(4 * PAGE))
+    file, io = File(path), DiskIO(threads=2, request=PAGE)
+    out = np.empty(4 * PAGE, np.uint8)
+    gone = weakref.ref(out)
+    gc.disable()
+    try:
+        requests = io.read(file, out, 0)
+        errors = [request.exception() for request in requests]
+        assert all(isinstance(e, UserError) for e in errors)
+        io.close()  # its threads hold nothing of their last request
+        del requests, out, errors
+        assert gone() is None
+    finally:
+        gc.enable()

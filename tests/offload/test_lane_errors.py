@@ -163,3 +163,20 @@ def test_the_cause_is_told_not_what_follows_from_it(model, tmp_path, monkeypatch
         with pytest.raises(UserError, match="cannot write to the offload folder"):
             llm.generate(PROMPTS, SamplingParams(max_tokens=3))
     assert os.listdir(tmp_path) == []
+
+
+def test_only_layers_are_read_later(model, tmp_path, monkeypatch):
+    """All else is wanted at once, rows of the embedding included."""
+    real, read = DiskIO.read, {False: set(), True: set()}
+
+    def recording(self, file, array, offset, direct=False, later=False):
+        read[later].add(file.path.name)
+        return real(self, file, array, offset, direct, later)
+
+    monkeypatch.setattr(DiskIO, "read", recording)
+    options = {"device": "cpu", "dtype": "float32", "progress": False, "offload_dir": tmp_path / "off"}
+    with LLM(str(model), Policy(1, 3, (0, 0, 0, 0, 0, 0)), **options) as llm:
+        llm.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True))
+    (weights,) = read[True]
+    assert weights.endswith(".safetensors")
+    assert read[False] == {"kv_cache", "activations", weights}  # rows of it
