@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+CGROUPS = Path("/sys/fs/cgroup")
 RESULTS = ROOT / "docs" / "benchmarks"
 sys.path.insert(0, str(ROOT))
 
@@ -183,9 +184,9 @@ class MemoryCap:
         self.folder: Path | None = None
         if nbytes is None:
             return
-        v1 = Path("/sys/fs/cgroup/memory")
-        root = v1 if v1.is_dir() else Path("/sys/fs/cgroup")
+        v1 = CGROUPS / "memory"
         self.is_v1 = v1.is_dir()
+        root = v1 if self.is_v1 else CGROUPS
         try:
             control = root / "cgroup.subtree_control"
             if not self.is_v1 and "memory" not in control.read_text().split():

@@ -272,3 +272,34 @@ def test_a_result_file_is_whole_or_as_it_was(results, monkeypatch):
         bench_common.write_json(path, {"a": 2})
     monkeypatch.undo()
     assert path.read_text() == '{\n "a": 1\n}\n'
+
+
+@pytest.mark.parametrize("v1", [True, False], ids=["v1", "v2"])
+def test_the_cap_is_a_memory_cgroup_of_either_version(tmp_path, monkeypatch, v1):
+    root = tmp_path / "memory" if v1 else tmp_path
+    root.mkdir(exist_ok=True)
+    (tmp_path / "cgroup.subtree_control").write_text("cpu")
+    monkeypatch.setattr(bench_common, "CGROUPS", tmp_path)
+    limit, peak, events = (
+        ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")
+        if v1
+        else ("memory.max", "memory.peak", "memory.events")
+    )
+    with bench_common.MemoryCap(1 << 30) as cap:
+        (folder,) = root.glob("h2o_flexgen-*")
+        assert (tmp_path / "cgroup.subtree_control").read_text() == ("cpu" if v1 else "+memory")
+        assert (folder / limit).read_text() == str(1 << 30)
+        inside = cap.run(["sh", "-c", "echo $$"], capture_output=True, text=True)
+        assert (folder / "cgroup.procs").read_text() == inside.stdout  # it entered before it became the program
+        assert cap.peak() is None  # older kernels of version 2 do not tell
+        (folder / peak).write_text("12345\n")
+        assert cap.peak() == 12345
+        for count in (0, 1):
+            (folder / events).write_text(f"under_oom 0\noom_kill {count}\n")
+            assert cap.killed() == bool(count)
+
+
+def test_without_the_right_to_make_a_cgroup_nothing_runs_uncapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_common, "CGROUPS", tmp_path / "none")
+    with pytest.raises(SystemExit, match="cannot make a memory cgroup .* takes root"):
+        bench_common.MemoryCap(1 << 30)
