@@ -18,6 +18,9 @@ REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
 THREADS = 4
 #: rows of logits that are turned into tokens at once
 HEAD_ROWS = 128
+#: rows that go through a decoder layer's products together in a decode step, if their batches are smaller: the rate of
+#: products grows up to about so many (the README has it)
+GROUP_ROWS = 128
 #: attention over prompts: probabilities held at once (what stays in a processor's cache, or fills a GPU), and queries
 #: of one chunk; measured on 2 cores in bf16, prompts of 64 to 2048 tokens: 256 queries are within 10 % of the best
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -170,6 +173,25 @@ def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
     return sizes
 
 
+def product_groups(sizes: list[int]) -> list[tuple[int, int]]:
+    """Which batches of so many sequences go through a decoder layer's products together in a decode step: (begin, end)
+    of each group, of one batch or of at most GROUP_ROWS sequences."""
+    groups, rows = [], 0
+    for n, size in enumerate(sizes):
+        if groups and rows + size <= GROUP_ROWS:
+            groups[-1] = groups[-1][0], n + 1
+            rows += size
+        else:
+            groups.append((n, n + 1))
+            rows = size
+    return groups
+
+
+def product_rows(sizes: list[int]) -> list[int]:
+    """Sequences of each group."""
+    return [sum(sizes[begin:end]) for begin, end in product_groups(sizes)]
+
+
 def prefill_pairs(length: int) -> int:
     """Pairs of query and key that attention over a prompt computes for one head: chunks of queries, each over all
     keys up to its end."""
@@ -225,13 +247,14 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
     tokens = micro_tokens(policy, P, batches[0])
     piece = tokens * E * size
     for k, home in enumerate(placement.activations):
-        plan.add(home, f"activations of batch {k}", max(batches[k] * P, batches[k]) * E * size)
+        plan.add(home, f"activations of batch {k}", batches[k] * P * E * size)
+    plan.add("gpu", "activations of a decode step", sum(batches) * E * size)
     if any(home != "gpu" for home in placement.activations):
-        plan.add("gpu", "activation buffers", overlap * max(piece, batches[0] * E * size))
+        plan.add("gpu", "activation buffers", overlap * piece)
         if shapes.cuda and "disk" in placement.activations:
             plan.add("cpu", "activation staging", 2 * piece)
 
-    plan.add("gpu", "workspace of a layer or the head", workspace_bytes(policy, shapes, P, batches[0]))
+    plan.add("gpu", "workspace of a layer or the head", workspace_bytes(policy, shapes, P, batches))
     return plan
 
 
@@ -254,12 +277,12 @@ def plan_policy(
     return placement, plan
 
 
-def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batch: int) -> int:
-    """What computing a layer or the head takes on the device, for batches of `batch` prompts of up to `longest`
-    tokens."""
-    prefill = _prefill_workspace(shapes, micro_tokens(policy, longest, batch), longest)
-    decode = _decode_workspace(shapes, batch)
-    head = min(batch, HEAD_ROWS) * shapes.config.vocab_size * (shapes.compute_itemsize + 8)
+def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int]) -> int:
+    """What computing a layer or the head takes on the device, for batches of so many prompts, the largest first, of up
+    to `longest` tokens."""
+    prefill = _prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
+    decode = _decode_workspace(shapes, batches[0], max(product_rows(batches)))
+    head = min(batches[0], HEAD_ROWS) * shapes.config.vocab_size * (shapes.compute_itemsize + 8)
     return max(prefill, decode, head)
 
 
@@ -345,9 +368,10 @@ def _widened(shapes: Shapes, tokens: int) -> int:
     return (min(tokens, PRODUCT_ROWS) * shapes.config.ffn_dim * 4 + 2 * PRODUCT_SLICE) * shapes.may_widen
 
 
-def _decode_workspace(shapes: Shapes, batch: int) -> int:
+def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
+    """`rows` go through the products together."""
     config, size = shapes.config, shapes.compute_itemsize
     scores = batch * config.num_attention_heads * shapes.slots
     cache = 8 * min(scores * config.head_dim, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen  # a few heads in float32
-    products = batch * (8 * config.hidden_size + 2 * config.ffn_dim) * size + _widened(shapes, batch)
+    products = rows * (8 * config.hidden_size + 2 * config.ffn_dim) * size + _widened(shapes, rows)
     return products + cache + scores * (4 * 4 + 2 * size)

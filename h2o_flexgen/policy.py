@@ -88,10 +88,12 @@ class Policy:
     """Everything that placement decides (FlexGen, arXiv 2303.06865, section 4.2).
 
     Attributes:
-        gpu_batch_size: sequences computed at once in a decode step.
+        gpu_batch_size: sequences whose cache of a layer moves, and is attended to, at once in a decode step; several
+            small batches share matrix products.
         num_gpu_batches: batches that go through a layer before the next layer is needed.
         percent: weights gpu, weights cpu, cache gpu, cache cpu, activations gpu, activations cpu,
-            each in percent; what is missing to 100 lies on disk.
+            each in percent; what is missing to 100 lies on disk. Activations are those of prefill: a decode step's
+            are one token of each sequence, and stay on the device.
         overlap: move weights and cache while computing.
         cpu_cache_compute: decode attention of caches at home on the cpu tier runs on the CPU.
         prefill_tokens: tokens of one prefill micro-batch (at least one sequence).

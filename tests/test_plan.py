@@ -11,7 +11,7 @@ from h2o_flexgen import LLM, Policy
 from h2o_flexgen.engine.engine import Sequence, make_batches
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
-from h2o_flexgen.plan import Workload, batch_sizes, micro_tokens
+from h2o_flexgen.plan import GROUP_ROWS, Workload, batch_sizes, micro_tokens, product_groups, product_rows
 from h2o_flexgen.policy import TIERS
 
 NO_LIMITS = dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60)
@@ -180,3 +180,15 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_is_allocated(tiny, t
         assert "\n" not in message
         assert not (tmp_path / "here").exists()
         assert llm.folder is None and llm._weights is None
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
+def test_batches_share_products_up_to_a_number_of_rows(sizes):
+    """Every batch is in one group, in order; a group of several is not too large, and took all that had room."""
+    groups = product_groups(sizes)
+    assert [n for begin, end in groups for n in range(begin, end)] == list(range(len(sizes)))
+    rows = product_rows(sizes)
+    assert sum(rows) == sum(sizes)
+    for (begin, end), together in zip(groups, rows):
+        assert end == begin + 1 or together <= GROUP_ROWS
+        assert end == len(sizes) or together + sizes[end] > GROUP_ROWS

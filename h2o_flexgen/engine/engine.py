@@ -21,7 +21,7 @@ from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.plan import HEAD_ROWS
+from h2o_flexgen.plan import HEAD_ROWS, product_groups
 
 
 @dataclass
@@ -89,6 +89,7 @@ class Engine:
         self.params, self.eos_ids, self.on_progress = params, eos_ids, on_progress
         self.num_layers = len(weights.layers)
         self.seconds = {"prefill": 0.0, "decode": 0.0}
+        self._hidden: dict[int, Tensor] = {}  # by batch, (B, 1, E), between the layers of a decode step
         self._broken = False  # whether a number that is not finite may be left in the caches
         self._streaming = [j for j in range(self.num_layers) if weights.streams(j)]
 
@@ -113,8 +114,12 @@ class Engine:
             before = sum(len(s.tokens) for b in batches for s in b.sequences) if j == self.num_layers - 1 else 0
             self._prefetch_weights(i, j, is_last)
             w = self.weights.get(j)
-            for k in active:
-                self._step(Step(i, j, k), w)
+            if i > 0 and self._is_decoder(j):
+                for group in self._groups(active):
+                    self._decode_layer(i, j, group, w)
+            else:
+                for k in active:
+                    self._step(Step(i, j, k), w)
             del w
             self.weights.release(j)
             tokens = 0
@@ -162,9 +167,14 @@ class Engine:
         if following != j:
             self.weights.prefetch(following)
 
-    def _prefetch(self, step: Step) -> None:
-        following = self.schedule.next_where(step, self._takes_slot)
-        if following is not None and following.i > 0:
+    def _prefetch(self, step: Step, ahead: int = 1) -> None:
+        """The cache of the next step that takes a slot, or of the next two of the same token step: batches may leave
+        between two, and what was fetched for them would hold a slot."""
+        following = step
+        for n in range(ahead):
+            following = self.schedule.next_where(following, self._takes_slot)
+            if following is None or following.i == 0 or (n > 0 and following.i != step.i):
+                return
             k = following.k
             self.caches.prefetch(following.j - 1, k, self._held(k, following.i))
 
@@ -195,7 +205,7 @@ class Engine:
         if step.i == 0:
             self._prefill(step, w)
         else:
-            self._decode(step, w)
+            self._decode_end(step, w)
 
     def _prefill(self, step: Step, w: opt.Weights) -> None:
         i, j, k = step
@@ -228,39 +238,52 @@ class Engine:
         else:
             self._retire(step)
 
-    def _decode(self, step: Step, w: opt.Weights) -> None:
+    def _decode_end(self, step: Step, w: opt.Weights) -> None:
+        """The embedding or the head of a decode step."""
         i, j, k = step
         batch = self.batches[k]
+        self._prefetch(step)
         if j == 0:
             ids = torch.tensor([s.tokens[-1] if s.tokens else 0 for s in batch.sequences])[:, None]
-            positions = (batch.lengths + i - 1)[:, None]
-            self._prefetch(step)
-            self.activations.put(k, 0, 0, self._embed(ids, positions, w))
+            self._hidden[k] = self._embed(ids, (batch.lengths + i - 1)[:, None], w)
             return
-        hidden = self.activations.get(k, 0, 0)
-        self._prefetch_hidden(step)
-        if j == self.num_layers - 1:
-            self._prefetch(step)
-            self._choose(step, w, batch.sequences, hidden[:, 0].contiguous())
-            self._retire(step)
-            return
-        # the next piece queues up behind this one, which may still be on its way
-        held = self._held(k, i)
-        self.caches.prefetch(j - 1, k, held)
-        self._prefetch(step)
-        cache = self.caches.get(j - 1, k, held)
-        written = None
+        self._choose(step, w, batch.sequences, self._hidden.pop(k)[:, 0].contiguous())
+        self._retire(step)
+
+    def _groups(self, active: list[int]) -> list[list[int]]:
+        """The batches that go through a layer's products together."""
+        sizes = [len(self.batches[k].sequences) for k in active]
+        return [active[begin:end] for begin, end in product_groups(sizes)]
+
+    def _decode_layer(self, i: int, j: int, group: list[int], w: opt.Weights) -> None:
+        """A decoder layer: products of all rows at once, attention batch by batch as their caches come."""
+        self._prefetch_cache(Step(i, j, group[0]))
+        sizes = [len(self.batches[k].sequences) for k in group]
 
         def attend(q: Tensor, key: Tensor, v: Tensor) -> Tensor:
-            nonlocal written
-            # a cache that is used where it lies calls the query to it
-            q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
-            context, slots = self.rule.decode(cache, q, key, v, batch.lengths, i)
-            written = slots, key[:, :, 0], v[:, :, 0]
-            return context.to(self.device.torch_device)
+            parts = zip(group, q.split(sizes), key.split(sizes), v.split(sizes))
+            return torch.cat([self._attend(Step(i, j, k), *part) for k, *part in parts])
 
-        self.activations.put(k, 0, 0, opt.decoder_layer(self.config, w, hidden, attend))
-        self.caches.store_step(j - 1, k, self._held(k, i + 1), *written)
+        hidden = torch.cat([self._hidden.pop(k) for k in group])
+        hidden = opt.decoder_layer(self.config, w, hidden, attend)
+        self._hidden.update(zip(group, hidden.split(sizes)))
+
+    def _prefetch_cache(self, step: Step) -> None:
+        # the next piece queues up behind this one, which may still be on its way
+        self.caches.prefetch(step.j - 1, step.k, self._held(step.k, step.i))
+        self._prefetch(step)
+
+    def _attend(self, step: Step, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
+        """Attention of one batch, whose cache is home again, or on its way, when this returns."""
+        i, j, k = step
+        self._prefetch_cache(step)
+        cache = self.caches.get(j - 1, k, self._held(k, i))
+        # a cache that is used where it lies calls the query to it
+        q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
+        context, slots = self.rule.decode(cache, q, key, v, self.batches[k].lengths, i)
+        self.caches.store_step(j - 1, k, self._held(k, i + 1), slots, key[:, :, 0], v[:, :, 0])
+        self._prefetch(step, ahead=2)  # into the slot that is free now
+        return context.to(self.device.torch_device)
 
     def _embed(self, ids: Tensor, positions: Tensor, w: opt.Weights) -> Tensor:
         words = self.weights.rows("words", ids)

@@ -1,4 +1,5 @@
-"""Hidden states between layers. A piece is one micro-batch of one batch; its home is that of the batch."""
+"""Hidden states of prompts between layers. A piece is one micro-batch of one batch; its home is that of the batch.
+Those of a decode step, one token of each sequence, stay on the device."""
 
 from __future__ import annotations
 

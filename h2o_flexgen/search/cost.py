@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
-from h2o_flexgen.plan import HEAD_ROWS, Placement, Shapes, Workload, batch_sizes, prefill_pairs, requests
+from h2o_flexgen.plan import HEAD_ROWS, Placement, Shapes, Workload, batch_sizes, prefill_pairs, product_rows, requests
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.search.profile import LINKS, Profile
 
@@ -144,7 +144,7 @@ class CostModel:
         steps, log = workload.gen_len - 1, shapes.log_rows
         self._folds = (steps // (log + 1)) / max(1, steps)
         self._log_rows = sum(i % (log + 1) for i in range(steps)) / max(1, steps)
-        self._batch_compute = lru_cache(maxsize=None)(self._batch_compute)
+        self._decode_products = lru_cache(maxsize=None)(self._decode_products)
         self._prefill_batch = lru_cache(maxsize=None)(self._prefill_batch)
 
     # compute
@@ -153,9 +153,10 @@ class CostModel:
         """Seconds of the product of `rows` rows and a matrix, or several, of so many numbers."""
         return 2 * numbers * rows / self.profile.layer_rate(self.shapes.config.hidden_size, rows)
 
-    def _batch_compute(self, batch: int) -> float:
-        """A decode step of one batch through a decoder layer, without attention."""
-        return self._product(self.layer_size, batch) + self.profile.step_seconds
+    def _decode_products(self, sizes: tuple[int, ...]) -> float:
+        """A decode step of batches through a decoder layer, without attention."""
+        products = sum(self._product(self.layer_size, rows) for rows in product_rows(sizes))
+        return products + len(sizes) * self.profile.step_seconds
 
     def _attention(self, phase: str, work: float) -> float:
         """Seconds of one sequence in one layer."""
@@ -184,7 +185,7 @@ class CostModel:
     def decode_compute(self, policy: Policy, batches: Batches, slots: int, cache: Away, layers: int = 1):
         """`layers` decoder layers, all batches; `cache` sequences times layers that come from disk, or may be
         attended to on the CPU."""
-        products = layers * sum(self._batch_compute(b) for b, _ in batches)
+        products = layers * self._decode_products(tuple(b for b, _ in batches))
         sequences = layers * sum(b for b, _ in batches)
         products = products + cache.disk * (self.profile.visit_seconds / policy.gpu_batch_size)
         nbytes = slots * self.shapes.row_bytes
@@ -244,9 +245,7 @@ class CostModel:
         """Of `slots` in use, those that a piece on disk holds apart from its log: the prompt's until its first fold."""
         return length if self.shapes.budget is None and self._folds == 0 else slots
 
-    def decode_flows(
-        self, policy: Policy, compute, slots: int, length: int, weights: Away, cache: Away, activations: Away
-    ) -> Flows:
+    def decode_flows(self, policy: Policy, compute, slots: int, length: int, weights: Away, cache: Away) -> Flows:
         """`slots`: those in use, which are read; one is written, and a piece on disk is folded now and then. `length`:
         of the longest prompt."""
         shapes = self.shapes
@@ -268,8 +267,7 @@ class CostModel:
         if self._attends_on_cpu(policy):
             size = self.hidden_bytes
             load, store = load + Lane(into=cache.cpu * size), store + Lane(out=cache.cpu * 3 * size)
-        into, home = self._activations(policy, activations, self.hidden_bytes)
-        return Flows(compute, *self._weights(weights), load + into, store + home)
+        return Flows(compute, *self._weights(weights), load, store)
 
     def seconds(self, flows: Flows, overlap: bool) -> dict[str, float]:
         """What the flows take, by resource: the largest of these is the time, with overlap or without."""
@@ -391,9 +389,9 @@ class CostModel:
         for slots, count in self.slot_groups(length):
             for (w, next_w, c), n in alike.items():
                 work = self.decode_compute(policy, batches, slots, c) + self.conversion(w)
-                decode += spend("decode", count * n, self.decode_flows(policy, work, slots, length, next_w, c, acts))
+                decode += spend("decode", count * n, self.decode_flows(policy, work, slots, length, next_w, c))
             for work, next_w in ends:
-                decode += spend("decode", count, self.decode_flows(policy, work, 0, length, next_w, nothing, nothing))
+                decode += spend("decode", count, self.decode_flows(policy, work, 0, length, next_w, nothing))
         return prefill, decode, terms
 
     def _weights_away(self, placement: Placement) -> list[Away]:

@@ -244,7 +244,7 @@ class Search:
         flows = [(1, cost.prefill_flows(policy, compute, length, weights, cache, acts))]
         for slots, count in cost.slot_groups(length):
             compute = cost.decode_compute(policy, batches, slots, cache, L) + once
-            flows.append((count, cost.decode_flows(policy, compute, slots, length, weights, cache, acts)))
+            flows.append((count, cost.decode_flows(policy, compute, slots, length, weights, cache)))
         for n, (count, flow) in enumerate(flows):
             t = pulp.LpVariable(f"seconds_{n}", 0)
             for value in cost.seconds(flow, policy.overlap).values():
@@ -293,8 +293,9 @@ class Search:
 
     def _fixed_bytes(self, policy: Policy) -> int:
         """What the device holds wherever weights and cache lie."""
-        batch = batch_sizes(self.num_prompts, policy)[0]
-        nbytes = self.workspace + workspace_bytes(policy, self.shapes, self.workload.longest, batch)
+        batches = batch_sizes(self.num_prompts, policy)
+        nbytes = self.workspace + workspace_bytes(policy, self.shapes, self.workload.longest, batches)
+        nbytes += sum(batches) * self.cost.hidden_bytes
         return nbytes if self.shapes.cuda else nbytes + self.baseline
 
     # from fractions to a policy
