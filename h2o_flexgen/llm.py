@@ -559,7 +559,7 @@ class LLM:
         )
         row = config.hidden_size * size
         longest = workload.longest
-        piece = max(micro_tokens(policy, longest, sizes[0]), sizes[0]) * row
+        piece = micro_tokens(policy, longest, sizes[0]) * row
         activations = ActivationStore(
             self.device,
             placement.activations,

@@ -765,8 +765,14 @@ def test_no_space_when_the_files_are_made(refused, model, monkeypatch):
 
 
 @pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
-@pytest.mark.parametrize("after", [0, 3, 20])
-@pytest.mark.parametrize("what", [("100", "0", "0", "0", "100", "0"), ("100", "0", "100", "0", "0", "0"), ON_DISK])
+@pytest.mark.parametrize(
+    "what, after",
+    [
+        *((("100", "0", "0", "0", "100", "0"), n) for n in (0, 3, 20)),
+        *((("100", "0", "100", "0", "0", "0"), n) for n in (0, 3, 7)),  # activations are written in prefill only
+        *((ON_DISK, n) for n in (0, 3, 20)),
+    ],
+)
 def test_no_space_during_the_run(refused, model, monkeypatch, what, after, overlap):
     calls = iter(range(10**9))
     real = os.pwrite

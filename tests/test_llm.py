@@ -254,6 +254,18 @@ def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path,
     assert seen == [(i, j, k) for i in range(max(last)) for j in range(layers) for k in range(3) if i < last[k]]
 
 
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK, MIXED], ids=str)
+@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+def test_tokens_do_not_depend_on_which_batches_share_products(tiny, run, monkeypatch, percent, budget, rows):
+    """Of five batches of two and one, none share them, two do, or the last one joins the two before it."""
+    monkeypatch.setattr("h2o_flexgen.plan.GROUP_ROWS", rows)
+    model = tiny()
+    prompts = model.clear_cut_prompts([20, 19, 12, 11, 9, 8, 6, 4, 3], 20, [budget or (None, None)])
+    outputs = run(model, prompts, 20, budget, percent=percent, gpu_batch_size=2, num_gpu_batches=5)
+    assert [o.token_ids for o in outputs] == [r.tokens for r in model.references(prompts, 20, *(budget or ()))]
+
+
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK, MIXED], ids=str)
 @pytest.mark.parametrize("budget", [None, (4, 4), (40, 40)], ids=["full", "h2o", "h2o_all"])
 def test_one_token(tiny, run, percent, budget):

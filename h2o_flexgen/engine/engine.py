@@ -37,7 +37,7 @@ class Sequence:
 
 @dataclass
 class Batch:
-    """The sequences that are computed together in a decode step, and how prefill cuts them."""
+    """Sequences whose cache of a layer moves, and is attended to, at once; and how prefill cuts them."""
 
     sequences: list[Sequence]
     micro: list[tuple[int, int]]  # the rows begin..end of each prefill micro-batch

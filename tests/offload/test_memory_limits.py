@@ -201,11 +201,9 @@ def test_free_disk_of_a_folder_that_is_not_made_yet(tmp_path):
 def test_large_temporaries_leave_no_gaps_in_the_heap():
     """In a process of its own: what glibc has learned before must not matter."""
     program = """
-import sys
 import torch
 from h2o_flexgen.offload import memory
-if sys.argv[1] == "held":
-    memory.hold_heap()
+memory.hold_heap()
 torch.ones(30 << 18)  # freed at once, after which glibc would take blocks as large from the heap
 before, kept = memory.resident(), []
 for _ in range(16):
@@ -219,8 +217,5 @@ print((memory.resident() - before) >> 20)
 """
     root = str(Path(memory.__file__).parents[2])
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    left = {
-        how: int(subprocess.run([sys.executable, "-c", program, how], env=env, check=True, stdout=-1).stdout)
-        for how in ("held", "as it is")
-    }
-    assert left["held"] < 64 and left["as it is"] > 128  # MiB; 2 or 24, and some 270
+    left = int(subprocess.run([sys.executable, "-c", program], env=env, check=True, stdout=-1).stdout)
+    assert left < 64  # MiB; 2 or 24, and up to 270 without hold_heap, as glibc and the kernel happen to arrange it
