@@ -4,6 +4,7 @@ policy search count with the same functions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt, prod
 
@@ -173,7 +174,7 @@ def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
     return sizes
 
 
-def product_groups(sizes: list[int]) -> list[tuple[int, int]]:
+def product_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Which batches of so many sequences go through a decoder layer's products together in a decode step: (begin, end)
     of each group, of one batch or of at most GROUP_ROWS sequences."""
     groups, rows = [], 0
@@ -187,7 +188,7 @@ def product_groups(sizes: list[int]) -> list[tuple[int, int]]:
     return groups
 
 
-def product_rows(sizes: list[int]) -> list[int]:
+def product_rows(sizes: Sequence[int]) -> list[int]:
     """Sequences of each group."""
     return [sum(sizes[begin:end]) for begin, end in product_groups(sizes)]
 

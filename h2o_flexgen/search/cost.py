@@ -155,7 +155,7 @@ class CostModel:
 
     def _decode_products(self, sizes: tuple[int, ...]) -> float:
         """A decode step of batches through a decoder layer, without attention."""
-        products = sum(self._product(self.layer_size, rows) for rows in product_rows(list(sizes)))
+        products = sum(self._product(self.layer_size, rows) for rows in product_rows(sizes))
         return products + len(sizes) * self.profile.step_seconds
 
     def _attention(self, phase: str, work: float) -> float:
@@ -387,21 +387,21 @@ class CostModel:
         first = next((w for w in away if w != nothing), nothing)  # nothing runs beside the very first
         if policy.overlap:
             prefill += max(self.seconds(Flows(0.0, *self._weights(first), Lane(), Lane()), True).values())
-        decode, products = 0.0, self._decode_products(tuple(sizes))
+        decode, products, groups = 0.0, self._decode_products(tuple(sizes)), len(product_rows(sizes))
         for slots, count in self.slot_groups(length):
             for (w, next_w, c), n in alike.items():
                 work = self.decode_compute(policy, batches, slots, c) + self.conversion(w)
                 flows = self.decode_flows(policy, work, slots, length, next_w, c)
-                decode += spend("decode", count * n, flows, products, self._late(policy, sizes, c))
+                decode += spend("decode", count * n, flows, products, self._late(policy, groups, c))
             for work, next_w in ends:
                 decode += spend("decode", count, self.decode_flows(policy, work, 0, length, next_w, nothing))
         return prefill, decode, terms
 
-    def _late(self, policy: Policy, sizes: list[int], cache: Away) -> float:
-        """The part of a layer's cache that cannot come while batches compute their products together: there are two
-        slots, and attention frees them."""
+    def _late(self, policy: Policy, groups: int, cache: Away) -> float:
+        """The part of a layer's cache that cannot come while `groups` of batches compute their products together: there
+        are two slots, and attention frees them."""
         pieces = (cache.disk + (0 if policy.cpu_cache_compute else cache.cpu)) / policy.gpu_batch_size
-        return 1 - 2 * len(product_rows(sizes)) / pieces if pieces else 0.0
+        return 1 - 2 * groups / pieces if pieces else 0.0
 
     def _weights_away(self, placement: Placement) -> list[Away]:
         size = self.shapes.compute_itemsize

@@ -235,7 +235,7 @@ def test_a_file_of_the_offload_folder_has_its_space_reserved(tmp_path):
 
 @pytest.fixture
 def gated(monkeypatch):
-    """Reads at offset 0 wait for `gate`; `order` holds the (page, file) of all as they run."""
+    """Reads at offset 0 wait for `gate`; `order` holds the pages of all as they run."""
     gate, order, real = threading.Event(), [], os.preadv
 
     def read(fd, views, offset):

@@ -201,9 +201,11 @@ def test_free_disk_of_a_folder_that_is_not_made_yet(tmp_path):
 def test_large_temporaries_leave_no_gaps_in_the_heap():
     """In a process of its own: what glibc has learned before must not matter."""
     program = """
+import sys
 import torch
 from h2o_flexgen.offload import memory
-memory.hold_heap()
+if sys.argv[1] == "held":
+    memory.hold_heap()
 torch.ones(30 << 18)  # freed at once, after which glibc would take blocks as large from the heap
 before, kept = memory.resident(), []
 for _ in range(16):
@@ -217,5 +219,9 @@ print((memory.resident() - before) >> 20)
 """
     root = str(Path(memory.__file__).parents[2])
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    left = int(subprocess.run([sys.executable, "-c", program], env=env, check=True, stdout=-1).stdout)
-    assert left < 64  # MiB; 2 or 24, and up to 270 without hold_heap, as glibc and the kernel happen to arrange it
+
+    def left(how: str) -> int:
+        return int(subprocess.run([sys.executable, "-c", program, how], env=env, check=True, stdout=-1).stdout)
+
+    assert left("held") < 64  # MiB; 2 or 24
+    assert any(left("as it is") > 128 for _ in range(20))  # some 270 half of the time, as the addresses happen to be
