@@ -36,7 +36,7 @@ from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, cache_root, default_root, wait
 from h2o_flexgen.offload.kv_store import KVStore
-from h2o_flexgen.plan import prefill_pairs, requests
+from h2o_flexgen.plan import KV_SLOTS, prefill_pairs, requests
 from h2o_flexgen.search.profile import LINKS, Link, Profile
 
 #: hidden sizes and rows of the matrix products that are timed
@@ -475,7 +475,7 @@ def _links(device: Device, dtype: torch.dtype, offload_root: Path) -> Iterator[t
 def _visits(device: Device, dtype: torch.dtype, work: Callable[[], object], io: DiskIO, make_file) -> float:
     """Calls per second of `work` while before each a piece of a full cache comes from disk, and after it goes back."""
     layout, held = VISITED.layout(dtype), VISITED.tokens - 1
-    lanes = [Lane(device, name) for name in ("load", "store")]
+    lanes = [Lane(device, "cache", workers=KV_SLOTS), Lane(device, "store")]
     try:
         pieces = [(0, 0), (0, 1)]
         store = KVStore(device, 1, [layout] * 2, dict.fromkeys(pieces, "disk"), io, *lanes, make_file)

@@ -26,7 +26,7 @@ from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_policy
+from h2o_flexgen.plan import KV_SLOTS, Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_policy
 from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy, cap_limits, check_cpu_cap, read_policy
 from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, size_budget
 from h2o_flexgen.search.cost import CostModel, Prediction
@@ -511,7 +511,8 @@ class LLM:
             self.close()
         if self._io is None:
             self._io = DiskIO()
-            self._lanes = [Lane(self.device, name, policy.overlap) for name in ("weights", "load", "store")]
+            workers = {"weights": 1, "load": 1, "store": 1, "cache": KV_SLOTS}
+            self._lanes = [Lane(self.device, name, policy.overlap, n) for name, n in workers.items()]
 
     def _make_file(self, name: str, nbytes: int):
         if self.folder is None:
@@ -552,7 +553,7 @@ class LLM:
             layouts,
             placement.cache,
             self._io,
-            self._lanes[1],
+            self._lanes[3],
             self._lanes[2],
             self._make_file,
             policy.cpu_cache_compute,

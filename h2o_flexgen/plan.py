@@ -17,6 +17,8 @@ PAGE = 4096
 REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
 #: that keep the disk's queue full
 THREADS = 4
+#: pieces of cache on the device that are being used, are coming, or are being written back
+KV_SLOTS = 3
 #: rows of logits that are turned into tokens at once
 HEAD_ROWS = 128
 #: rows that go through a decoder layer's products together in a decode step, if their batches are smaller: the rate of
@@ -241,7 +243,7 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
 
     plan.add(host, "the process itself", baseline)
     _plan_weights(plan, shapes, placement, overlap)
-    _plan_cache(plan, policy, shapes, placement, batches, overlap)
+    _plan_cache(plan, shapes, placement, batches, KV_SLOTS if policy.overlap else 1)
 
     # hidden states
     E = shapes.config.hidden_size
@@ -314,9 +316,7 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int
         plan.add("gpu", "weight conversion", converted)
 
 
-def _plan_cache(
-    plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], overlap: int
-) -> None:
+def _plan_cache(plan: Plan, shapes: Shapes, placement: Placement, batches: list[int], slots: int) -> None:
     row, meta = shapes.row_bytes, shapes.meta_bytes
     kv = {"gpu": 0, "cpu": 0, "disk": 0}
     metas = {"gpu": 0, "cpu": 0, "disk": 0}
@@ -333,13 +333,13 @@ def _plan_cache(
         plan.add(tier, "KV cache", kv[tier] + metas[tier])
     # with CPU attention prefill still fills a cache on the device
     buffers = max((batches[k] for (_, k), home in placement.cache.items() if home != "gpu"), default=0)
-    plan.add("gpu", "KV buffers", overlap * buffers * shapes.piece_bytes)
-    staging = shapes.log_rows * aligned(on_disk * row)
+    piece, landing = buffers * shapes.slots * row, disk_span(shapes.slots, on_disk * row)
     if shapes.cuda:
-        staging += 2 * on_disk * shapes.slots * row
-    if buffers:
-        staging += buffers * row
-    plan.add("cpu" if shapes.cuda else "gpu", "KV staging", staging)
+        plan.add("gpu", "KV slots", slots * (piece + buffers * meta))
+        plan.add("cpu", "KV staging", slots * landing + on_disk * shapes.slots * row)
+    else:
+        plan.add("gpu", "KV slots", slots * max(piece, landing))
+    plan.add("cpu" if shapes.cuda else "gpu", "KV rows on their way home", buffers * row)
 
 
 def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:

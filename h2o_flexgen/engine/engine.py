@@ -104,6 +104,9 @@ class Engine:
         self.batches = batches
         self.caches.begin_block([self._layout(batch, segments) for batch in batches])
         self.schedule = ZigZag(self.params.max_tokens, self.num_layers, len(batches))
+        decoders = range(1, self.num_layers - 1)
+        self._coming = [(j, k) for j in decoders for k in range(len(batches)) if self.caches.streams(j - 1, k)]
+        self._not_fetched = Step(1, 0, 0)
         self.device.synchronize()
         start = time.perf_counter()
         phase = "prefill"
@@ -167,30 +170,20 @@ class Engine:
         if following != j:
             self.weights.prefetch(following)
 
-    def _prefetch(self, step: Step, ahead: int = 1) -> None:
-        """The cache of the next step that takes a slot, or of the next two of the same token step: batches may leave
-        between two, and what was fetched for them would hold a slot."""
-        following = step
-        for n in range(ahead):
-            following = self.schedule.next_where(following, self._takes_slot)
-            if following is None or following.i == 0 or (n > 0 and following.i != step.i):
+    def _prefetch(self, step: Step) -> None:
+        """The caches of this decode step and those that follow, while slots are free."""
+        self._not_fetched = max(self._not_fetched, step)
+        while (following := self.schedule.first_at(self._coming, self._not_fetched)) is not None:
+            i, j, k = following
+            if not self.caches.prefetch(j - 1, k, self._held(k, i)):
                 return
-            k = following.k
-            self.caches.prefetch(following.j - 1, k, self._held(k, following.i))
+            self._not_fetched = Step(i, j, k + 1)
 
     def _prefetch_hidden(self, step: Step) -> None:
         """The next batch's hidden states, if they are at home already."""
         following = self.schedule.after(step)
         if following is not None and following.j > 0:
             self.activations.prefetch(following.k, 0, 0)
-
-    def _takes_slot(self, step: Step) -> bool:
-        """Whether a step fills or loads one of the two cache slots. They are used in turn: fetching past a prefill
-        step that has yet to fill one would give away the slot in use."""
-        if not self._is_decoder(step.j):
-            return False
-        uses = self.caches.fills_slot if step.i == 0 else self.caches.streams
-        return uses(step.j - 1, step.k)
 
     def _is_decoder(self, j: int) -> bool:
         return 0 < j < self.num_layers - 1
@@ -211,7 +204,8 @@ class Engine:
         i, j, k = step
         batch = self.batches[k]
         cache = self.caches.blank(j - 1, k) if self._is_decoder(j) else None
-        self._prefetch(step)
+        if j == self.num_layers - 1:  # no cache takes a slot to be filled any more
+            self._prefetch(step)
         for m, (begin, end) in enumerate(batch.micro):
             offset = begin * batch.longest * self.config.hidden_size * self.dtype.itemsize
             lengths = batch.lengths[begin:end]
@@ -257,7 +251,7 @@ class Engine:
 
     def _decode_layer(self, i: int, j: int, group: list[int], w: opt.Weights) -> None:
         """A decoder layer: products of all rows at once, attention batch by batch as their caches come."""
-        self._prefetch_cache(Step(i, j, group[0]))
+        self._prefetch(Step(i, j, group[0]))
         sizes = [len(self.batches[k].sequences) for k in group]
 
         def attend(q: Tensor, key: Tensor, v: Tensor) -> Tensor:
@@ -268,21 +262,15 @@ class Engine:
         hidden = opt.decoder_layer(self.config, w, hidden, attend)
         self._hidden.update(zip(group, hidden.split(sizes)))
 
-    def _prefetch_cache(self, step: Step) -> None:
-        # the next piece queues up behind this one, which may still be on its way
-        self.caches.prefetch(step.j - 1, step.k, self._held(step.k, step.i))
-        self._prefetch(step)
-
     def _attend(self, step: Step, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
         """Attention of one batch, whose cache is home again, or on its way, when this returns."""
         i, j, k = step
-        self._prefetch_cache(step)
         cache = self.caches.get(j - 1, k, self._held(k, i))
         # a cache that is used where it lies calls the query to it
         q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
         context, slots = self.rule.decode(cache, q, key, v, self.batches[k].lengths, i)
         self.caches.store_step(j - 1, k, self._held(k, i + 1), slots, key[:, :, 0], v[:, :, 0])
-        self._prefetch(step, ahead=2)  # into the slot that is free now
+        self._prefetch(step)  # into the slot that is free now
         return context.to(self.device.torch_device)
 
     def _embed(self, ids: Tensor, positions: Tensor, w: opt.Weights) -> Tensor:

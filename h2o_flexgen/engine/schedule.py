@@ -6,7 +6,9 @@ are needed.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -53,10 +55,12 @@ class ZigZag:
             return Step(i + 1, 0, self.batches[0])
         return None
 
-    def next_where(self, step: Step, wanted, horizon: int = 16) -> Step | None:
-        """The first of the following steps that is `wanted`: what to prefetch now."""
-        for _ in range(horizon):
-            step = self.after(step)
-            if step is None or wanted(step):
-                return step
+    def first_at(self, pieces: list[tuple[int, int]], since: Step) -> Step | None:
+        """The first step, `since` that one, at one of `pieces`: sorted (layer, batch)."""
+        begin = bisect_left(pieces, since[1:])
+        for i in range(since.i, min(since.i + 2, self.num_tokens)):
+            for j, k in islice(pieces, begin, None):
+                if k in self.batches:
+                    return Step(i, j, k)
+            begin = 0
         return None

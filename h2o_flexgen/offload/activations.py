@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.offload.device import Device, Lane, Ring, as_numpy, copy, finish
+from h2o_flexgen.offload.device import Device, Lane, as_numpy, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
 
 Key = tuple[int, int]
@@ -57,7 +57,7 @@ class ActivationStore:
         self.file: File | None = make_file("activations", end) if on_disk else None
         count = 2 if load_lane.overlap else 1
         away = any(home != "gpu" for home in homes)
-        self._ring = Ring(device, piece_bytes if away else 0, count)
+        self._buffers = cycle([device.buffer(piece_bytes) for _ in range(count)] if away else [])  # used in turn
         staging = piece_bytes if on_disk and device.is_cuda else 0
         self._load_host, self._store_host = device.host_buffer(staging), device.host_buffer(staging)
         self._load_host_free = None
@@ -97,7 +97,7 @@ class ActivationStore:
         if self.homes[batch] == "gpu" or key in self._loading or key not in self._stored:
             return
         stored = self._stored[key]
-        buffer = self._ring.buffers[self._ring.take()][: stored.nbytes]
+        buffer = next(self._buffers)[: stored.nbytes]
         # what computed on this buffer before is queued already: wait for it before writing over it
         job = self.load_lane.submit(lambda: self._load(batch, offset, stored, buffer), after=self.device.record())
         self._loading[key] = (job, buffer.view(stored.dtype).view(stored.shape))

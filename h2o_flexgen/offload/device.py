@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -228,15 +228,15 @@ class Device:
 
 
 class Lane:
-    """One direction of traffic: jobs run in order, one at a time, beside compute.
+    """One direction of traffic: jobs start in order, and run beside compute, at most `workers` at a time.
 
     With `overlap=False` a job runs to its end before `submit` returns.
     """
 
-    def __init__(self, device: Device, name: str, overlap: bool = True):
+    def __init__(self, device: Device, name: str, overlap: bool = True, workers: int = 1):
         self.device = device
         self.overlap = overlap
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name) if overlap else None
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix=name) if overlap else None
         self._stream = torch.cuda.Stream(device.torch_device) if device.is_cuda else None
 
     def submit(self, job: Callable[[], None], after=None) -> Future:
@@ -316,20 +316,27 @@ def _host_buffer(nbytes: int) -> Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
 
 
-class Ring:
-    """Device buffers used in turn. A buffer is free again once the job that last read from it is done."""
+class Slots:
+    """Device buffers that pieces visit. `busy` is the job that still uses one that has been given back."""
 
     def __init__(self, device: Device, nbytes: int, count: int):
         self.buffers = [device.buffer(nbytes) for _ in range(count)] if nbytes else []
         self.busy: list[Future | None] = [None] * count
-        self._turn = 0
+        self._free = deque(range(len(self.buffers)))
+
+    def __len__(self) -> int:
+        """How many are free."""
+        return len(self._free)
 
     def take(self) -> int:
-        turn = self._turn
-        self._turn = (turn + 1) % len(self.buffers)
-        return turn
+        """The one that has been free the longest."""
+        return self._free.popleft()
+
+    def give_back(self, index: int, busy: Future | None = None) -> None:
+        self.busy[index] = busy
+        self._free.append(index)
 
     def wait_free(self, device: Device, index: int) -> None:
-        """In a lane: hold back what follows until the buffer is free."""
+        """In a lane: hold back what follows until the buffer is no longer used."""
         if self.busy[index] is not None:
             device.wait(self.busy[index].result())

@@ -2,12 +2,12 @@
 
     gpu   resident
     cpu   a copy goes to the device before its step; the new token and the scores come back after it
-    disk  as cpu, from and to a file. A step appends the new token to the piece's log, one contiguous write;
-          loading replays the log; a full log is folded into the piece by writing it anew. The log's length
-          is where reading it costs as much as folding it.
+    disk  as cpu, from and to a file. A step appends the new token to the piece's log, one contiguous write
+          behind the piece; loading replays the log; a full log is folded into the piece by writing it anew.
+          The log's length is where reading it costs as much as folding it.
 
 Scores and positions of a piece at home on disk stay in RAM: two percent of the piece, all of it changed by
-every step.
+every step. Where RAM is what the device computes in, they are used where they lie, wherever the piece is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from h2o_flexgen.offload.device import Device, Lane, Ring, copy, finish
+from h2o_flexgen.offload.device import Device, Lane, Slots, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.plan import aligned, disk_span, log_rows
+from h2o_flexgen.plan import KV_SLOTS, aligned, disk_span, log_rows
 
 Key = tuple[int, int]
 
@@ -43,6 +43,7 @@ class KVStore:
     Args:
         layouts: the largest layout (KVLayout) of each batch of a block.
         homes: tier of every (layer, batch).
+        load_lane: with several workers the disk has requests for the next piece before one has come.
         cpu_compute: pieces at home on the cpu tier are used where they are.
     """
 
@@ -91,15 +92,19 @@ class KVStore:
 
         streamed = [layouts[b] for (_, b), home in homes.items() if home != "gpu"]
         on_disk = [layouts[b] for (_, b), home in homes.items() if home == "disk"]
-        count = 2 if load_lane.overlap else 1
-        self._kv = Ring(device, aligned(max((x.kv_bytes for x in streamed), default=0)), count)
-        self._meta = Ring(device, max((x.meta_bytes for x in streamed), default=0), count)
-        # what crosses a bus between device and disk passes through here
-        crossing = aligned(max((x.kv_bytes for x in on_disk), default=0)) if device.is_cuda else 0
-        self._load_host, self._store_host = device.host_buffer(crossing), device.host_buffer(crossing)
-        self._log_host = device.host_buffer(max((log_rows(x.slots) * aligned(x.row_bytes) for x in on_disk), default=0))
+        count = KV_SLOTS if load_lane.overlap else 1
+        slot = aligned(max((x.kv_bytes for x in streamed), default=0))
+        landing = max((disk_span(x.slots, x.row_bytes) for x in on_disk), default=0)  # a piece, and its log behind it
+        self._kv = Slots(device, slot if device.is_cuda else max(slot, landing), count)
+        self._meta: list[Tensor] = []
+        self._landing = self._kv.buffers
+        if device.is_cuda:
+            self._meta = device.buffers([max((x.meta_bytes for x in streamed), default=0)] * count)
+            # what crosses a bus between device and disk passes through here
+            self._landing = [device.host_buffer(landing) for _ in range(count)]
+            self._store_host = device.host_buffer(aligned(max((x.kv_bytes for x in on_disk), default=0)))
+        self._landing_free = [None] * count
         self._row_host = device.host_buffer(aligned(max((x.row_bytes for x in streamed), default=0)))
-        self._host_free = None
 
     def begin_block(self, layouts: list) -> None:
         """Start a block, whose layouts may be smaller than those the buffers were made for."""
@@ -118,19 +123,14 @@ class KVStore:
 
     # prefill
 
-    def fills_slot(self, layer: int, batch: int) -> bool:
-        """Whether `blank` of the piece takes a slot."""
-        return self.pieces[layer, batch].home != "gpu"
-
     def blank(self, layer: int, batch: int):
         """A cache on the device to be filled; `store_all` sends it home."""
         piece, layout = self.pieces[layer, batch], self.layouts[batch]
         if piece.home == "gpu":
             return layout.view(piece.kv, piece.meta)
-        slot = self._take()
-        self._slot_of[layer, batch] = slot
+        slot = self._slot_of[layer, batch] = self._kv.take()
         self.device.stall_on(self._kv.busy[slot], "cache")
-        return self._slot_view(slot, layout)
+        return self._view(piece, layout, slot)
 
     def store_all(self, layer: int, batch: int, held: int) -> None:
         """Send a cache that `blank` or `get` gave home; `held` slots from the first are in use."""
@@ -141,7 +141,8 @@ class KVStore:
         layout = self.layouts[batch]
         used = layout.used_bytes(held)
         job = self.store_lane.submit(lambda: self._store_all(piece, layout, slot, used), after=self.device.record())
-        piece.stored = self._kv.busy[slot] = job
+        piece.stored = job
+        self._kv.give_back(slot, job)
 
     def _store_all(self, piece: _Piece, layout, slot: int, used: int) -> None:
         self._meta_home(piece, layout, slot)
@@ -162,25 +163,25 @@ class KVStore:
 
     # decode
 
-    def prefetch(self, layer: int, batch: int, held: int) -> None:
-        """Start bringing a piece, of which `held` slots are in use, to the device, if loading may overlap."""
-        if self.load_lane.overlap:
-            self._fetch(layer, batch, held)
-
-    def _fetch(self, layer: int, batch: int, held: int) -> None:
+    def prefetch(self, layer: int, batch: int, held: int) -> bool:
+        """Start bringing a piece that streams, and of which `held` slots are in use, to the device; False if it cannot
+        be yet: no slot is free, it is still being used, or loading may not overlap."""
         key = (layer, batch)
-        if not self.streams(layer, batch) or key in self._loading or key in self._slot_of:
-            return
-        slot = self._take()
-        piece, layout = self.pieces[key], self.layouts[batch]
+        if not self.load_lane.overlap or not self._kv or key in self._loading or key in self._slot_of:
+            return False
+        self._fetch(key, held)
+        return True
+
+    def _fetch(self, key: Key, held: int) -> None:
+        slot, piece, layout = self._kv.take(), self.pieces[key], self.layouts[key[1]]
         self._loading[key] = (slot, self.load_lane.submit(lambda: self._load(piece, layout, slot, held)))
 
     def _load(self, piece: _Piece, layout, slot: int, held: int) -> None:
         self._kv.wait_free(self.device, slot)
         if piece.stored is not None:
             self.device.wait(piece.stored.result())
-        if layout.scored:
-            copy(self._meta.buffers[slot][: layout.meta_bytes], piece.meta[: layout.meta_bytes])
+        if layout.scored and self.device.is_cuda:
+            copy(self._meta[slot][: layout.meta_bytes], piece.meta[: layout.meta_bytes])
             self.cpu_to_gpu_bytes += layout.meta_bytes
         used = layout.used_bytes(held)
         if piece.home == "cpu":
@@ -190,22 +191,21 @@ class KVStore:
             self._load_from_disk(piece, layout, slot, used)
 
     def _load_from_disk(self, piece: _Piece, layout, slot: int, used: int) -> None:
-        buffer = self._kv.buffers[slot]
-        finish(self._host_free)
-        data = (self._load_host if self.device.is_cuda else buffer).numpy()
-        log = self._log_host[: len(piece.log) * aligned(layout.row_bytes)].numpy()
-        reads = self.io.read(piece.file, data[: aligned(piece.base)], piece.offset, True)
-        reads += self.io.read(piece.file, log, piece.offset + aligned(layout.kv_bytes), True)
-        wait(reads)
-        data = data[:used]
+        finish(self._landing_free[slot])
+        data, behind = self._landing[slot].numpy(), aligned(layout.kv_bytes)
+        end = behind + len(piece.log) * aligned(layout.row_bytes)
+        parts = [(0, aligned(piece.base)), (behind, end)] if aligned(piece.base) < behind else [(0, end)]
+        reads = [self.io.read(piece.file, data[a:b], piece.offset + a, True) for a, b in parts]
+        wait([future for futures in reads for future in futures])
+        data, log = data[:used], data[behind:end]
         data[piece.base :] = 0  # a segment that only the log has written to yet
         if piece.log:  # a slot may be there twice: the last one stays
             rows = log.reshape(len(piece.log), -1)[:, : layout.row_bytes]
             layout.vectors(data)[np.concatenate(piece.log)] = layout.vectors(rows).reshape(-1)
         if self.device.is_cuda:
-            copy(buffer[:used], self._load_host[:used])
+            copy(self._kv.buffers[slot][:used], self._landing[slot][:used])
             self.cpu_to_gpu_bytes += used
-            self._host_free = self.device.record()
+            self._landing_free[slot] = self.device.record()
 
     def get(self, layer: int, batch: int, held: int):
         """The cache of a piece, ready to be used and changed in place."""
@@ -215,11 +215,13 @@ class KVStore:
                 self.device.stall_on(piece.stored, "cache")
                 piece.stored = None
             return layout.view(piece.kv, piece.meta)
-        self._fetch(layer, batch, held)
-        slot, future = self._loading.pop((layer, batch))
+        key = (layer, batch)
+        if key not in self._loading:
+            self._fetch(key, held)
+        slot, future = self._loading.pop(key)
+        self._slot_of[key] = slot
         self.device.stall_on(future, "cache")
-        self._slot_of[layer, batch] = slot
-        return self._slot_view(slot, layout)
+        return self._view(piece, layout, slot)
 
     def store_step(self, layer: int, batch: int, held: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Send home what a decode step changed: the new token's k and v (B, H, D), which went into `slots`
@@ -230,16 +232,17 @@ class KVStore:
         if piece.home == "disk" and len(piece.log) == log_rows(layout.slots):
             self.store_all(layer, batch, held)
             return
-        slot, computed = self._slot_of.pop((layer, batch)), self.device.record()
-        # two jobs: the next piece may come into the slot while the token is still on its way
-        freed = self.store_lane.submit(lambda: self._meta_home(piece, layout, slot), after=computed)
-        self._kv.busy[slot] = freed
+        slot, computed, freed = self._slot_of.pop((layer, batch)), self.device.record(), None
+        if self.device.is_cuda:  # two jobs: the next piece may come into the slot while the token is still on its way
+            freed = self.store_lane.submit(lambda: self._meta_home(piece, layout, slot), after=computed)
+        self._kv.give_back(slot, freed)
         piece.stored = self.store_lane.submit(
             lambda: self._store_token(piece, layout, freed, slots, k, v), after=computed
         )
 
-    def _store_token(self, piece: _Piece, layout, freed: Future, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        freed.result()  # without its scores the piece is not home either
+    def _store_token(self, piece: _Piece, layout, freed: Future | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        if freed is not None:
+            freed.result()  # without its scores the piece is not home either
         data = self._row_host[: layout.row_bytes]
         row = data.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
         copy(row[0], k)
@@ -257,30 +260,20 @@ class KVStore:
             piece.log.append(places.astype(np.int32))
 
     def _meta_home(self, piece: _Piece, layout, slot: int) -> None:
-        if layout.scored:
-            copy(piece.meta[: layout.meta_bytes], self._meta.buffers[slot][: layout.meta_bytes])
+        if layout.scored and self.device.is_cuda:
+            copy(piece.meta[: layout.meta_bytes], self._meta[slot][: layout.meta_bytes])
             self.gpu_to_cpu_bytes += layout.meta_bytes
 
     # slots
 
-    def _take(self) -> int:
-        slot = self._kv.take()
-        for key, (taken, future) in list(self._loading.items()):
-            if taken == slot:  # fetched for a step that never came: who fills the slot next waits for that copy
-                if future.exception() is None:
-                    self.device.wait(future.result())
-                del self._loading[key]
-        return slot
-
-    def _slot_view(self, slot: int, layout):
-        meta = self._meta.buffers[slot] if layout.scored else None
-        return layout.view(self._kv.buffers[slot], meta)
+    def _view(self, piece: _Piece, layout, slot: int):
+        return layout.view(self._kv.buffers[slot], self._meta[slot] if self.device.is_cuda else piece.meta)
 
     def drop(self, layer: int, batch: int) -> None:
         """Forget what was fetched for a step that will not come."""
-        loading = self._loading.pop((layer, batch), None)
-        if loading is not None:
-            loading[1].exception()
+        slot, future = self._loading.pop((layer, batch), (None, None))
+        if slot is not None:  # who fills the slot next waits for what has been queued for it
+            self._kv.give_back(slot, None if future.exception() else future)
 
     def wipe(self) -> None:
         """Forget every number: a NaN that stayed in a slot not yet in use would spread to who uses it next."""
@@ -292,6 +285,8 @@ class KVStore:
         """Wait for everything in flight and raise what failed."""
         for key in list(self._loading):
             self.drop(*key)
+        for slot in self._slot_of.values():
+            self._kv.give_back(slot)
         self._slot_of.clear()
         for piece in self.pieces.values():
             if piece.stored is not None:

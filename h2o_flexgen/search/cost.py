@@ -15,7 +15,17 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
-from h2o_flexgen.plan import HEAD_ROWS, Placement, Shapes, Workload, batch_sizes, prefill_pairs, product_rows, requests
+from h2o_flexgen.plan import (
+    HEAD_ROWS,
+    KV_SLOTS,
+    Placement,
+    Shapes,
+    Workload,
+    batch_sizes,
+    prefill_pairs,
+    product_rows,
+    requests,
+)
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.search.profile import LINKS, Profile
 
@@ -235,7 +245,7 @@ class CostModel:
         kv, bus = kept * shapes.row_bytes, 1 if shapes.cuda else 0
         store = Lane(
             write=cache.disk * kv,
-            out=(cache.cpu + bus * cache.disk) * kv + (cache.cpu + cache.disk) * shapes.meta_bytes,
+            out=(cache.cpu + bus * cache.disk) * kv + bus * (cache.cpu + cache.disk) * shapes.meta_bytes,
             writes=self._piece_requests(policy, cache, kv),
         )
         into, home = self._activations(policy, activations, length * self.hidden_bytes)
@@ -249,7 +259,8 @@ class CostModel:
         """`slots`: those in use, which are read; one is written, and a piece on disk is folded now and then. `length`:
         of the longest prompt."""
         shapes = self.shapes
-        row, meta, bus = shapes.row_bytes, shapes.meta_bytes, 1 if shapes.cuda else 0
+        bus = 1 if shapes.cuda else 0
+        row, meta = shapes.row_bytes, bus * shapes.meta_bytes  # scores are used where they lie if that is RAM
         kv, on_disk, log = slots * row, self.stored_slots(slots, length) * row, self._log_rows * row
         moves = 0 if policy.cpu_cache_compute else 1  # else a cache on the cpu tier is used where it lies
         read = cache.disk * (on_disk + log)
@@ -398,10 +409,10 @@ class CostModel:
         return prefill, decode, terms
 
     def _late(self, policy: Policy, groups: int, cache: Away) -> float:
-        """The part of a layer's cache that cannot come while `groups` of batches compute their products together: there
-        are two slots, and attention frees them."""
+        """The part of a layer's cache that cannot come while `groups` of batches compute their products together:
+        attention frees the slots."""
         pieces = (cache.disk + (0 if policy.cpu_cache_compute else cache.cpu)) / policy.gpu_batch_size
-        return 1 - 2 * groups / pieces if pieces else 0.0
+        return 1 - KV_SLOTS * groups / pieces if pieces else 0.0
 
     def _weights_away(self, placement: Placement) -> list[Away]:
         size = self.shapes.compute_itemsize

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.files import sweep
-from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, plan_policy, workspace_bytes
+from h2o_flexgen.plan import KV_SLOTS, Placement, Shapes, Workload, batch_sizes, plan_policy, workspace_bytes
 from h2o_flexgen.policy import TIERS, Plan, Policy, gib
 from h2o_flexgen.search.cost import Away, Batches, CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
@@ -280,14 +280,15 @@ class Search:
             gpu += wd * (rings * shapes.stored_ratio * layer + layer)
         else:
             gpu += rings * wd * layer
-        gpu += cg * (L * B * piece) + rings * (cc + cd) * (sizes[0] * piece)
+        slots, visiting = KV_SLOTS if policy.overlap else 1, piece if shapes.cuda else piece - shapes.meta_bytes
+        gpu += cg * (L * B * piece) + slots * (cc + cd) * (sizes[0] * visiting)
         cpu = wc * W + cc * (L * B * piece) + cd * (L * B * shapes.meta_bytes) + ac * A
         disk = cd * (L * B * (shapes.slots * shapes.row_bytes + log)) + ad * A
         if shapes.dummy:
             disk += wd * (shapes.stored_ratio * W)
         if shapes.cuda:
             cpu += self.baseline + rings * wd * (shapes.stored_ratio * layer)
-            cpu += cd * (2 * sizes[-1] * shapes.slots * shapes.row_bytes)
+            cpu += cd * ((slots + 1) * sizes[-1] * shapes.slots * shapes.row_bytes)
         needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
         return [(needed[tier], limit) for tier, limit in self.limits.items()]
 

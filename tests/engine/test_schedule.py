@@ -48,14 +48,16 @@ def test_after_is_the_next_step_unless_a_batch_finishes_in_between(tokens, layer
     assert expected in (None, "anything")
 
 
-@given(**sizes, wanted_layer=st.integers(0, 5), horizon=st.integers(1, 12), data=st.data())
-def test_next_where_is_the_first_wanted_of_the_steps_that_follow(tokens, layers, batches, wanted_layer, horizon, data):
+@given(**sizes, data=st.data())
+def test_first_at_is_the_first_step_at_one_of_the_pieces_of_a_batch_that_still_runs(tokens, layers, batches, data):
     schedule = ZigZag(tokens, layers, batches)
-    steps = list(walk(schedule))
-    at = data.draw(st.integers(0, len(steps) - 1), "at")
-    found = schedule.next_where(steps[at], lambda step: step.j == wanted_layer, horizon)
-    following = [s for s in steps[at + 1 : at + 1 + horizon] if s.j == wanted_layer]
-    assert found == (following[0] if following else None)
+    pairs = [(j, k) for j in range(layers) for k in range(batches)]
+    pieces = sorted(data.draw(st.sets(st.sampled_from(pairs)), "pieces"))
+    for k in data.draw(st.sets(st.integers(0, batches - 1)), "finished"):
+        schedule.finish(k)
+    since = Step(*(data.draw(st.integers(0, n)) for n in (tokens - 1, layers, batches)))
+    steps = [Step(i, j, k) for i in range(tokens) for j, k in pieces if k in schedule.batches]
+    assert schedule.first_at(pieces, since) == next((s for s in steps if s >= since), None)
 
 
 @given(**sizes)
@@ -64,4 +66,4 @@ def test_nothing_follows_once_all_batches_have_finished(tokens, layers, batches)
     for k in range(batches):
         schedule.finish(k)
     assert schedule.after(Step(0, layers - 1, batches - 1)) is None
-    assert schedule.next_where(Step(0, layers - 1, batches - 1), lambda step: True) is None
+    assert schedule.first_at([(j, k) for j in range(layers) for k in range(batches)], Step(0, 0, 0)) is None

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from h2o_flexgen.offload.device import Device, Lane, Ring, copy, finish
+from h2o_flexgen.offload.device import Device, Lane, Slots, copy, finish
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -113,29 +113,29 @@ def test_what_a_lane_sends_home_is_complete_when_its_future_is(device, overlap):
 
 def test_a_piece_goes_home_and_comes_back_through_two_lanes(device):
     """As the KV cache moves: a load waits for the store of its slot and for the store of its piece."""
-    load, store, delay = Lane(device, "load"), Lane(device, "store"), Delay()
+    load, store, delay = Lane(device, "load", workers=2), Lane(device, "store"), Delay()
     pieces, size = 5, 1 << 20
     home = [device.host_buffer(size) for _ in range(pieces)]
     wanted = [torch.full((size,), p, dtype=torch.uint8) for p in range(pieces)]
     for h, w in zip(home, wanted):
         h.copy_(w)
     stored = [None] * pieces
-    ring = Ring(device, size, 2)
+    slots = Slots(device, size, 2)
     device.synchronize()
 
     def fetch(p):
-        slot = ring.take()
+        slot = slots.take()
 
         def job():
-            ring.wait_free(device, slot)
+            slots.wait_free(device, slot)
             if stored[p] is not None:
                 device.wait(stored[p].result())
-            copy(ring.buffers[slot], home[p])
+            copy(slots.buffers[slot], home[p])
 
         return slot, load.submit(job)
 
     def send(p, slot):
-        copy(home[p], ring.buffers[slot])
+        copy(home[p], slots.buffers[slot])
         finish(device.record())
 
     coming = fetch(0)
@@ -146,10 +146,11 @@ def test_a_piece_goes_home_and_comes_back_through_two_lanes(device):
         if n % 3:
             coming = fetch((p + 1) % pieces)
         delay()
-        ring.buffers[slot].add_(p + 1)
+        slots.buffers[slot].add_(p + 1)
         wanted[p] += p + 1
         job = store.submit(lambda p=p, slot=slot: send(p, slot), after=device.record())
-        stored[p] = ring.busy[slot] = job
+        stored[p] = job
+        slots.give_back(slot, job)
         if not n % 3:
             coming = fetch((p + 1) % pieces)
     for job in stored:

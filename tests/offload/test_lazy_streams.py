@@ -106,9 +106,9 @@ streams: list[Stream] = []
 
 
 class LazyLane(device_module.Lane):
-    def __init__(self, device, name, overlap=True):
+    def __init__(self, device, name, overlap=True, workers=1):
         device.is_cuda = False
-        super().__init__(device, name, overlap)
+        super().__init__(device, name, overlap, workers)
         device.is_cuda = True
         self._stream = Stream()
         streams.append(self._stream)
