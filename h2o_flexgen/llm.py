@@ -183,7 +183,7 @@ class LLM:
         self._at_start = self._baseline = memory.baseline()
         self.folder: OffloadFolder | None = None
         self._io: DiskIO | None = None
-        self._lanes: list[Lane] = []
+        self._lanes: dict[str, Lane] = {}
         self._weights: WeightStore | None = None
         self._weights_key = None
 
@@ -207,13 +207,13 @@ class LLM:
 
     def close(self) -> None:
         """Give memory, threads and the offload folder back; the next `generate` starts anew."""
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.close()
         if self._io is not None:
             self._io.close()
         self._weights = self._weights_key = None
         self._io = None
-        self._lanes = []
+        self._lanes = {}
         self.device.unpin()
         self.device.release_cached()
         if self.folder is not None:
@@ -507,12 +507,12 @@ class LLM:
     # stores
 
     def _open(self, policy: Policy) -> None:
-        if self._lanes and self._lanes[0].overlap != policy.overlap:
+        if self._lanes and self._lanes["weights"].overlap != policy.overlap:
             self.close()
         if self._io is None:
             self._io = DiskIO()
-            workers = {"weights": 1, "load": 1, "store": 1, "cache": KV_SLOTS}
-            self._lanes = [Lane(self.device, name, policy.overlap, n) for name, n in workers.items()]
+            workers = {"weights": 1, "cache": KV_SLOTS, "activations": 1, "store": 1}
+            self._lanes = {name: Lane(self.device, name, policy.overlap, n) for name, n in workers.items()}
 
     def _make_file(self, name: str, nbytes: int):
         if self.folder is None:
@@ -533,7 +533,7 @@ class LLM:
                 placement.weights,
                 self.source,
                 self._io,
-                self._lanes[0],
+                self._lanes["weights"],
                 self._make_file,
                 self.direct_reads,
                 self.progress,
@@ -553,8 +553,8 @@ class LLM:
             layouts,
             placement.cache,
             self._io,
-            self._lanes[3],
-            self._lanes[2],
+            self._lanes["cache"],
+            self._lanes["store"],
             self._make_file,
             policy.cpu_cache_compute,
         )
@@ -567,8 +567,8 @@ class LLM:
             [b * longest * row for b in sizes],
             piece,
             self._io,
-            self._lanes[1],
-            self._lanes[2],
+            self._lanes["activations"],
+            self._lanes["store"],
             self._make_file,
         )
         return caches, activations
@@ -625,7 +625,7 @@ class LLM:
             "peak_memory_bytes": peak,
             "planned_memory_bytes": {tier: self.plan.needed(tier) for tier in ("gpu", "cpu", "disk")},
             "bytes_moved": {key: moved[key] - before[key] for key in moved},
-            # activations share the cache's lanes
+            # activations go home on the cache's lane
             "stall_seconds": {
                 "weights": stalls.get("weights", 0.0),
                 "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),

@@ -17,12 +17,12 @@ PAGE = 4096
 REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
 #: that keep the disk's queue full
 THREADS = 4
-#: pieces of cache on the device that are being used, are coming, or are being written back
+#: the most pieces of a streaming cache on the device at once
 KV_SLOTS = 3
 #: rows of logits that are turned into tokens at once
 HEAD_ROWS = 128
-#: rows that go through a decoder layer's products together in a decode step, if their batches are smaller: the rate of
-#: products grows up to about so many (the README has it)
+#: rows that go through the products of a decode step together, if their batches are smaller: the rate of products grows
+#: up to about so many (the README has it)
 GROUP_ROWS = 128
 #: attention over prompts: probabilities held at once (what stays in a processor's cache, or fills a GPU), and queries
 #: of one chunk; measured on 2 cores in bf16, prompts of 64 to 2048 tokens: 256 queries are within 10 % of the best
@@ -160,6 +160,14 @@ def log_rows(slots: int) -> int:
     return max(1, isqrt(2 * slots))
 
 
+def kv_slots(overlap: bool, on_disk: bool) -> int:
+    """Buffers through which pieces of a cache visit the device: one that is used, and one that comes or leaves; where
+    they come from disk one more, so that it has something to read while the products of a layer use none."""
+    if not overlap:
+        return 1
+    return KV_SLOTS if on_disk else 2
+
+
 def micro_tokens(policy: Policy, longest: int, batch: int) -> int:
     """The most tokens, padding included, of a prefill micro-batch of prompts of up to `longest` tokens; a single
     sequence may exceed `policy.prefill_tokens`."""
@@ -177,8 +185,9 @@ def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
 
 
 def product_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Which batches of so many sequences go through a decoder layer's products together in a decode step: (begin, end)
-    of each group, of one batch or of at most GROUP_ROWS sequences."""
+    """Which batches of so many sequences go through the products of a decode step together: (begin, end) of each group,
+    of one batch or of at most GROUP_ROWS sequences. One group of more rows saves compute less than it costs: fewer
+    pieces of cache come beside the products."""
     groups, rows = [], 0
     for n, size in enumerate(sizes):
         if groups and rows + size <= GROUP_ROWS:
@@ -243,7 +252,7 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
 
     plan.add(host, "the process itself", baseline)
     _plan_weights(plan, shapes, placement, overlap)
-    _plan_cache(plan, shapes, placement, batches, KV_SLOTS if policy.overlap else 1)
+    _plan_cache(plan, policy, shapes, placement, batches)
 
     # hidden states
     E = shapes.config.hidden_size
@@ -285,7 +294,7 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     to `longest` tokens."""
     prefill = _prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
     decode = _decode_workspace(shapes, batches[0], max(product_rows(batches)))
-    head = min(batches[0], HEAD_ROWS) * shapes.config.vocab_size * (shapes.compute_itemsize + 8)
+    head = min(max(product_rows(batches)), HEAD_ROWS) * shapes.config.vocab_size * (shapes.compute_itemsize + 8)
     return max(prefill, decode, head)
 
 
@@ -316,7 +325,7 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int
         plan.add("gpu", "weight conversion", converted)
 
 
-def _plan_cache(plan: Plan, shapes: Shapes, placement: Placement, batches: list[int], slots: int) -> None:
+def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int]) -> None:
     row, meta = shapes.row_bytes, shapes.meta_bytes
     kv = {"gpu": 0, "cpu": 0, "disk": 0}
     metas = {"gpu": 0, "cpu": 0, "disk": 0}
@@ -333,13 +342,16 @@ def _plan_cache(plan: Plan, shapes: Shapes, placement: Placement, batches: list[
         plan.add(tier, "KV cache", kv[tier] + metas[tier])
     # with CPU attention prefill still fills a cache on the device
     buffers = max((batches[k] for (_, k), home in placement.cache.items() if home != "gpu"), default=0)
+    slots = kv_slots(policy.overlap, on_disk > 0)
     piece, landing = buffers * shapes.slots * row, disk_span(shapes.slots, on_disk * row)
     if shapes.cuda:
         plan.add("gpu", "KV slots", slots * (piece + buffers * meta))
         plan.add("cpu", "KV staging", slots * landing + on_disk * shapes.slots * row)
     else:
         plan.add("gpu", "KV slots", slots * max(piece, landing))
-    plan.add("cpu" if shapes.cuda else "gpu", "KV rows on their way home", buffers * row)
+    plan.add("cpu" if shapes.cuda else "gpu", "KV staging of a step", buffers * row)
+    if buffers:  # each may hold those of its group
+        plan.add("gpu", "keys and values on their way home", slots * max(product_rows(batches)) * row)
 
 
 def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:

@@ -328,7 +328,7 @@ def as_numpy_files(model: str, folder: Path) -> None:
 def run_ours(job: Job) -> dict:
     """With the policy that the search finds for the job, or in one block of a given shape."""
     from h2o_flexgen import LLM, KVBudget, SamplingParams
-    from h2o_flexgen.plan import Workload
+    from h2o_flexgen.plan import Workload, batch_sizes, product_rows
 
     size, batches = job.options.get("block", (None, None))
     make = partial(
@@ -346,7 +346,8 @@ def run_ours(job: Job) -> dict:
     )
     with make() as llm:
         config, layers = llm.config, llm.layers
-        rows = llm.choose(Workload((job.prompt_len,) * job.batch, job.gen_len))[1].gpu_batch_size
+        policy = llm.choose(Workload((job.prompt_len,) * job.batch, job.gen_len))[1]
+        rows = max(product_rows(batch_sizes(job.batch, policy)))
     # the machine's rates change within a run where it is shared: the floor is that of before and after
     rates = [machine_rates(job, config, rows)]
     with make() as llm:

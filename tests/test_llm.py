@@ -238,12 +238,12 @@ def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path,
     ends = choose_ends(references, lambda outputs: len({*last_steps(outputs), 24}) == 4)
     lengths = [len(cut(tokens, ends)[0]) for tokens in references]
     seen = []
-    step, layer = Engine._step, Engine._decode_layer
-    monkeypatch.setattr(Engine, "_step", lambda self, s, w: (seen.append(tuple(s)), step(self, s, w))[1])
+    prefill, decode = Engine._prefill, Engine._decode
+    monkeypatch.setattr(Engine, "_prefill", lambda self, s, w: (seen.append(tuple(s)), prefill(self, s, w))[1])
     monkeypatch.setattr(
         Engine,
-        "_decode_layer",
-        lambda self, i, j, group, w: (seen.extend((i, j, k) for k in group), layer(self, i, j, group, w))[1],
+        "_decode",
+        lambda self, i, j, group, w: (seen.extend((i, j, k) for k in group), decode(self, i, j, group, w))[1],
     )
     stopping = with_eos(model, tmp_path, sorted(ends))
     with LLM(str(stopping.folder), Policy(2, 3, percent), dtype="float32", device="cpu", progress=False) as llm:

@@ -117,12 +117,12 @@ class Engine:
             before = sum(len(s.tokens) for b in batches for s in b.sequences) if j == self.num_layers - 1 else 0
             self._prefetch_weights(i, j, is_last)
             w = self.weights.get(j)
-            if i > 0 and self._is_decoder(j):
-                for group in self._groups(active):
-                    self._decode_layer(i, j, group, w)
-            else:
+            if i == 0:
                 for k in active:
-                    self._step(Step(i, j, k), w)
+                    self._prefill(Step(i, j, k), w)
+            else:
+                for group in self._groups(active):
+                    self._decode(i, j, group, w)
             del w
             self.weights.release(j)
             tokens = 0
@@ -194,12 +194,6 @@ class Engine:
 
     # one step
 
-    def _step(self, step: Step, w: opt.Weights) -> None:
-        if step.i == 0:
-            self._prefill(step, w)
-        else:
-            self._decode_end(step, w)
-
     def _prefill(self, step: Step, w: opt.Weights) -> None:
         i, j, k = step
         batch = self.batches[k]
@@ -222,7 +216,7 @@ class Engine:
                 self._prefetch_hidden(step)
             if cache is None:
                 last = hidden[torch.arange(end - begin), lengths - 1]
-                self._choose(step, w, batch.sequences[begin:end], last)
+                self._choose(i, w, batch.sequences[begin:end], last)
                 continue
             attend = partial(self.rule.prefill, cache.rows(begin, end), lengths=lengths)
             hidden = opt.decoder_layer(self.config, w, hidden, attend)
@@ -232,34 +226,35 @@ class Engine:
         else:
             self._retire(step)
 
-    def _decode_end(self, step: Step, w: opt.Weights) -> None:
-        """The embedding or the head of a decode step."""
-        i, j, k = step
-        batch = self.batches[k]
-        self._prefetch(step)
-        if j == 0:
-            ids = torch.tensor([s.tokens[-1] if s.tokens else 0 for s in batch.sequences])[:, None]
-            self._hidden[k] = self._embed(ids, (batch.lengths + i - 1)[:, None], w)
-            return
-        self._choose(step, w, batch.sequences, self._hidden.pop(k)[:, 0].contiguous())
-        self._retire(step)
-
     def _groups(self, active: list[int]) -> list[list[int]]:
-        """The batches that go through a layer's products together."""
+        """The batches that go through a decode step's products together."""
         sizes = [len(self.batches[k].sequences) for k in active]
         return [active[begin:end] for begin, end in product_groups(sizes)]
 
-    def _decode_layer(self, i: int, j: int, group: list[int], w: opt.Weights) -> None:
-        """A decoder layer: products of all rows at once, attention batch by batch as their caches come."""
+    def _decode(self, i: int, j: int, group: list[int], w: opt.Weights) -> None:
+        """A layer: products of all rows at once, attention batch by batch as their caches come."""
         self._prefetch(Step(i, j, group[0]))
-        sizes = [len(self.batches[k].sequences) for k in group]
+        batches = [self.batches[k] for k in group]
+        sizes = [len(batch.sequences) for batch in batches]
+        sequences = [s for batch in batches for s in batch.sequences]
 
         def attend(q: Tensor, key: Tensor, v: Tensor) -> Tensor:
             parts = zip(group, q.split(sizes), key.split(sizes), v.split(sizes))
             return torch.cat([self._attend(Step(i, j, k), *part) for k, *part in parts])
 
-        hidden = torch.cat([self._hidden.pop(k) for k in group])
-        hidden = opt.decoder_layer(self.config, w, hidden, attend)
+        if j == 0:
+            ids = torch.tensor([s.tokens[-1] if s.tokens else 0 for s in sequences])
+            positions = torch.cat([batch.lengths for batch in batches]) + i - 1
+            hidden = self._embed(ids[:, None], positions[:, None], w)
+        else:
+            hidden = torch.cat([self._hidden.pop(k) for k in group])
+        if j == self.num_layers - 1:
+            self._choose(i, w, sequences, hidden[:, 0])
+            for k in group:
+                self._retire(Step(i, j, k))
+            return
+        if j > 0:
+            hidden = opt.decoder_layer(self.config, w, hidden, attend)
         self._hidden.update(zip(group, hidden.split(sizes)))
 
     def _attend(self, step: Step, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
@@ -277,12 +272,12 @@ class Engine:
         words = self.weights.rows("words", ids)
         return opt.embed(words, self.weights.rows("positions", positions + opt.POSITION_OFFSET), w)
 
-    def _choose(self, step: Step, w: opt.Weights, sequences: list[Sequence], hidden: Tensor) -> None:
-        """Append one token to every sequence that still runs. hidden: (B, E)."""
+    def _choose(self, i: int, w: opt.Weights, sequences: list[Sequence], hidden: Tensor) -> None:
+        """Append the token of step i to every sequence that still runs. hidden: (B, E), contiguous."""
         for at in range(0, len(sequences), HEAD_ROWS):
             rows = sequences[at : at + HEAD_ROWS]
             logits = opt.logits(self.config, w, hidden[at : at + HEAD_ROWS])
-            tokens, logprobs = sample(logits, self.params, [s.index for s in rows], step.i)
+            tokens, logprobs = sample(logits, self.params, [s.index for s in rows], i)
             for s, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist()):
                 finite = math.isfinite(logprob)
                 self._broken |= not finite  # also of a sequence that has stopped: it is computed until its batch leaves
@@ -314,5 +309,6 @@ class Engine:
         """A batch whose sequences have all finished leaves the schedule."""
         if all(s.finish_reason is not None for s in self.batches[step.k].sequences):
             self.schedule.finish(step.k)
+            self._coming = [piece for piece in self._coming if piece[1] != step.k]
             for layer in range(self.num_layers - 2):
                 self.caches.drop(layer, step.k)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 
@@ -56,11 +55,10 @@ class ZigZag:
         return None
 
     def first_at(self, pieces: list[tuple[int, int]], since: Step) -> Step | None:
-        """The first step, `since` that one, at one of `pieces`: sorted (layer, batch)."""
-        begin = bisect_left(pieces, since[1:])
-        for i in range(since.i, min(since.i + 2, self.num_tokens)):
-            for j, k in islice(pieces, begin, None):
-                if k in self.batches:
-                    return Step(i, j, k)
-            begin = 0
+        """The first step, from `since` on, at one of `pieces`: (layer, batch), sorted, of batches that still run."""
+        at = bisect_left(pieces, since[1:])
+        if at < len(pieces):
+            return Step(since.i, *pieces[at])
+        if pieces and since.i + 1 < self.num_tokens:
+            return Step(since.i + 1, *pieces[0])
         return None

@@ -180,6 +180,11 @@ class Device:
         if event is not None:
             torch.cuda.current_stream(self.torch_device).wait_event(event)
 
+    def wait_for(self, job: Future | None) -> None:
+        """In a lane: queue nothing more before another lane's job is done."""
+        if job is not None:
+            self.wait(job.result())
+
     @contextmanager
     def stalling(self, kind: str) -> Iterator[None]:
         """Count what runs inside as time that compute waits."""
@@ -317,7 +322,7 @@ def _host_buffer(nbytes: int) -> Tensor:
 
 
 class Slots:
-    """Device buffers that pieces visit. `busy` is the job that still uses one that has been given back."""
+    """Device buffers that pieces visit. `busy`: the job that may still use a buffer that has been given back."""
 
     def __init__(self, device: Device, nbytes: int, count: int):
         self.buffers = [device.buffer(nbytes) for _ in range(count)] if nbytes else []
@@ -328,15 +333,11 @@ class Slots:
         """How many are free."""
         return len(self._free)
 
-    def take(self) -> int:
-        """The one that has been free the longest."""
-        return self._free.popleft()
+    def take(self) -> tuple[int, Future | None]:
+        """The one that has been free the longest, and the job to wait for before it is filled."""
+        index = self._free.popleft()
+        return index, self.busy[index]
 
     def give_back(self, index: int, busy: Future | None = None) -> None:
         self.busy[index] = busy
         self._free.append(index)
-
-    def wait_free(self, device: Device, index: int) -> None:
-        """In a lane: hold back what follows until the buffer is no longer used."""
-        if self.busy[index] is not None:
-            device.wait(self.busy[index].result())

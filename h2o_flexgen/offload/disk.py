@@ -111,16 +111,19 @@ class File:
         self.close()
 
 
+_WRITE, _READ, _LATER = range(3)
+
+
 class _Requests:
-    """Threads that take requests to one file system: those for `later` once no others wait."""
+    """Threads that take requests to one file system: of those that wait the most urgent first."""
 
     def __init__(self, threads: int):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
-        self._waiting = deque(), deque()  # what is wanted now, and later
+        self._waiting = deque(), deque(), deque()  # _WRITE, _READ, _LATER
 
-    def submit(self, later: bool, work: Callable, *args) -> Future:
+    def submit(self, urgency: int, work: Callable, *args) -> Future:
         future = Future()
-        self._waiting[later].append((future, partial(work, *args)))
+        self._waiting[urgency].append((future, partial(work, *args)))
         self._pool.submit(self._take_all)  # not one each: an interrupt here would leave one that nobody takes
         return future
 
@@ -153,7 +156,7 @@ class _Requests:
 class DiskIO:
     """A few threads for each file system that keep its disk busy with large requests. Counts the bytes moved.
 
-    What is wanted next (cache), or makes room for it (cache on its way home), does not queue behind what is wanted a
+    What holds memory until it is written goes first. What is wanted next (cache) does not queue behind what is wanted a
     layer from now (weights), which fills the pauses.
     """
 
@@ -177,20 +180,20 @@ class DiskIO:
 
         with self._lock:
             self.read_bytes += array.nbytes
-            return self._each(work, file, array, offset, later)
+            return self._each(work, file, array, offset, _LATER if later else _READ)
 
     def write(self, file: File, array: np.ndarray, offset: int, direct: bool = False) -> list[Future]:
         """Start writing `array` (C-contiguous) at `offset`; wait for the futures."""
         with self._lock:
             self.written_bytes += array.nbytes
-            return self._each(partial(file.write_at, direct=direct), file, array, offset, False)
+            return self._each(partial(file.write_at, direct=direct), file, array, offset, _WRITE)
 
-    def _each(self, work: Callable, file: File, array: np.ndarray, offset: int, later: bool) -> list[Future]:
+    def _each(self, work: Callable, file: File, array: np.ndarray, offset: int, urgency: int) -> list[Future]:
         if self._closed:
             raise RuntimeError("no requests are taken any more")
         if file.device not in self._requests:
             self._requests[file.device] = _Requests(self.threads)
-        submit = partial(self._requests[file.device].submit, later, work)
+        submit = partial(self._requests[file.device].submit, urgency, work)
         view = memoryview(array).cast("B")
         step = request_bytes(len(view), self.request, self.threads)
         return [submit(view[at : at + step], offset + at) for at in range(0, len(view), step)]

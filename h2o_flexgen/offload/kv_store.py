@@ -12,6 +12,7 @@ every step. Where RAM is what the device computes in, they are used where they l
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from h2o_flexgen.offload.device import Device, Lane, Slots, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.plan import KV_SLOTS, aligned, disk_span, log_rows
+from h2o_flexgen.plan import aligned, disk_span, kv_slots, log_rows
 
 Key = tuple[int, int]
 
@@ -92,7 +93,7 @@ class KVStore:
 
         streamed = [layouts[b] for (_, b), home in homes.items() if home != "gpu"]
         on_disk = [layouts[b] for (_, b), home in homes.items() if home == "disk"]
-        count = KV_SLOTS if load_lane.overlap else 1
+        count = kv_slots(load_lane.overlap, bool(on_disk))
         slot = aligned(max((x.kv_bytes for x in streamed), default=0))
         landing = max((disk_span(x.slots, x.row_bytes) for x in on_disk), default=0)  # a piece, and its log behind it
         self._kv = Slots(device, slot if device.is_cuda else max(slot, landing), count)
@@ -104,6 +105,7 @@ class KVStore:
             self._landing = [device.host_buffer(landing) for _ in range(count)]
             self._store_host = device.host_buffer(aligned(max((x.kv_bytes for x in on_disk), default=0)))
         self._landing_free = [None] * count
+        self._storing: deque[Future] = deque()  # tokens on their way home
         self._row_host = device.host_buffer(aligned(max((x.row_bytes for x in streamed), default=0)))
 
     def begin_block(self, layouts: list) -> None:
@@ -128,8 +130,9 @@ class KVStore:
         piece, layout = self.pieces[layer, batch], self.layouts[batch]
         if piece.home == "gpu":
             return layout.view(piece.kv, piece.meta)
-        slot = self._slot_of[layer, batch] = self._kv.take()
-        self.device.stall_on(self._kv.busy[slot], "cache")
+        slot, busy = self._kv.take()
+        self._slot_of[layer, batch] = slot
+        self.device.stall_on(busy, "cache")
         return self._view(piece, layout, slot)
 
     def store_all(self, layer: int, batch: int, held: int) -> None:
@@ -173,24 +176,28 @@ class KVStore:
         return True
 
     def _fetch(self, key: Key, held: int) -> None:
-        slot, piece, layout = self._kv.take(), self.pieces[key], self.layouts[key[1]]
-        self._loading[key] = (slot, self.load_lane.submit(lambda: self._load(piece, layout, slot, held)))
+        (slot, busy), piece, layout = self._kv.take(), self.pieces[key], self.layouts[key[1]]
+        self._loading[key] = (slot, self.load_lane.submit(lambda: self._load(piece, layout, slot, busy, held)))
 
-    def _load(self, piece: _Piece, layout, slot: int, held: int) -> None:
-        self._kv.wait_free(self.device, slot)
-        if piece.stored is not None:
-            self.device.wait(piece.stored.result())
+    def _load(self, piece: _Piece, layout, slot: int, busy: Future | None, held: int) -> None:
+        used, come = layout.used_bytes(held), piece.kv
+        self.device.wait_for(piece.stored)
+        if not self.device.is_cuda:
+            self.device.wait_for(busy)
+        if piece.home == "disk":
+            come = self._read(piece, layout, slot, used)
+        if self.device.is_cuda:  # what comes from disk lands elsewhere first
+            self.device.wait_for(busy)
         if layout.scored and self.device.is_cuda:
             copy(self._meta[slot][: layout.meta_bytes], piece.meta[: layout.meta_bytes])
             self.cpu_to_gpu_bytes += layout.meta_bytes
-        used = layout.used_bytes(held)
-        if piece.home == "cpu":
-            copy(self._kv.buffers[slot][:used], piece.kv[:used])
+        if come is not self._kv.buffers[slot]:
+            copy(self._kv.buffers[slot][:used], come[:used])
             self.cpu_to_gpu_bytes += used
-        else:
-            self._load_from_disk(piece, layout, slot, used)
+            self._landing_free[slot] = self.device.record()
 
-    def _load_from_disk(self, piece: _Piece, layout, slot: int, used: int) -> None:
+    def _read(self, piece: _Piece, layout, slot: int, used: int) -> Tensor:
+        """What the file holds of a piece: where it has landed."""
         finish(self._landing_free[slot])
         data, behind = self._landing[slot].numpy(), aligned(layout.kv_bytes)
         end = behind + len(piece.log) * aligned(layout.row_bytes)
@@ -202,10 +209,7 @@ class KVStore:
         if piece.log:  # a slot may be there twice: the last one stays
             rows = log.reshape(len(piece.log), -1)[:, : layout.row_bytes]
             layout.vectors(data)[np.concatenate(piece.log)] = layout.vectors(rows).reshape(-1)
-        if self.device.is_cuda:
-            copy(self._kv.buffers[slot][:used], self._landing[slot][:used])
-            self.cpu_to_gpu_bytes += used
-            self._landing_free[slot] = self.device.record()
+        return self._landing[slot]
 
     def get(self, layer: int, batch: int, held: int):
         """The cache of a piece, ready to be used and changed in place."""
@@ -239,6 +243,10 @@ class KVStore:
         piece.stored = self.store_lane.submit(
             lambda: self._store_token(piece, layout, freed, slots, k, v), after=computed
         )
+        self._storing.append(piece.stored)
+        if len(self._storing) > len(self._kv.buffers):  # what waits holds memory
+            with self.device.stalling("cache"):
+                self._storing.popleft().result()
 
     def _store_token(self, piece: _Piece, layout, freed: Future | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
         if freed is not None:
@@ -270,10 +278,11 @@ class KVStore:
         return layout.view(self._kv.buffers[slot], self._meta[slot] if self.device.is_cuda else piece.meta)
 
     def drop(self, layer: int, batch: int) -> None:
-        """Forget what was fetched for a step that will not come."""
-        slot, future = self._loading.pop((layer, batch), (None, None))
-        if slot is not None:  # who fills the slot next waits for what has been queued for it
-            self._kv.give_back(slot, None if future.exception() else future)
+        """Forget what is being fetched for a step that will not come."""
+        if (layer, batch) in self._loading:
+            slot, future = self._loading.pop((layer, batch))
+            future.exception()  # no request may read into a buffer that another piece fills
+            self._kv.give_back(slot, future)
 
     def wipe(self) -> None:
         """Forget every number: a NaN that stayed in a slot not yet in use would spread to who uses it next."""
@@ -285,9 +294,7 @@ class KVStore:
         """Wait for everything in flight and raise what failed."""
         for key in list(self._loading):
             self.drop(*key)
-        for slot in self._slot_of.values():
-            self._kv.give_back(slot)
-        self._slot_of.clear()
+        self._storing.clear()
         for piece in self.pieces.values():
             if piece.stored is not None:
                 finish(piece.stored.result())

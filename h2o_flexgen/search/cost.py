@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from h2o_flexgen.plan import (
     HEAD_ROWS,
-    KV_SLOTS,
     Placement,
     Shapes,
     Workload,
     batch_sizes,
+    kv_slots,
     prefill_pairs,
     product_rows,
     requests,
@@ -67,10 +67,11 @@ class Flows:
     weights_from_disk: Lane
     load: Lane
     store: Lane
+    cache: Lane = Lane()  # pieces come beside each other: their reads and their copies each take their time
 
     @property
     def total(self) -> Lane:
-        return self.weights_from_cpu + self.weights_from_disk + self.load + self.store
+        return self.weights_from_cpu + self.weights_from_disk + self.load + self.store + self.cache
 
 
 @dataclass
@@ -182,8 +183,12 @@ class CostModel:
         each = self._attention("prefill", flops)
         return sum(self._product(self.layer_size, n * length) + n * each + self.profile.step_seconds for n in sizes)
 
-    def head_compute(self, batch: int) -> float:
-        """From the last hidden states of a batch to tokens."""
+    def heads_compute(self, sizes: Sequence[int]) -> tuple[float, float]:
+        """From the last hidden states of batches to tokens, in prefill and in a decode step."""
+        each, together = (sum(map(self._head_compute, rows)) for rows in (sizes, product_rows(sizes)))
+        return each, together
+
+    def _head_compute(self, batch: int) -> float:
         parts = [HEAD_ROWS] * (batch // HEAD_ROWS) + [batch % HEAD_ROWS] * (batch % HEAD_ROWS > 0)
         logits = batch * self.shapes.config.vocab_size * self.profile.logit_seconds
         return sum(self._product(self.head_size, n) for n in parts) / self.profile.head_efficiency + logits
@@ -265,10 +270,11 @@ class CostModel:
         moves = 0 if policy.cpu_cache_compute else 1  # else a cache on the cpu tier is used where it lies
         read = cache.disk * (on_disk + log)
         fold = cache.disk * (kv * self._folds)
+        parts = [on_disk + log] if shapes.budget is not None else [on_disk, log]  # what is read in one go
         load = Lane(
             read=read,
             into=moves * cache.cpu * (kv + meta) + cache.disk * (meta + (kv if bus else log + kv - on_disk)),
-            reads=self._piece_requests(policy, cache, on_disk) + self._piece_requests(policy, cache, log),
+            reads=sum(self._piece_requests(policy, cache, part) for part in parts),
         )
         store = Lane(
             write=cache.disk * row + fold,
@@ -278,7 +284,7 @@ class CostModel:
         if self._attends_on_cpu(policy):
             size = self.hidden_bytes
             load, store = load + Lane(into=cache.cpu * size), store + Lane(out=cache.cpu * 3 * size)
-        return Flows(compute, *self._weights(weights), load, store)
+        return Flows(compute, *self._weights(weights), Lane(), store, load)
 
     def seconds(self, flows: Flows, overlap: bool) -> dict[str, float]:
         """What the flows take, by resource: the largest of these is the time, with overlap or without."""
@@ -299,7 +305,7 @@ class CostModel:
         from_disk = disk(flows.weights_from_disk)
         staged = lane(flows.weights_from_cpu) + flows.weights_from_disk.into * into
         if not overlap:
-            rest = flows.compute + lane(flows.load) + lane(flows.store)
+            rest = flows.compute + lane(flows.load) + lane(flows.store) + lane(flows.cache)
             return {
                 "all in turn (disk)": rest + from_disk,
                 "all in turn": rest + staged,
@@ -320,7 +326,9 @@ class CostModel:
             "gpu to cpu": total.out * out + slow["gpu_to_cpu"],
             "weights from disk": from_disk + slow["disk_to_cpu"],
             "weights": staged + slow["cpu_to_gpu"],
-            "cache and activations in": lane(flows.load),
+            "activations in": lane(flows.load),
+            "cache from disk": disk(flows.cache),
+            "cache to gpu": flows.cache.into * into,
             "cache and activations out": lane(flows.store),
         }
 
@@ -378,7 +386,8 @@ class CostModel:
         def spend(phase: str, times: int, flows: Flows, products: float = 0.0, late: float = 0.0) -> float:
             seconds = self.seconds(flows, policy.overlap)
             if late > 0 and policy.overlap:
-                seconds["cache behind products"] = products + late * seconds["cache and activations in"]
+                cache_in = max(seconds["cache from disk"], seconds["cache to gpu"])
+                seconds["cache behind products"] = products + late * cache_in
             for name, value in seconds.items():
                 terms[phase][name] += times * value
             return times * max(seconds.values())
@@ -386,14 +395,15 @@ class CostModel:
         # layers that are alike are costed once
         nothing, coming = Away(), _coming(away)
         alike = Counter(zip(away[1:-1], coming[1:-1], cache))
-        embedding, head = (0.0, 0), (sum(map(self.head_compute, sizes)), -1)
-        ends = [(work + self.conversion(away[j]), coming[j]) for work, j in (embedding, head)]
+        heads = self.heads_compute(sizes)  # by phase
+        first_end, last_end = ((self.conversion(away[j]), coming[j]) for j in (0, -1))
+        ends = [[first_end, (last_end[0] + head, last_end[1])] for head in heads]
         compute = self.prefill_compute(policy, batches)
         prefill = 0.0
         for (w, next_w, c), n in alike.items():
             work = compute + self.conversion(w)
             prefill += spend("prefill", n, self.prefill_flows(policy, work, length, next_w, c, acts))
-        for work, next_w in ends:
+        for work, next_w in ends[0]:
             prefill += spend("prefill", 1, self.prefill_flows(policy, work, length, next_w, nothing, nothing))
         first = next((w for w in away if w != nothing), nothing)  # nothing runs beside the very first
         if policy.overlap:
@@ -404,7 +414,7 @@ class CostModel:
                 work = self.decode_compute(policy, batches, slots, c) + self.conversion(w)
                 flows = self.decode_flows(policy, work, slots, length, next_w, c)
                 decode += spend("decode", count * n, flows, products, self._late(policy, groups, c))
-            for work, next_w in ends:
+            for work, next_w in ends[1]:
                 decode += spend("decode", count, self.decode_flows(policy, work, 0, length, next_w, nothing))
         return prefill, decode, terms
 
@@ -412,7 +422,7 @@ class CostModel:
         """The part of a layer's cache that cannot come while `groups` of batches compute their products together:
         attention frees the slots."""
         pieces = (cache.disk + (0 if policy.cpu_cache_compute else cache.cpu)) / policy.gpu_batch_size
-        return 1 - KV_SLOTS * groups / pieces if pieces else 0.0
+        return 1 - kv_slots(True, cache.disk > 0) * groups / pieces if pieces else 0.0
 
     def _weights_away(self, placement: Placement) -> list[Away]:
         size = self.shapes.compute_itemsize

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.files import sweep
-from h2o_flexgen.plan import KV_SLOTS, Placement, Shapes, Workload, batch_sizes, plan_policy, workspace_bytes
+from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, kv_slots, plan_policy, workspace_bytes
 from h2o_flexgen.policy import TIERS, Plan, Policy, gib
 from h2o_flexgen.search.cost import Away, Batches, CostModel, Prediction
 from h2o_flexgen.search.profile import Profile
@@ -191,12 +191,12 @@ class Search:
     def _compute(self, policy: Policy, batches: Batches) -> list[tuple[int, float]]:
         """[(how often, seconds)] of the least compute of a block: prefill, then groups of decode steps."""
         cost, L = self.cost, self.cost.num_decoder
-        head = sum(cost.head_compute(b) for b, _ in batches)
-        phases = [(1, L * cost.prefill_compute(policy, batches) + head)]
+        heads = cost.heads_compute([b for b, _ in batches])
+        phases = [(1, L * cost.prefill_compute(policy, batches) + heads[0])]
         sequences = L * sum(b for b, _ in batches)
         for slots, count in cost.slot_groups(batches[0][1]):
             compute = min(cost.decode_compute(policy, batches, slots, Away(cpu, 0), L) for cpu in (0, sequences))
-            phases.append((count, compute + head))
+            phases.append((count, compute + heads[1]))
         return phases
 
     def _quick_bound(self, policy: Policy) -> float:
@@ -237,13 +237,13 @@ class Search:
         cache = Away(*(L * B * f for f in x["cache"][1:]))
         acts = Away(*(L * B * f for f in x["activations"][1:]))
         # the head, and the conversion of every layer
-        once = sum(map(cost.head_compute, sizes)) + cost.conversion(weights)
+        once = [head + cost.conversion(weights) for head in cost.heads_compute(sizes)]
 
         seconds = []
-        compute = L * cost.prefill_compute(policy, batches) + once
+        compute = L * cost.prefill_compute(policy, batches) + once[0]
         flows = [(1, cost.prefill_flows(policy, compute, length, weights, cache, acts))]
         for slots, count in cost.slot_groups(length):
-            compute = cost.decode_compute(policy, batches, slots, cache, L) + once
+            compute = cost.decode_compute(policy, batches, slots, cache, L) + once[1]
             flows.append((count, cost.decode_flows(policy, compute, slots, length, weights, cache)))
         for n, (count, flow) in enumerate(flows):
             t = pulp.LpVariable(f"seconds_{n}", 0)
@@ -280,15 +280,16 @@ class Search:
             gpu += wd * (rings * shapes.stored_ratio * layer + layer)
         else:
             gpu += rings * wd * layer
-        slots, visiting = KV_SLOTS if policy.overlap else 1, piece if shapes.cuda else piece - shapes.meta_bytes
-        gpu += cg * (L * B * piece) + slots * (cc + cd) * (sizes[0] * visiting)
+        least, most = (kv_slots(policy.overlap, on_disk) for on_disk in (False, True))
+        visiting = sizes[0] * (piece if shapes.cuda else piece - shapes.meta_bytes)
+        gpu += cg * (L * B * piece) + (least * (cc + cd) + (most - least) * cd) * visiting
         cpu = wc * W + cc * (L * B * piece) + cd * (L * B * shapes.meta_bytes) + ac * A
         disk = cd * (L * B * (shapes.slots * shapes.row_bytes + log)) + ad * A
         if shapes.dummy:
             disk += wd * (shapes.stored_ratio * W)
         if shapes.cuda:
             cpu += self.baseline + rings * wd * (shapes.stored_ratio * layer)
-            cpu += cd * ((slots + 1) * sizes[-1] * shapes.slots * shapes.row_bytes)
+            cpu += cd * ((most + 1) * sizes[-1] * shapes.slots * shapes.row_bytes)
         needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
         return [(needed[tier], limit) for tier, limit in self.limits.items()]
 

@@ -124,12 +124,11 @@ def test_a_piece_goes_home_and_comes_back_through_two_lanes(device):
     device.synchronize()
 
     def fetch(p):
-        slot = slots.take()
+        (slot, busy), home_again = slots.take(), stored[p]
 
         def job():
-            slots.wait_free(device, slot)
-            if stored[p] is not None:
-                device.wait(stored[p].result())
+            device.wait_for(busy)
+            device.wait_for(home_again)
             copy(slots.buffers[slot], home[p])
 
         return slot, load.submit(job)
