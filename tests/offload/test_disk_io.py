@@ -264,6 +264,21 @@ def test_what_is_wanted_later_waits_until_nothing_else_does(content, gated):
     io.close()
 
 
+def test_what_is_to_be_written_goes_first(content, tmp_path, gated, monkeypatch):
+    """It holds memory until it is."""
+    gate, order = gated
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: (order.append("write"), real(fd, data, offset))[1])
+    file, home, io = File(content), File(tmp_path / "home", writable=True), DiskIO(threads=1, request=PAGE)
+    out = np.empty((3, PAGE), np.uint8)
+    requests = [io.read(file, row, n * PAGE) for n, row in enumerate(out)]
+    requests.append(io.write(home, np.zeros(PAGE, np.uint8), 0))
+    gate.set()
+    wait([future for futures in requests for future in futures])
+    assert order == [0, "write", 1, 2]
+    io.close()
+
+
 def test_file_systems_do_not_wait_for_each_other(content, gated):
     gate, order = gated
     here, there, io = File(content), File(content), DiskIO(threads=1, request=PAGE)

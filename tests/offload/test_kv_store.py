@@ -1,0 +1,114 @@
+"""Pieces of a cache on disk come beside each other, and go home, within the buffers that the plan counts."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from h2o_flexgen.kv_cache import KVLayout
+from h2o_flexgen.offload.device import Device, Lane
+from h2o_flexgen.offload.disk import DiskIO, OffloadFolder
+from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.plan import KV_SLOTS
+
+PIECES, SLOTS, HELD = 8, 16, 4
+LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, dtype=torch.float32, scored=False)
+
+
+@pytest.fixture
+def gate():
+    gate = threading.Event()
+    gate.set()
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def store(tmp_path, gate, monkeypatch):
+    """All pieces are on disk, each filled with its number; requests to the disk wait for `gate`."""
+    for name in ("preadv", "pwrite"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, real=real: (gate.wait(30), real(*args))[1])
+    device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
+    lanes = [Lane(device, "cache", workers=KV_SLOTS), Lane(device, "store")]
+    homes = {(0, k): "disk" for k in range(PIECES)}
+    store = KVStore(device, 1, [LAYOUT] * PIECES, homes, io, *lanes, folder.file)
+    store.begin_block([LAYOUT] * PIECES)
+    for k in range(PIECES):
+        cache = store.blank(0, k)
+        cache.k[0].fill_(k)
+        cache.v[0].fill_(-k)
+        store.store_all(0, k, HELD)
+    store.drain()
+    yield store
+    gate.set()
+    for lane in lanes:
+        lane.close()
+    io.close()
+    folder.close()
+
+
+def number(cache) -> set[float]:
+    return {*cache.k[0].unique().tolist(), *(-cache.v[0]).unique().tolist()}
+
+
+def step(store, k: int) -> None:
+    """Use a piece, and put a token into its last slot but one."""
+    store.get(0, k, HELD)
+    slots, token = torch.full((2, 2), SLOTS - 2), torch.full((2, 2, 8), 100.0 + k)
+    store.store_step(0, k, HELD, slots, token, -token)
+
+
+def test_as_many_pieces_come_at_once_as_there_are_slots(store, gate):
+    gate.clear()
+    assert [store.prefetch(0, k, HELD) for k in range(PIECES)] == [True] * KV_SLOTS + [False] * (PIECES - KV_SLOTS)
+    assert not any(future.done() for _, future in store._loading.values())
+    gate.set()
+    for k in range(KV_SLOTS):
+        assert number(store.get(0, k, HELD)) == {k}
+        store.store_all(0, k, HELD)
+
+
+def test_a_piece_that_is_used_or_comes_is_not_fetched_again(store):
+    assert store.prefetch(0, 0, HELD) and not store.prefetch(0, 0, HELD)
+    store.get(0, 0, HELD)
+    assert not store.prefetch(0, 0, HELD)
+    store.store_all(0, 0, HELD)
+    assert store.prefetch(0, 0, HELD)
+
+
+def test_no_more_tokens_wait_for_the_disk_than_the_plan_counts(store, gate):
+    """Compute waits, instead of memory filling with what a slow disk has not taken yet."""
+    for k in range(KV_SLOTS):
+        store.prefetch(0, k, HELD)
+    for _, future in store._loading.values():
+        future.result()
+    gate.clear()
+    used = []
+    compute = threading.Thread(target=lambda: [(step(store, k), used.append(k)) for k in range(PIECES)])
+    compute.start()
+    compute.join(0.2)
+    assert compute.is_alive() and len(used) <= KV_SLOTS and len(store._storing) <= KV_SLOTS + 1
+    gate.set()
+    compute.join()
+    assert used == list(range(PIECES)) and len(store._storing) <= KV_SLOTS
+    for k in range(PIECES):
+        assert number(store.get(0, k, HELD)) == {k, 100 + k}
+        store.store_all(0, k, HELD)
+
+
+def test_a_slot_is_free_again_once_what_was_coming_into_it_has_come(store, gate):
+    """No request may still read into a buffer that another piece fills."""
+    gate.clear()
+    for k in range(KV_SLOTS):
+        store.prefetch(0, k, HELD)
+    dropping = threading.Thread(target=lambda: [store.drop(0, k) for k in range(KV_SLOTS)])
+    dropping.start()
+    dropping.join(0.2)
+    assert dropping.is_alive() and not store.prefetch(0, 5, HELD)
+    gate.set()
+    dropping.join()
+    assert store.prefetch(0, 5, HELD) and number(store.get(0, 5, HELD)) == {5}
