@@ -26,6 +26,8 @@ import bench_common as common
 
 #: at least so long products are timed for their rate
 RATE_SECONDS = 3.0
+#: samples of the disk while a job decodes, and the bytes of each
+SAMPLES, SAMPLE = 8, 1 << 30
 
 
 @dataclass
@@ -348,16 +350,18 @@ def run_ours(job: Job) -> dict:
         config, layers = llm.config, llm.layers
         policy = llm.choose(Workload((job.prompt_len,) * job.batch, job.gen_len))[1]
         rows = max(product_rows(batch_sizes(job.batch, policy)))
-    # the machine's rates change within a run where it is shared: the floor is that of before and after
+    # the machine's rates change within a run where it is shared: the floor is that of all samples
     rates = [machine_rates(job, config, rows)]
     with make() as llm:
         prompts = common.random_prompts(job.batch, job.prompt_len)
         llm.generate(prompts[:1], SamplingParams(max_tokens=2, ignore_eos=True))
-        moved = decode_bytes(llm)
+        moved, samples = decode_bytes(llm), disk_samples(job)
         outputs = llm.generate(prompts, SamplingParams(max_tokens=job.gen_len, ignore_eos=True))
         assert all(len(o.outputs[0].token_ids) == job.gen_len for o in outputs)
-        report = llm.report
+        report = without(llm.report, sum(seconds for _, seconds in samples))
     rates.append(machine_rates(job, config, rows))
+    during = [rate for rate, _ in samples]
+    sampled = {what: [r[what] for r in rates] + during * (what == "disk") for what in rates[0]}
     matrices = sum(math.prod(shape) for layer in layers for _, shape in layer.streamed.values() if len(shape) > 1)
     work = {"disk": moved["disk_to_cpu"], "compute": 2 * matrices * job.batch * (job.gen_len - 1)}
     if job.device != "cpu":
@@ -369,7 +373,8 @@ def run_ours(job: Job) -> dict:
         "report": report,
         "decode_bytes": moved,
         "rates_before_and_after": rates,
-        "floor": {what: amount / mean([r[what] for r in rates]) for what, amount in work.items()},
+        "disk_rates_during": during,
+        "floor": {what: amount / mean(sampled[what]) for what, amount in work.items()},
     }
 
 
@@ -399,6 +404,37 @@ def decode_bytes(llm) -> dict[str, int]:
     return moved
 
 
+def disk_samples(job: Job) -> list[tuple[float, float]]:
+    """Filled by the next job, which rests for it between decode steps, with (bytes per second of its disk, seconds of
+    rest): a disk that is read for an hour may be another than before and after."""
+    from h2o_flexgen.engine.schedule import ZigZag
+
+    found, original = [], ZigZag.layers
+    at = {max(2, n * job.gen_len // (SAMPLES + 1)) for n in range(1, SAMPLES + 1)}
+
+    def layers(schedule):
+        for i, j, active in original(schedule):
+            if i in at and j == 0:
+                begin = time.perf_counter()
+                time.sleep(0.2)  # what has been asked for comes first
+                rate = disk_rate(job.model, 8 << 20, SAMPLE)
+                found.append((rate, time.perf_counter() - begin))
+            yield i, j, active
+
+    ZigZag.layers = layers
+    return found
+
+
+def without(report: dict, rest: float) -> dict:
+    """A report as if a job had not rested so many seconds of its decode steps."""
+    report = dict(report)
+    for phase in ("decode", "total"):
+        seconds = report[phase]["seconds"]
+        ratio = seconds / (seconds - rest)
+        report[phase] |= {"seconds": seconds - rest, "tokens_per_s": report[phase]["tokens_per_s"] * ratio}
+    return report
+
+
 def machine_rates(job: Job, config, rows: int) -> dict[str, float]:
     """Bytes per second from disk and over the bus (with CUDA), and flops per second of products with so many rows."""
     rates = {"disk": disk_rate(job.model), "compute": product_rate(config, job.dtype, job.device, rows)}
@@ -420,17 +456,18 @@ def bus_rate() -> float:
     return here.nbytes / median(times[1:])
 
 
-def disk_rate(folder: str) -> float:
-    """Bytes per second of reading a checkpoint alone, as the engine reads, past the page cache."""
+def disk_rate(folder: str, piece: int = 64 << 20, least: int = 2 << 30) -> float:
+    """Bytes per second of reading a checkpoint alone, as the engine reads, past the page cache: at least so many, in
+    such pieces, two at a time."""
     from h2o_flexgen.offload.device import Device, as_numpy
     from h2o_flexgen.offload.disk import DiskIO, File, wait
 
     path = max(Path(folder).glob("*.safetensors"), key=lambda path: path.stat().st_size)
     size = path.stat().st_size
-    piece = min(64 << 20, size >> 12 << 12)
+    piece = min(piece, size >> 12 << 12)
     # two pieces at a time, so that the disk does not pause between them
     buffers, io, file = [as_numpy(Device("cpu").buffer(piece)) for _ in range(2)], DiskIO(), File(path)
-    pieces = max(32, size // piece)  # from the start again, if the file is short
+    pieces = -(-least // piece)  # from the start again, if the file is short
     coming = []
     begin = time.perf_counter()
     for n in range(pieces):

@@ -303,3 +303,32 @@ def test_without_the_right_to_make_a_cgroup_nothing_runs_uncapped(tmp_path, monk
     monkeypatch.setattr(bench_common, "CGROUPS", tmp_path / "none")
     with pytest.raises(SystemExit, match="cannot make a memory cgroup .* takes root"):
         bench_common.MemoryCap(1 << 30)
+
+
+@pytest.mark.parametrize("gen_len", [2, 3, 5, 40])
+def test_the_disk_is_sampled_between_decode_steps_and_the_rest_is_not_counted(monkeypatch, gen_len):
+    from h2o_flexgen.engine.schedule import ZigZag
+
+    monkeypatch.setattr(ZigZag, "layers", ZigZag.layers)  # put back afterwards
+    monkeypatch.setattr(bench_systems.time, "sleep", lambda seconds: None)
+    seen = []
+    monkeypatch.setattr(bench_systems, "disk_rate", lambda folder, piece, least: (seen.append(steps[-1]), 5e8)[1])
+    steps = []
+    samples = bench_systems.disk_samples(bench_systems.Job("ours", "folder", "", "bfloat16", "cpu", 8, gen_len, 2))
+    for step in ZigZag(gen_len, 3, 2).layers():
+        steps.append(step[:2])
+    assert steps == [(i, j) for i in range(gen_len) for j in range(3)]
+    assert len(samples) == len(seen) == min(bench_systems.SAMPLES, max(0, gen_len - 2))
+    assert all(rate == 5e8 for rate, _ in samples)
+    assert all(j == 2 and i >= 1 for i, j in seen)  # at the end of a decode step
+
+    report = {
+        "prefill": {"seconds": 5.0, "tokens_per_s": 1.0},
+        "decode": {"seconds": 10.0, "tokens_per_s": 6.0},
+        "total": {"seconds": 15.0, "tokens_per_s": 4.0, "generated_tokens": 60},
+    }
+    assert bench_systems.without(report, 4.0) == {
+        "prefill": {"seconds": 5.0, "tokens_per_s": 1.0},
+        "decode": {"seconds": 6.0, "tokens_per_s": 10.0},
+        "total": {"seconds": 11.0, "tokens_per_s": 60 / 11, "generated_tokens": 60},
+    }
