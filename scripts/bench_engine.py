@@ -214,19 +214,20 @@ class Probe:
     """Times every token step of a running engine, and can switch reading off."""
 
     def __init__(self, llm):
-        from h2o_flexgen.engine.engine import Engine
+        from h2o_flexgen.engine.schedule import ZigZag
 
         self.steps: list[float] = []
         self._last = 0.0
-        probe, original = self, Engine._step
+        probe, original = self, ZigZag.layers
 
-        def timed(engine, step, w):
-            if step.j == 0 and step.k == engine.schedule.batches[0]:
-                probe.mark(step.i)
-            original(engine, step, w)
+        def timed(schedule):
+            for i, j, active in original(schedule):
+                if j == 0:
+                    probe.mark(i)
+                yield i, j, active
 
-        Engine._step = timed
-        self._restore = lambda: setattr(Engine, "_step", original)
+        ZigZag.layers = timed
+        self._restore = lambda: setattr(ZigZag, "layers", original)
 
     def mark(self, i: int) -> None:
         now = time.perf_counter()

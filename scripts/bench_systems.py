@@ -15,8 +15,10 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -355,7 +357,7 @@ def run_ours(job: Job) -> dict:
     with make() as llm:
         prompts = common.random_prompts(job.batch, job.prompt_len)
         llm.generate(prompts[:1], SamplingParams(max_tokens=2, ignore_eos=True))
-        moved, samples = decode_bytes(llm), disk_samples(job)
+        moved, samples = decode_bytes(llm), disk_samples(job, lambda: settle(llm))
         outputs = llm.generate(prompts, SamplingParams(max_tokens=job.gen_len, ignore_eos=True))
         assert all(len(o.outputs[0].token_ids) == job.gen_len for o in outputs)
         report = without(llm.report, sum(seconds for _, seconds in samples))
@@ -404,9 +406,20 @@ def decode_bytes(llm) -> dict[str, int]:
     return moved
 
 
-def disk_samples(job: Job) -> list[tuple[float, float]]:
+def settle(llm) -> None:
+    """Wait for what the engine has asked the disk for."""
+    from h2o_flexgen.offload.disk import LATER
+
+    for requests in llm._io._requests.values():
+        met = threading.Barrier(llm._io.threads)  # all threads are here when they have nothing else to do
+        for future in [requests.submit(LATER, met.wait) for _ in range(llm._io.threads)]:
+            future.result()
+
+
+def disk_samples(job: Job, settle: Callable[[], None]) -> list[tuple[float, float]]:
     """Filled by the next job, which rests for it between decode steps, with (bytes per second of its disk, seconds of
-    rest): a disk that is read for an hour may be another than before and after."""
+    rest): a disk that is read for an hour may be another than before and after. `settle`, which is no rest, makes the
+    job's own requests end first."""
     from h2o_flexgen.engine.schedule import ZigZag
 
     found, original = [], ZigZag.layers
@@ -415,8 +428,8 @@ def disk_samples(job: Job) -> list[tuple[float, float]]:
     def layers(schedule):
         for i, j, active in original(schedule):
             if i in at and j == 0:
+                settle()
                 begin = time.perf_counter()
-                time.sleep(0.2)  # what has been asked for comes first
                 rate = disk_rate(job.model, 8 << 20, SAMPLE)
                 found.append((rate, time.perf_counter() - begin))
             yield i, j, active

@@ -310,11 +310,12 @@ def test_the_disk_is_sampled_between_decode_steps_and_the_rest_is_not_counted(mo
     from h2o_flexgen.engine.schedule import ZigZag
 
     monkeypatch.setattr(ZigZag, "layers", ZigZag.layers)  # put back afterwards
-    monkeypatch.setattr(bench_systems.time, "sleep", lambda seconds: None)
     seen = []
     monkeypatch.setattr(bench_systems, "disk_rate", lambda folder, piece, least: (seen.append(steps[-1]), 5e8)[1])
     steps = []
-    samples = bench_systems.disk_samples(bench_systems.Job("ours", "folder", "", "bfloat16", "cpu", 8, gen_len, 2))
+    samples = bench_systems.disk_samples(
+        bench_systems.Job("ours", "folder", "", "bfloat16", "cpu", 8, gen_len, 2), lambda: None
+    )
     for step in ZigZag(gen_len, 3, 2).layers():
         steps.append(step[:2])
     assert steps == [(i, j) for i in range(gen_len) for j in range(3)]

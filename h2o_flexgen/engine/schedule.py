@@ -57,7 +57,7 @@ class ZigZag:
     def first_at(self, pieces: list[tuple[int, int]], since: Step) -> Step | None:
         """The first step, from `since` on, at one of `pieces`: (layer, batch), sorted, of batches that still run."""
         at = bisect_left(pieces, since[1:])
-        if at < len(pieces):
+        if at < len(pieces) and since.i < self.num_tokens:
             return Step(since.i, *pieces[at])
         if pieces and since.i + 1 < self.num_tokens:
             return Step(since.i + 1, *pieces[0])

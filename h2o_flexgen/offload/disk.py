@@ -111,7 +111,7 @@ class File:
         self.close()
 
 
-_WRITE, _READ, _LATER = range(3)
+WRITE, READ, LATER = range(3)
 
 
 class _Requests:
@@ -119,7 +119,7 @@ class _Requests:
 
     def __init__(self, threads: int):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
-        self._waiting = deque(), deque(), deque()  # _WRITE, _READ, _LATER
+        self._waiting = deque(), deque(), deque()  # WRITE, READ, LATER
 
     def submit(self, urgency: int, work: Callable, *args) -> Future:
         future = Future()
@@ -180,13 +180,13 @@ class DiskIO:
 
         with self._lock:
             self.read_bytes += array.nbytes
-            return self._each(work, file, array, offset, _LATER if later else _READ)
+            return self._each(work, file, array, offset, LATER if later else READ)
 
     def write(self, file: File, array: np.ndarray, offset: int, direct: bool = False) -> list[Future]:
         """Start writing `array` (C-contiguous) at `offset`; wait for the futures."""
         with self._lock:
             self.written_bytes += array.nbytes
-            return self._each(partial(file.write_at, direct=direct), file, array, offset, _WRITE)
+            return self._each(partial(file.write_at, direct=direct), file, array, offset, WRITE)
 
     def _each(self, work: Callable, file: File, array: np.ndarray, offset: int, urgency: int) -> list[Future]:
         if self._closed:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -220,6 +221,10 @@ class KVStore:
                 piece.stored = None
             return layout.view(piece.kv, piece.meta)
         key = (layer, batch)
+        if len(self._storing) >= len(self._kv.buffers):  # tokens that wait hold memory
+            oldest = self._storing.popleft()
+            with nullcontext() if self.device.is_cuda else self.device.stalling("cache"):
+                oldest.result()  # on CUDA it is the host that waits, ahead of compute
         if key not in self._loading:
             self._fetch(key, held)
         slot, future = self._loading.pop(key)
@@ -244,9 +249,6 @@ class KVStore:
             lambda: self._store_token(piece, layout, freed, slots, k, v), after=computed
         )
         self._storing.append(piece.stored)
-        if len(self._storing) > len(self._kv.buffers):  # what waits holds memory
-            with self.device.stalling("cache"):
-                self._storing.popleft().result()
 
     def _store_token(self, piece: _Piece, layout, freed: Future | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
         if freed is not None:
@@ -281,8 +283,8 @@ class KVStore:
         """Forget what is being fetched for a step that will not come."""
         if (layer, batch) in self._loading:
             slot, future = self._loading.pop((layer, batch))
-            future.exception()  # no request may read into a buffer that another piece fills
-            self._kv.give_back(slot, future)
+            # waits for it: no request may read into a buffer that another piece fills
+            self._kv.give_back(slot, None if future.exception() else future)
 
     def wipe(self) -> None:
         """Forget every number: a NaN that stayed in a slot not yet in use would spread to who uses it next."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -19,19 +20,21 @@ LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, dtype=torch.f
 
 
 @pytest.fixture
-def gate():
-    gate = threading.Event()
-    gate.set()
-    yield gate
-    gate.set()
+def gates(monkeypatch):
+    """Of reads and of writes: they wait while theirs is closed."""
+    gates = threading.Event(), threading.Event()
+    for gate, name in zip(gates, ("preadv", "pwrite")):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, gate=gate, real=real: (gate.wait(30), real(*args))[1])
+        gate.set()
+    yield gates
+    for gate in gates:
+        gate.set()
 
 
 @pytest.fixture
-def store(tmp_path, gate, monkeypatch):
-    """All pieces are on disk, each filled with its number; requests to the disk wait for `gate`."""
-    for name in ("preadv", "pwrite"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, real=real: (gate.wait(30), real(*args))[1])
+def store(tmp_path, gates):
+    """All pieces are on disk, each filled with its number."""
     device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
     lanes = [Lane(device, "cache", workers=KV_SLOTS), Lane(device, "store")]
     homes = {(0, k): "disk" for k in range(PIECES)}
@@ -44,7 +47,8 @@ def store(tmp_path, gate, monkeypatch):
         store.store_all(0, k, HELD)
     store.drain()
     yield store
-    gate.set()
+    for gate in gates:
+        gate.set()
     for lane in lanes:
         lane.close()
     io.close()
@@ -62,11 +66,12 @@ def step(store, k: int) -> None:
     store.store_step(0, k, HELD, slots, token, -token)
 
 
-def test_as_many_pieces_come_at_once_as_there_are_slots(store, gate):
-    gate.clear()
+def test_as_many_pieces_come_at_once_as_there_are_slots(store, gates):
+    reads, _ = gates
+    reads.clear()
     assert [store.prefetch(0, k, HELD) for k in range(PIECES)] == [True] * KV_SLOTS + [False] * (PIECES - KV_SLOTS)
     assert not any(future.done() for _, future in store._loading.values())
-    gate.set()
+    reads.set()
     for k in range(KV_SLOTS):
         assert number(store.get(0, k, HELD)) == {k}
         store.store_all(0, k, HELD)
@@ -80,19 +85,18 @@ def test_a_piece_that_is_used_or_comes_is_not_fetched_again(store):
     assert store.prefetch(0, 0, HELD)
 
 
-def test_no_more_tokens_wait_for_the_disk_than_the_plan_counts(store, gate):
+def test_no_more_tokens_wait_for_the_disk_than_the_plan_counts(store, gates):
     """Compute waits, instead of memory filling with what a slow disk has not taken yet."""
-    for k in range(KV_SLOTS):
-        store.prefetch(0, k, HELD)
-    for _, future in store._loading.values():
-        future.result()
-    gate.clear()
+    _, writes = gates
+    writes.clear()
     used = []
     compute = threading.Thread(target=lambda: [(step(store, k), used.append(k)) for k in range(PIECES)])
     compute.start()
+    while len(used) < KV_SLOTS:
+        time.sleep(0.001)
     compute.join(0.2)
-    assert compute.is_alive() and len(used) <= KV_SLOTS and len(store._storing) <= KV_SLOTS + 1
-    gate.set()
+    assert compute.is_alive() and used == list(range(KV_SLOTS)) and len(store._storing) < KV_SLOTS
+    writes.set()
     compute.join()
     assert used == list(range(PIECES)) and len(store._storing) <= KV_SLOTS
     for k in range(PIECES):
@@ -100,15 +104,16 @@ def test_no_more_tokens_wait_for_the_disk_than_the_plan_counts(store, gate):
         store.store_all(0, k, HELD)
 
 
-def test_a_slot_is_free_again_once_what_was_coming_into_it_has_come(store, gate):
+def test_a_slot_is_free_again_once_what_was_coming_into_it_has_come(store, gates):
     """No request may still read into a buffer that another piece fills."""
-    gate.clear()
+    reads, _ = gates
+    reads.clear()
     for k in range(KV_SLOTS):
         store.prefetch(0, k, HELD)
     dropping = threading.Thread(target=lambda: [store.drop(0, k) for k in range(KV_SLOTS)])
     dropping.start()
     dropping.join(0.2)
     assert dropping.is_alive() and not store.prefetch(0, 5, HELD)
-    gate.set()
+    reads.set()
     dropping.join()
     assert store.prefetch(0, 5, HELD) and number(store.get(0, 5, HELD)) == {5}
