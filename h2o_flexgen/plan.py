@@ -293,8 +293,9 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     """What computing a layer or the head takes on the device, for batches of so many prompts, the largest first, of up
     to `longest` tokens."""
     prefill = _prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
-    decode = _decode_workspace(shapes, batches[0], max(product_rows(batches)))
-    head = min(max(product_rows(batches)), HEAD_ROWS) * shapes.config.vocab_size * (shapes.compute_itemsize + 8)
+    rows = max(product_rows(batches))
+    decode = _decode_workspace(shapes, batches[0], rows)
+    head = min(rows, HEAD_ROWS) * shapes.config.vocab_size * (shapes.compute_itemsize + 8)
     return max(prefill, decode, head)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
 from functools import cache
@@ -135,6 +135,22 @@ def random_prompts(count: int, length: int) -> list[list[int]]:
     import torch
 
     return torch.randint(4, 50000, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def before_token_steps(call: Callable[[int], None]) -> Callable[[], None]:
+    """`call` gets the number of every token step of our engines before it begins; what is returned ends that."""
+    from h2o_flexgen.engine.schedule import ZigZag
+
+    original = ZigZag.layers
+
+    def layers(schedule):
+        for i, j, active in original(schedule):
+            if j == 0:
+                call(i)
+            yield i, j, active
+
+    ZigZag.layers = layers
+    return lambda: setattr(ZigZag, "layers", original)
 
 
 def time_generate(model, prompts: list[list[int]], gen_len: int, device: str = "cpu") -> dict[str, float]:

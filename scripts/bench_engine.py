@@ -214,20 +214,9 @@ class Probe:
     """Times every token step of a running engine, and can switch reading off."""
 
     def __init__(self, llm):
-        from h2o_flexgen.engine.schedule import ZigZag
-
         self.steps: list[float] = []
         self._last = 0.0
-        probe, original = self, ZigZag.layers
-
-        def timed(schedule):
-            for i, j, active in original(schedule):
-                if j == 0:
-                    probe.mark(i)
-                yield i, j, active
-
-        ZigZag.layers = timed
-        self._restore = lambda: setattr(ZigZag, "layers", original)
+        self._restore = common.before_token_steps(self.mark)
 
     def mark(self, i: int) -> None:
         now = time.perf_counter()

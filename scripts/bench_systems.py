@@ -420,21 +420,17 @@ def disk_samples(job: Job, settle: Callable[[], None]) -> list[tuple[float, floa
     """Filled by the next job, which rests for it between decode steps, with (bytes per second of its disk, seconds of
     rest): a disk that is read for an hour may be another than before and after. `settle`, which is no rest, makes the
     job's own requests end first."""
-    from h2o_flexgen.engine.schedule import ZigZag
-
-    found, original = [], ZigZag.layers
+    found = []
     at = {max(2, n * job.gen_len // (SAMPLES + 1)) for n in range(1, SAMPLES + 1)}
 
-    def layers(schedule):
-        for i, j, active in original(schedule):
-            if i in at and j == 0:
-                settle()
-                begin = time.perf_counter()
-                rate = disk_rate(job.model, 8 << 20, SAMPLE)
-                found.append((rate, time.perf_counter() - begin))
-            yield i, j, active
+    def sample(i: int) -> None:
+        if i in at:
+            settle()
+            begin = time.perf_counter()
+            rate = disk_rate(job.model, 8 << 20, SAMPLE)
+            found.append((rate, time.perf_counter() - begin))
 
-    ZigZag.layers = layers
+    common.before_token_steps(sample)
     return found
 
 

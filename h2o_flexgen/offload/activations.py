@@ -103,7 +103,7 @@ class ActivationStore:
         self._loading[key] = (job, buffer.view(stored.dtype).view(stored.shape))
 
     def _load(self, batch: int, offset: int, stored: _Stored, buffer: Tensor) -> None:
-        self.device.wait(stored.future.result())
+        self.device.wait_for(stored.future)
         self.cpu_to_gpu_bytes += buffer.nbytes
         if self.homes[batch] == "cpu":
             copy(buffer, self._ram[batch][offset : offset + buffer.nbytes])

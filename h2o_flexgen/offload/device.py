@@ -329,9 +329,9 @@ class Slots:
         self.busy: list[Future | None] = [None] * count
         self._free = deque(range(len(self.buffers)))
 
-    def __len__(self) -> int:
-        """How many are free."""
-        return len(self._free)
+    @property
+    def any_free(self) -> bool:
+        return bool(self._free)
 
     def take(self) -> tuple[int, Future | None]:
         """The one that has been free the longest, and the job to wait for before it is filled."""

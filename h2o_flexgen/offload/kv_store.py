@@ -171,7 +171,7 @@ class KVStore:
         """Start bringing a piece that streams, and of which `held` slots are in use, to the device; False if it cannot
         be yet: no slot is free, it is still being used, or loading may not overlap."""
         key = (layer, batch)
-        if not self.load_lane.overlap or not self._kv or key in self._loading or key in self._slot_of:
+        if not self.load_lane.overlap or not self._kv.any_free or key in self._loading or key in self._slot_of:
             return False
         self._fetch(key, held)
         return True
@@ -181,14 +181,10 @@ class KVStore:
         self._loading[key] = (slot, self.load_lane.submit(lambda: self._load(piece, layout, slot, busy, held)))
 
     def _load(self, piece: _Piece, layout, slot: int, busy: Future | None, held: int) -> None:
-        used, come = layout.used_bytes(held), piece.kv
+        used = layout.used_bytes(held)
         self.device.wait_for(piece.stored)
-        if not self.device.is_cuda:
-            self.device.wait_for(busy)
-        if piece.home == "disk":
-            come = self._read(piece, layout, slot, used)
-        if self.device.is_cuda:  # what comes from disk lands elsewhere first
-            self.device.wait_for(busy)
+        come = piece.kv if piece.home == "cpu" else self._read(piece, layout, slot, busy, used)
+        self.device.wait_for(busy)
         if layout.scored and self.device.is_cuda:
             copy(self._meta[slot][: layout.meta_bytes], piece.meta[: layout.meta_bytes])
             self.cpu_to_gpu_bytes += layout.meta_bytes
@@ -197,14 +193,15 @@ class KVStore:
             self.cpu_to_gpu_bytes += used
             self._landing_free[slot] = self.device.record()
 
-    def _read(self, piece: _Piece, layout, slot: int, used: int) -> Tensor:
+    def _read(self, piece: _Piece, layout, slot: int, busy: Future | None, used: int) -> Tensor:
         """What the file holds of a piece: where it has landed."""
+        if not self.device.is_cuda:  # in the slot itself
+            self.device.wait_for(busy)
         finish(self._landing_free[slot])
         data, behind = self._landing[slot].numpy(), aligned(layout.kv_bytes)
         end = behind + len(piece.log) * aligned(layout.row_bytes)
         parts = [(0, aligned(piece.base)), (behind, end)] if aligned(piece.base) < behind else [(0, end)]
-        reads = [self.io.read(piece.file, data[a:b], piece.offset + a, True) for a, b in parts]
-        wait([future for futures in reads for future in futures])
+        wait([read for a, b in parts for read in self.io.read(piece.file, data[a:b], piece.offset + a, True)])
         data, log = data[:used], data[behind:end]
         data[piece.base :] = 0  # a segment that only the log has written to yet
         if piece.log:  # a slot may be there twice: the last one stays

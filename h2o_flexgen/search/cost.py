@@ -185,8 +185,7 @@ class CostModel:
 
     def heads_compute(self, sizes: Sequence[int]) -> tuple[float, float]:
         """From the last hidden states of batches to tokens, in prefill and in a decode step."""
-        each, together = (sum(map(self._head_compute, rows)) for rows in (sizes, product_rows(sizes)))
-        return each, together
+        return sum(map(self._head_compute, sizes)), sum(map(self._head_compute, product_rows(sizes)))
 
     def _head_compute(self, batch: int) -> float:
         parts = [HEAD_ROWS] * (batch // HEAD_ROWS) + [batch % HEAD_ROWS] * (batch % HEAD_ROWS > 0)
@@ -395,15 +394,16 @@ class CostModel:
         # layers that are alike are costed once
         nothing, coming = Away(), _coming(away)
         alike = Counter(zip(away[1:-1], coming[1:-1], cache))
-        heads = self.heads_compute(sizes)  # by phase
-        first_end, last_end = ((self.conversion(away[j]), coming[j]) for j in (0, -1))
-        ends = [[first_end, (last_end[0] + head, last_end[1])] for head in heads]
+        embedding, last = self.conversion(away[0]), self.conversion(away[-1])
+        prefill_ends, decode_ends = (
+            [(embedding, coming[0]), (last + head, coming[-1])] for head in self.heads_compute(sizes)
+        )
         compute = self.prefill_compute(policy, batches)
         prefill = 0.0
         for (w, next_w, c), n in alike.items():
             work = compute + self.conversion(w)
             prefill += spend("prefill", n, self.prefill_flows(policy, work, length, next_w, c, acts))
-        for work, next_w in ends[0]:
+        for work, next_w in prefill_ends:
             prefill += spend("prefill", 1, self.prefill_flows(policy, work, length, next_w, nothing, nothing))
         first = next((w for w in away if w != nothing), nothing)  # nothing runs beside the very first
         if policy.overlap:
@@ -414,7 +414,7 @@ class CostModel:
                 work = self.decode_compute(policy, batches, slots, c) + self.conversion(w)
                 flows = self.decode_flows(policy, work, slots, length, next_w, c)
                 decode += spend("decode", count * n, flows, products, self._late(policy, groups, c))
-            for work, next_w in ends[1]:
+            for work, next_w in decode_ends:
                 decode += spend("decode", count, self.decode_flows(policy, work, 0, length, next_w, nothing))
         return prefill, decode, terms
 
