@@ -28,6 +28,8 @@ import bench_common as common
 
 #: at least so long products are timed for their rate
 RATE_SECONDS = 3.0
+#: caches that attention is timed over, in bytes: more than a processor's cache holds
+COLD = 1 << 27
 #: samples of the disk while a job decodes, and the bytes of each
 SAMPLES, SAMPLE = 8, 1 << 30
 
@@ -350,10 +352,12 @@ def run_ours(job: Job) -> dict:
     )
     with make() as llm:
         config, layers = llm.config, llm.layers
-        policy = llm.choose(Workload((job.prompt_len,) * job.batch, job.gen_len))[1]
-        rows = max(product_rows(batch_sizes(job.batch, policy)))
+        rule, policy = llm.choose(Workload((job.prompt_len,) * job.batch, job.gen_len))[:2]
+        sizes = batch_sizes(job.batch, policy)
+        attends = "cpu" if policy.cpu_cache_compute else job.device
+        decode = DecodeWork(job, config, rule, sizes, max(product_rows(sizes)), attends)
     # the machine's rates change within a run where it is shared: the floor is that of all samples
-    rates = [machine_rates(job, config, rows)]
+    rates = [machine_rates(decode)]
     with make() as llm:
         prompts = common.random_prompts(job.batch, job.prompt_len)
         llm.generate(prompts[:1], SamplingParams(max_tokens=2, ignore_eos=True))
@@ -361,13 +365,21 @@ def run_ours(job: Job) -> dict:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=job.gen_len, ignore_eos=True))
         assert all(len(o.outputs[0].token_ids) == job.gen_len for o in outputs)
         report = without(llm.report, sum(seconds for _, seconds in samples))
-    rates.append(machine_rates(job, config, rows))
+    rates.append(machine_rates(decode))
     during = [rate for rate, _ in samples]
     sampled = {what: [r[what] for r in rates] + during * (what == "disk") for what in rates[0]}
     matrices = sum(math.prod(shape) for layer in layers for _, shape in layer.streamed.values() if len(shape) > 1)
-    work = {"disk": moved["disk_to_cpu"], "compute": 2 * matrices * job.batch * (job.gen_len - 1)}
+    work = {
+        "disk": moved["disk_to_cpu"],
+        "products": 2 * matrices * job.batch * (job.gen_len - 1),
+        "attention": decode.attended_bytes(),
+    }
     if job.device != "cpu":
         work["bus"] = max(moved["cpu_to_gpu"], moved["gpu_to_cpu"])  # both ways at a time
+    seconds = {what: amount / mean(sampled[what]) for what, amount in work.items()}
+    seconds["compute"] = seconds.pop("products")
+    if decode.attends == job.device:
+        seconds["compute"] += seconds.pop("attention")  # both take all cores, or the card
     return {
         "prefill": report["prefill"]["seconds"],
         "decode": report["decode"]["seconds"],
@@ -376,7 +388,7 @@ def run_ours(job: Job) -> dict:
         "decode_bytes": moved,
         "rates_before_and_after": rates,
         "disk_rates_during": during,
-        "floor": {what: amount / mean(sampled[what]) for what, amount in work.items()},
+        "floor": seconds,
     }
 
 
@@ -444,10 +456,72 @@ def without(report: dict, rest: float) -> dict:
     return report
 
 
-def machine_rates(job: Job, config, rows: int) -> dict[str, float]:
-    """Bytes per second from disk and over the bus (with CUDA), and flops per second of products with so many rows."""
-    rates = {"disk": disk_rate(job.model), "compute": product_rate(config, job.dtype, job.device, rows)}
+@dataclass(frozen=True)
+class DecodeWork:
+    """What the decode steps of a job of ours do: batches of `sizes`, products of `rows` rows, attention on the device
+    `attends`."""
+
+    job: Job
+    config: object
+    rule: object
+    sizes: list[int]
+    rows: int
+    attends: str
+
+    def layout(self, batch: int):
+        """The cache of one layer."""
+        import torch
+
+        from h2o_flexgen.kv_cache import KVLayout
+
+        job, config, rule = self.job, self.config, self.rule
+        segments, dtype = rule.segments(job.prompt_len, job.gen_len), getattr(torch, job.dtype)
+        return KVLayout(batch, config.num_attention_heads, segments, config.head_dim, dtype, rule.scored)
+
+    def attended_bytes(self) -> int:
+        """K and V over which attention goes, in all layers and steps."""
+        layouts = [self.layout(batch) for batch in self.sizes]
+        steps = range(1, self.job.gen_len)
+        attended = sum(x.used_bytes(self.job.prompt_len + i) for x in layouts for i in steps)
+        return self.config.num_hidden_layers * attended
+
+
+def machine_rates(decode: DecodeWork) -> dict[str, float]:
+    """Bytes per second from disk and over the bus (with CUDA), flops per second of products, and bytes of K and V per
+    second of attention."""
+    job = decode.job
+    rates = {
+        "disk": disk_rate(job.model),
+        "products": product_rate(decode.config, job.dtype, job.device, decode.rows),
+        "attention": attention_rate(decode),
+    }
     return rates | ({} if job.device == "cpu" else {"bus": bus_rate()})
+
+
+def attention_rate(decode: DecodeWork) -> float:
+    """Bytes of K and V per second of a decode step's attention over the caches of whole batches, half-way through the
+    job, one after the other with nothing between them."""
+    import torch
+
+    job, layout = decode.job, decode.layout(decode.sizes[0])
+    step, at = max(1, job.gen_len // 2), decode.attends
+    caches = []
+    for _ in range(2 + COLD // layout.kv_bytes):
+        cache = layout.view(
+            *(torch.zeros(n, dtype=torch.uint8, device=at) for n in (layout.kv_bytes, layout.meta_bytes))
+        )
+        for numbers in (*cache.k, *cache.v):
+            numbers.fill_(0.5)
+        if decode.rule.scored:
+            cache.score.uniform_()
+            cache.position.copy_(torch.arange(layout.slots))
+        caches.append(cache)
+    shape = (layout.batch, layout.heads, 1, layout.head_dim)
+    q, k, v = (torch.randn(shape, device=at).to(layout.dtype) for _ in range(3))
+    lengths = torch.full((layout.batch,), job.prompt_len)
+    return layout.used_bytes(job.prompt_len + step) / calls_seconds(
+        [partial(decode.rule.decode, cache, q, k, v, lengths, step) for cache in caches], at
+    )
 
 
 def bus_rate() -> float:
@@ -503,15 +577,24 @@ def product_rate(config, dtype: str, device: str, rows: int) -> float:
     shapes = [(hidden, hidden)] * 4 + [(ffn, hidden), (hidden, ffn)]
     weights = [torch.randn(shape, **like) for shape in shapes]
     inputs = {n: torch.randn(rows, n, **like) for n in {hidden, ffn}}
+    layer = [partial(linear, inputs[w.shape[1]], w) for w in weights]
+    return 2 * rows * sum(w.numel() for w in weights) / (len(layer) * calls_seconds(layer, device))
+
+
+def calls_seconds(calls: list[Callable], device: str) -> float:
+    """Seconds of a call, by the median time of all of them in turn."""
+    import torch
+
     times = []
-    while len(times) < 16 or sum(times) < RATE_SECONDS:
-        begin = time.perf_counter()
-        for w in weights:
-            linear(inputs[w.shape[1]], w)
-        if device != "cpu":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return 2 * rows * sum(w.numel() for w in weights) / median(times[1:])
+    with torch.inference_mode():
+        while len(times) < 16 or sum(times) < RATE_SECONDS:
+            begin = time.perf_counter()
+            for call in calls:
+                call()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+    return median(times[1:]) / len(calls)
 
 
 SYSTEMS = {

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen import SamplingParams, UserError
-from h2o_flexgen.engine.sampling import DRAW_ROWS, sample
+from h2o_flexgen.engine.sampling import sample
+from h2o_flexgen.plan import SAMPLE_ROWS
 
 V = 12
 
@@ -31,7 +32,7 @@ def test_temperature_zero_takes_the_most_likely_token(seed):
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).amax(-1), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [DRAW_ROWS - 1, DRAW_ROWS, DRAW_ROWS + 1, 3 * DRAW_ROWS + 5])
+@pytest.mark.parametrize("rows", [SAMPLE_ROWS - 1, SAMPLE_ROWS, SAMPLE_ROWS + 1, 3 * SAMPLE_ROWS + 5])
 def test_many_rows_draw_what_each_draws_alone(rows):
     logits = logits_of(3, rows)
     together, _ = draw(logits, temperature=1.3, top_p=0.9)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.plan import SAMPLE_ROWS
 
 #: colder than this nothing but the most likely token has a chance, and dividing by it would overflow
 GREEDY_BELOW = 1e-6
-#: rows of logits that are sorted at once: sorting takes some 30 bytes for each
-DRAW_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,19 @@ def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int
         tokens (B,) int64, and their log-probabilities under the model (B,) fp32, NaN where a row's logits are
         broken. Both on the CPU.
     """
-    logits = logits.float()
-    log_total = logits.logsumexp(-1)
+    # a few rows at a time: on a CPU, whose caches hold them, in half the time
+    few = [slice(at, at + SAMPLE_ROWS) for at in range(0, len(logits), SAMPLE_ROWS)]
+    chosen = [_choose(logits[rows].float(), params, indices[rows], step) for rows in few]
+    tokens, logprobs = (torch.cat(parts).cpu() for parts in zip(*chosen))
+    return tokens, logprobs
+
+
+def _choose(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:
     if params.temperature < GREEDY_BELOW:
         tokens = logits.argmax(-1)
     else:
-        few = [slice(at, at + DRAW_ROWS) for at in range(0, len(logits), DRAW_ROWS)]
-        tokens = torch.cat([_draw(logits[rows] / params.temperature, params, indices[rows], step) for rows in few])
-    logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_total
-    return tokens.cpu(), logprobs.cpu()
+        tokens = _draw(logits / params.temperature, params, indices, step)
+    return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 def _draw(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> Tensor:

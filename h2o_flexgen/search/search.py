@@ -315,7 +315,16 @@ class Search:
             found = self._fitted(replace(policy, percent=start))
             if self._missing(found) == 0:
                 break
+        if percent[0] < self._head_percent:
+            start = (self._head_percent, min(percent[1], 100 - self._head_percent), *found.policy.percent[2:])
+            found = min(found, self._fitted(replace(policy, percent=start)), key=self._score)
         return found
+
+    @property
+    def _head_percent(self) -> int:
+        """The percentage of weights with which the head lies on the device whole: slots for weights, which the linear
+        program takes to be as large as an average layer, are smaller then if it is larger than any other."""
+        return ceil(100 * self.cost.head_size * self.shapes.compute_itemsize / self.cost.streamed_bytes)
 
     def _fitted(self, policy: Policy) -> Candidate:
         """Move percentages off the tier that is short: as many as it lacks, rounded up."""
@@ -362,10 +371,8 @@ class Search:
         return moves
 
     def _improved(self, best: Candidate) -> Candidate:
-        """Small moves that make it better, until there are none: rounding may have lost something, and the linear
-        program does not know that slots get smaller where the head lies on the device whole."""
-        head = ceil(100 * self.cost.head_size * self.shapes.compute_itemsize / self.cost.streamed_bytes)
-        for step in sorted({16, head, 4, 1}, reverse=True):
+        """Small moves that make it better, until there are none: rounding may have lost something."""
+        for step in sorted({16, self._head_percent, 4, 1}, reverse=True):
             for _ in range(8):
                 found = min((self.candidate(m[0]) for m in self._moves(best.policy, (step,) * 3)), key=self._score)
                 if self._score(found) >= (0.0, self._score(best)[1] * (1 - 1e-6)):
