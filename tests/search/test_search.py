@@ -67,6 +67,19 @@ def test_the_linear_program_is_a_lower_bound(job, pair):
         assert s._relaxed(c.policy, seconds) is not None
 
 
+def test_the_head_goes_to_the_device_where_that_makes_room():
+    """Slots for weights are as large as the largest layer that streams; in OPT-1.3B that is the head."""
+    s = search(laptop(), model="facebook/opt-1.3b", prompts=128, prompt_len=32, gen_len=32, gpu=1.2)
+    found = s.best()
+    size, batches, percent = found.policy.gpu_batch_size, found.policy.num_gpu_batches, found.policy.percent
+    assert s.candidate(Policy(size, batches, (0, 0, *percent[2:]))).prediction.bound_by == "disk"
+    for weights in (0, 4, 8, 12, 16):
+        for cache in range(0, 101, 4):
+            other = s.candidate(Policy(size, batches, (weights, 0, cache, 0, *percent[4:])))
+            if other.plan.shortfall() is None:
+                assert found.prediction.job_seconds <= other.prediction.job_seconds * 1.005, (weights, cache)
+
+
 def test_with_h2o_the_block_is_larger():
     job = {"profile": laptop(), "model": "facebook/opt-6.7b", "prompts": 400, "prompt_len": 512, "gpu": 8, "disk": 20}
     full, evicting = search(**job).best(), search(**job, hh_ratio=0.1).best()
