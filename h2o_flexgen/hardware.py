@@ -56,7 +56,7 @@ COLD = 1 << 25
 #: a slow disk is not written to for longer
 MOST_SECONDS = 1.5
 #: of a profile: one that was kept by an older version is measured again
-FORMAT = 6
+FORMAT = 7
 PASSES = 3
 
 

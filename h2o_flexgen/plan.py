@@ -22,7 +22,7 @@ KV_SLOTS = 3
 #: rows that go through the head at once, and of their logits those that are turned into tokens at once
 HEAD_ROWS, SAMPLE_ROWS = 128, 16
 #: bytes for each logit that is sorted
-SORTING = 30
+SORTING = {"cpu": 30, "cuda": 50}
 #: rows that go through the products of a decode step together, if their batches are smaller: the rate of products grows
 #: up to about so many (the README has it)
 GROUP_ROWS = 128
@@ -297,7 +297,7 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     prefill = _prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
     rows = max(product_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
-    chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING)
+    chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
     head = (min(rows, HEAD_ROWS) * shapes.compute_itemsize + chosen) * shapes.config.vocab_size
     return max(prefill, decode, head)
 

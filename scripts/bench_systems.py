@@ -26,7 +26,7 @@ from statistics import mean, median
 
 import bench_common as common
 
-#: at least so long products are timed for their rate
+#: at least so long products, and attention, are timed for their rate
 RATE_SECONDS = 3.0
 #: caches that attention is timed over, in bytes: more than a processor's cache holds
 COLD = 1 << 27
@@ -334,7 +334,7 @@ def as_numpy_files(model: str, folder: Path) -> None:
 def run_ours(job: Job) -> dict:
     """With the policy that the search finds for the job, or in one block of a given shape."""
     from h2o_flexgen import LLM, KVBudget, SamplingParams
-    from h2o_flexgen.plan import Workload, batch_sizes, product_rows
+    from h2o_flexgen.plan import Workload
 
     size, batches = job.options.get("block", (None, None))
     make = partial(
@@ -352,10 +352,8 @@ def run_ours(job: Job) -> dict:
     )
     with make() as llm:
         config, layers = llm.config, llm.layers
-        rule, policy = llm.choose(Workload((job.prompt_len,) * job.batch, job.gen_len))[:2]
-        sizes = batch_sizes(job.batch, policy)
-        attends = "cpu" if policy.cpu_cache_compute else job.device
-        decode = DecodeWork(job, config, rule, sizes, max(product_rows(sizes)), attends)
+        rule, policy, placement, _ = llm.choose(Workload((job.prompt_len,) * job.batch, job.gen_len))
+        decode = DecodeWork(job, config, rule, policy, placement)
     # the machine's rates change within a run where it is shared: the floor is that of all samples
     rates = [machine_rates(decode)]
     with make() as llm:
@@ -372,14 +370,13 @@ def run_ours(job: Job) -> dict:
     work = {
         "disk": moved["disk_to_cpu"],
         "products": 2 * matrices * job.batch * (job.gen_len - 1),
-        "attention": decode.attended_bytes(),
+        **decode.attended_bytes(),
     }
     if job.device != "cpu":
         work["bus"] = max(moved["cpu_to_gpu"], moved["gpu_to_cpu"])  # both ways at a time
     seconds = {what: amount / mean(sampled[what]) for what, amount in work.items()}
-    seconds["compute"] = seconds.pop("products")
-    if decode.attends == job.device:
-        seconds["compute"] += seconds.pop("attention")  # both take all cores, or the card
+    # products and attention both take all cores, or the card
+    seconds["compute"] = seconds.pop("products") + seconds.pop("attention", 0.0)
     return {
         "prefill": report["prefill"]["seconds"],
         "decode": report["decode"]["seconds"],
@@ -458,15 +455,27 @@ def without(report: dict, rest: float) -> dict:
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """What the decode steps of a job of ours do: batches of `sizes`, products of `rows` rows, attention on the device
-    `attends`."""
+    """What the decode steps of a job of ours do, by the policy it runs under."""
 
     job: Job
     config: object
     rule: object
-    sizes: list[int]
-    rows: int
-    attends: str
+    policy: object
+    placement: object
+
+    @property
+    def sizes(self) -> list[int]:
+        """The batches of a full block."""
+        from h2o_flexgen.plan import batch_sizes
+
+        return batch_sizes(self.job.batch, self.policy)
+
+    @property
+    def rows(self) -> int:
+        """That go through a product at once."""
+        from h2o_flexgen.plan import product_rows
+
+        return max(product_rows(self.sizes))
 
     def layout(self, batch: int):
         """The cache of one layer."""
@@ -478,38 +487,45 @@ class DecodeWork:
         segments, dtype = rule.segments(job.prompt_len, job.gen_len), getattr(torch, job.dtype)
         return KVLayout(batch, config.num_attention_heads, segments, config.head_dim, dtype, rule.scored)
 
-    def attended_bytes(self) -> int:
-        """K and V over which attention goes, in all layers and steps."""
-        layouts = [self.layout(batch) for batch in self.sizes]
-        steps = range(1, self.job.gen_len)
-        attended = sum(x.used_bytes(self.job.prompt_len + i) for x in layouts for i in steps)
-        return self.config.num_hidden_layers * attended
+    def attended_bytes(self) -> dict[str, float]:
+        """K and V over which attention goes, in all layers and steps: on the device ("attention"), and beside it on the
+        CPU ("attention on the CPU")."""
+        job, sizes, attended = self.job, self.sizes, Counter()
+        if job.gen_len == 1:
+            return attended
+        of_batch = [sum(self.layout(n).used_bytes(job.prompt_len + i) for i in range(1, job.gen_len)) for n in sizes]
+        for (_, k), home in self.placement.cache.items():
+            here = home == "cpu" and self.policy.cpu_cache_compute
+            attended["attention on the CPU" if here else "attention"] += of_batch[k]
+        blocks = job.batch / sum(sizes)
+        return {what: blocks * nbytes for what, nbytes in attended.items()}
 
 
 def machine_rates(decode: DecodeWork) -> dict[str, float]:
     """Bytes per second from disk and over the bus (with CUDA), flops per second of products, and bytes of K and V per
-    second of attention."""
+    second of attention, wherever it runs."""
     job = decode.job
     rates = {
         "disk": disk_rate(job.model),
         "products": product_rate(decode.config, job.dtype, job.device, decode.rows),
-        "attention": attention_rate(decode),
     }
+    for what in decode.attended_bytes():
+        rates[what] = attention_rate(decode, job.device if what == "attention" else "cpu")
     return rates | ({} if job.device == "cpu" else {"bus": bus_rate()})
 
 
-def attention_rate(decode: DecodeWork) -> float:
+def attention_rate(decode: DecodeWork, at: str) -> float:
     """Bytes of K and V per second of a decode step's attention over the caches of whole batches, half-way through the
     job, one after the other with nothing between them."""
     import torch
 
-    job, layout = decode.job, decode.layout(decode.sizes[0])
-    step, at = max(1, job.gen_len // 2), decode.attends
+    from h2o_flexgen.offload.device import Device
+
+    job, layout, device = decode.job, decode.layout(decode.sizes[0]), Device(at)
+    step = min(job.gen_len // 2 + 1, job.gen_len - 1)  # one that only writes to a segment, as most do
     caches = []
     for _ in range(2 + COLD // layout.kv_bytes):
-        cache = layout.view(
-            *(torch.zeros(n, dtype=torch.uint8, device=at) for n in (layout.kv_bytes, layout.meta_bytes))
-        )
+        cache = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
         for numbers in (*cache.k, *cache.v):
             numbers.fill_(0.5)
         if decode.rule.scored:

@@ -41,6 +41,8 @@ def _of_system(system: str, data: dict) -> dict:
         "runs": len(best),
     }
     bounded = [r for r in best if "floor" in r]
+    # the floor of older runs has no attention in it
+    bounded = [r for r in bounded if "attention" in r.get("rates_before_and_after", [{}])[0]] or bounded
     if bounded:
         found |= {
             "policy": bounded[0]["report"]["policy"],

@@ -303,7 +303,8 @@ class Search:
     # from fractions to a policy
 
     def _rounded(self, policy: Policy, fractions: dict[str, tuple[float, float, float]]) -> Candidate:
-        """Whole percentages near the fractions, moved towards the slower tiers until they fit."""
+        """Whole percentages near the fractions, or with the head on the device, moved towards slower tiers until they
+        fit."""
         percent = []
         for kind in KINDS:
             gpu, cpu, _ = (round(100 * f, 4) for f in fractions[kind])
