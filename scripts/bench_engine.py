@@ -211,9 +211,9 @@ def bench_gemm(args) -> None:
 
 
 class Probe:
-    """Times every token step of a running engine, and can switch reading off."""
+    """Times every token step of a running engine."""
 
-    def __init__(self, llm):
+    def __init__(self):
         self.steps: list[float] = []
         self._last = 0.0
         self._restore = common.before_token_steps(self.mark)
@@ -233,7 +233,7 @@ def decode_steps(llm, batch: int, batches: int, steps: int) -> list[float]:
     from h2o_flexgen import Policy, SamplingParams
 
     llm.policy = Policy(batch, batches, (0, 0, 100, 0, 100, 0))
-    probe = Probe(llm)
+    probe = Probe()
     try:
         llm.generate(common.random_prompts(batch * batches, 4), SamplingParams(max_tokens=steps + 2))
     finally:
