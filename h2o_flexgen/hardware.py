@@ -372,7 +372,12 @@ def _prefill_call(device: Device, dtype: torch.dtype, case: _Attention):
 
 def _decode_call(device: Device, dtype: torch.dtype, case: _Attention):
     """Attention of one token per sequence over a cache that is full."""
-    layout, rule = case.layout(dtype), case.rule
+    layout = case.layout(dtype)
+    return attention_call(device, case.rule, layout, 4 * layout.slots if case.rule.scored else layout.slots - 1, 1)
+
+
+def attention_call(device: Device, rule: CacheRule, layout: KVLayout, length: int, step: int) -> Callable[[], object]:
+    """Attention of a decode step after prompts of `length` tokens, over a cache of its own."""
     B, H = layout.batch, layout.heads
     kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
     for x in (*kv.k, *kv.v):
@@ -380,9 +385,10 @@ def _decode_call(device: Device, dtype: torch.dtype, case: _Attention):
     if rule.scored:
         kv.score.uniform_()
         kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
-    q, k, v = (torch.randn(B, H, 1, case.head_dim, device=device.torch_device).to(dtype) for _ in range(3))
-    lengths = torch.full((B,), 4 * layout.slots if rule.scored else layout.slots - 1)
-    return lambda: rule.decode(kv, q, k, v, lengths, 1)
+    shape = (B, H, 1, layout.head_dim)
+    q, k, v = (torch.randn(shape, device=device.torch_device).to(layout.dtype) for _ in range(3))
+    lengths = torch.full((B,), length)
+    return lambda: rule.decode(kv, q, k, v, lengths, step)
 
 
 # links

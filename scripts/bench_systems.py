@@ -517,27 +517,14 @@ def machine_rates(decode: DecodeWork) -> dict[str, float]:
 def attention_rate(decode: DecodeWork, at: str) -> float:
     """Bytes of K and V per second of a decode step's attention over the caches of whole batches, half-way through the
     job, one after the other with nothing between them."""
-    import torch
-
+    from h2o_flexgen.hardware import attention_call
     from h2o_flexgen.offload.device import Device
 
-    job, layout, device = decode.job, decode.layout(decode.sizes[0]), Device(at)
+    job, layout = decode.job, decode.layout(decode.sizes[0])
     step = min(job.gen_len // 2 + 1, job.gen_len - 1)  # one that only writes to a segment, as most do
-    caches = []
-    for _ in range(2 + COLD // layout.kv_bytes):
-        cache = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
-        for numbers in (*cache.k, *cache.v):
-            numbers.fill_(0.5)
-        if decode.rule.scored:
-            cache.score.uniform_()
-            cache.position.copy_(torch.arange(layout.slots))
-        caches.append(cache)
-    shape = (layout.batch, layout.heads, 1, layout.head_dim)
-    q, k, v = (torch.randn(shape, device=at).to(layout.dtype) for _ in range(3))
-    lengths = torch.full((layout.batch,), job.prompt_len)
-    return layout.used_bytes(job.prompt_len + step) / calls_seconds(
-        [partial(decode.rule.decode, cache, q, k, v, lengths, step) for cache in caches], at
-    )
+    call = partial(attention_call, Device(at), decode.rule, layout, job.prompt_len, step)
+    calls = [call() for _ in range(2 + COLD // layout.kv_bytes)]
+    return layout.used_bytes(job.prompt_len + step) / calls_seconds(calls, at)
 
 
 def bus_rate() -> float:
