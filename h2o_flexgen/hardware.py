@@ -40,7 +40,10 @@ from h2o_flexgen.plan import KV_SLOTS, prefill_pairs, requests
 from h2o_flexgen.search.profile import LINKS, Link, Profile
 
 #: hidden sizes and rows of the matrix products that are timed
-HIDDEN = (768, 1024, 2048)  # powers of two are slower than others: they share cache lines
+HIDDEN = {
+    "cpu": (768, 1024, 2048),  # powers of two are slower than others: they share cache lines
+    "cuda": (2048, 4096, 8192),  # smaller ones would measure how fast the host launches kernels
+}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
 HEAD_DIMS = (64, 128)
 PHASES = ("prefill", "decode", "cpu")  # of attention
@@ -52,7 +55,9 @@ FILE, TRANSFER = 1 << 29, 1 << 26
 #: bytes of a small one: a cache piece that comes in, the row that goes home
 SMALL = {"disk_to_cpu": 1 << 22, "cpu_to_disk": 1 << 18}
 #: bytes that drive others from the caches
-COLD = 1 << 25
+COLD = {"cpu": 1 << 25, "cuda": 1 << 27}
+#: times as many sequences in attention: as for hidden sizes
+WIDER = {"cpu": 1, "cuda": 16}
 #: a slow disk is not written to for longer
 MOST_SECONDS = 1.5
 #: of a profile: one that was kept by an older version is measured again
@@ -145,7 +150,8 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
             for key, seconds in _links(device, dtype, offload_root):
                 samples[key].append(seconds)
                 bar.update(key[0] == "link")
-    found = _Measured({key: median(values) for key, values in samples.items()}, dtype)
+    kind = device.torch_device.type
+    found = _Measured({key: median(values) for key, values in samples.items()}, kind, dtype)
     rates, constants = found.attention()
     ram = memory.ram_in_all()
     return Profile(
@@ -153,7 +159,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         versions=versions(),
         date=date.today().isoformat(),
         command="python -m h2o_flexgen.hardware",
-        device=device.torch_device.type,
+        device=kind,
         dtype=str(dtype).removeprefix("torch."),
         memory={
             "gpu": device.free_bytes() if device.is_cuda else ram,
@@ -161,15 +167,15 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
             "disk": memory.disk_free(offload_root),
         },
         links={name: found.link(name) for name in LINKS},
-        layer={hidden: [(n, found.layer_rate(hidden, n)) for n in TOKENS] for hidden in HIDDEN},
+        layer={hidden: [(n, found.layer_rate(hidden, n)) for n in TOKENS] for hidden in HIDDEN[kind]},
         prefill_attention=rates["prefill"],
         decode_attention=rates["decode"],
         cpu_attention=rates.get("cpu"),
         head_seconds=constants,
         visit_seconds=found.visit_seconds(),
-        step_seconds=found("step") + max(found("small", kind) for kind in RULES),
+        step_seconds=found("step") + max(found("small", rule) for rule in RULES),
         logit_seconds=found("choose") / (HEAD_TOKENS * VOCABULARY),
-        head_efficiency=found.head_rate() / found.layer_rate(HIDDEN[0], HEAD_TOKENS),
+        head_efficiency=found.head_rate() / found.layer_rate(HIDDEN[kind][0], HEAD_TOKENS),
         convert_seconds_per_byte=found("convert") / TRANSFER,
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
@@ -181,6 +187,7 @@ class _Measured:
     """Median seconds of everything that was timed, by the keys of `_kernels` and `_links`; what follows from them."""
 
     seconds: dict[tuple, float]
+    device: str
     dtype: torch.dtype
 
     def __call__(self, *key) -> float:
@@ -192,7 +199,7 @@ class _Measured:
 
     def head_rate(self) -> float:
         """Flops per second of the product with the vocabulary."""
-        return 2 * HIDDEN[0] * VOCABULARY * HEAD_TOKENS / self("head")
+        return 2 * HIDDEN[self.device][0] * VOCABULARY * HEAD_TOKENS / self("head")
 
     def link(self, name: str) -> Link:
         return Link(
@@ -226,7 +233,7 @@ class _Measured:
         for phase, kind in sorted({key[:2] for key in self.seconds if key[0] in PHASES}):
             each, work = {}, {}  # of one head: seconds, and flops or bytes
             for size in (*HEAD_DIMS, "short"):
-                case = _Attention.of(phase, kind, size)
+                case = _Attention.of(phase, kind, size, self.device)
                 each[size] = _beyond(self(phase, kind, size), self("small", kind)) / (case.batch * case.heads)
                 work[size] = case.work(phase, self.dtype)
             first = HEAD_DIMS[0]
@@ -244,7 +251,7 @@ def _beyond(taken: float, known: float) -> float:
 def _kernels(device: Device, dtype: torch.dtype) -> Iterator[tuple[tuple, Device, Callable]]:
     """(what, where it runs, what makes the call that is timed) of everything that computes."""
     yield ("step",), device, partial(_layer_call, device, dtype, 64, 1, partial(_layers, device, dtype, 64))
-    for hidden in HIDDEN:
+    for hidden in HIDDEN[device.torch_device.type]:
         layers = cache(partial(_layers, device, dtype, hidden))
         for tokens in TOKENS:
             yield ("layer", hidden, tokens), device, partial(_layer_call, device, dtype, hidden, tokens, layers)
@@ -253,7 +260,7 @@ def _kernels(device: Device, dtype: torch.dtype) -> Iterator[tuple[tuple, Device
         smallest = _Attention(SHORT_RULES[kind], 1, 2, 64, SHORT)
         yield ("small", kind), device, partial(_decode_call, device, dtype, smallest)
         for phase, size in product(PHASES, (*HEAD_DIMS, "short")):
-            case = _Attention.of(phase, kind, size)
+            case = _Attention.of(phase, kind, size, device.torch_device.type)
             if phase != "cpu":
                 call = _prefill_call if phase == "prefill" else _decode_call
                 yield (phase, kind, size), device, partial(call, device, dtype, case)
@@ -276,8 +283,9 @@ def _convert_call(device: Device, dtype: torch.dtype):
 
 def _head_call(device: Device, dtype: torch.dtype):
     """From hidden states to logits."""
-    words = torch.full((VOCABULARY, HIDDEN[0]), 0.01, dtype=dtype, device=device.torch_device)
-    x = torch.randn(HEAD_TOKENS, HIDDEN[0], device=device.torch_device).to(dtype)
+    hidden = HIDDEN[device.torch_device.type][0]
+    words = torch.full((VOCABULARY, hidden), 0.01, dtype=dtype, device=device.torch_device)
+    x = torch.randn(HEAD_TOKENS, hidden, device=device.torch_device).to(dtype)
     return lambda: linear(x, words)
 
 
@@ -292,7 +300,7 @@ def _seconds(device: Device, work: Callable[[], object], least: float = 0.08, co
     not count. `cold`: with other data in the caches, as after the products of a layer."""
     work()
     device.synchronize()
-    times, other = [], device.buffer(COLD if cold else 0)
+    times, other = [], device.buffer(COLD[device.torch_device.type] if cold else 0)
     while len(times) < 2 and sum(times) < 0.5 or (sum(times) < least and len(times) < (20 if cold else 100)):
         other.add_(1)
         device.synchronize()
@@ -337,11 +345,12 @@ class _Attention:
     tokens: int
 
     @classmethod
-    def of(cls, phase: str, kind: str, size: int | str) -> _Attention:
-        """`size`: a head size, or "short"."""
+    def of(cls, phase: str, kind: str, size: int | str, device: str) -> _Attention:
+        """`size`: a head size, or "short"; `device`: of the profile."""
+        times = WIDER["cpu" if phase == "cpu" else device]
         if size == "short":
-            return cls(SHORT_RULES[kind], 16, 16, HEAD_DIMS[0], SHORT)
-        return cls(RULES[kind], 1 if phase == "prefill" else 16, 1024 // size, size, PROMPT)
+            return cls(SHORT_RULES[kind], 16 * times, 16, HEAD_DIMS[0], SHORT)
+        return cls(RULES[kind], times * (1 if phase == "prefill" else 16), 1024 // size, size, PROMPT)
 
     def layout(self, dtype: torch.dtype, decode: bool = True) -> KVLayout:
         segments = self.rule.segments(self.tokens, 1)
@@ -401,7 +410,8 @@ def _links(device: Device, dtype: torch.dtype, offload_root: Path) -> Iterator[t
     buffer, host = device.buffer(TRANSFER), device.host_buffer(TRANSFER)
     for data in (host, buffer):
         data.fill_(1)
-    work = _layer_call(device, dtype, HIDDEN[0], HEAD_TOKENS, partial(_layers, device, dtype, HIDDEN[0]))
+    hidden = HIDDEN[device.torch_device.type][0]
+    work = _layer_call(device, dtype, hidden, HEAD_TOKENS, partial(_layers, device, dtype, hidden))
     folder = OffloadFolder(offload_root)
     io, lane = DiskIO(), Lane(device, "measure")
     try:

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from h2o_flexgen.engine.engine import Engine, Sequence, make_batches
@@ -36,11 +37,13 @@ from h2o_flexgen.search.search import Search
 #: sequences computed at once where everything lies in RAM: more make a processor's products no faster
 RESIDENT_BATCH = 64
 DUMMY = "_DUMMY_"
+#: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
+TOKEN = 72
 
 
 @dataclass
 class CompletionOutput:
-    """One generated text. `finish_reason` is "length", "stop", "abort" (the job was interrupted) or "error"."""
+    """One generated text. `finish_reason` is "length", "stop", or "abort" (the job was interrupted)."""
 
     index: int
     text: str
@@ -55,7 +58,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What became of one prompt; `error` says why it could not be run."""
+    """What became of one prompt; `error` says why it could not be run or broke off, and then there are no outputs."""
 
     index: int
     prompt: str | None
@@ -278,7 +281,7 @@ class LLM:
         Args:
             prompts: texts, or lists of token ids.
             skip_errors: a prompt that cannot be run becomes an output with `error` instead of raising.
-            on_output: called with every finished output as soon as its block is done, and on an interrupt with
+            on_output: called with every finished output as soon as its batch is done, and on an interrupt with
                 what there is of the block that was running ("abort"); not at all if no prompt can be run. One that an
                 interrupt hits gets the same output again.
 
@@ -348,6 +351,7 @@ class LLM:
             for output in outputs.values():
                 if output.error is not None and on_output is not None:
                     on_output(output)
+            engine.on_finished = lambda finished: emit([s for s in finished if s.finish_reason != "error"])
             for n, current in enumerate(blocks):
                 engine.on_progress = self._progress(bar, n, len(blocks))
                 batches = make_batches(current, policy.gpu_batch_size, policy.prefill_tokens)
@@ -369,8 +373,13 @@ class LLM:
                 self.close()
                 # who keeps the exception, as an interactive session does, must not keep weights and cache
                 weights = caches = activations = engine = None
-                if not isinstance(e, Exception) or isinstance(e, UserError):
+                if not isinstance(e, Exception) or isinstance(e, (UserError, torch.OutOfMemoryError)):
                     traceback.clear_frames(e.__traceback__)
+            if isinstance(e, torch.OutOfMemoryError):
+                raise UserError(
+                    f"CUDA is out of memory, though the plan fits (other programs on the card, or memory in pieces "
+                    f"too small to use): give a smaller gpu_mem; {e}"
+                ) from None
             raise
         finally:
             if bar is not None:
@@ -448,7 +457,8 @@ class LLM:
     def choose(self, workload: Workload) -> tuple[CacheRule, Policy, Placement, Plan]:
         """What a job will run with: its cache rule and policy, searched for where they are "auto"."""
         limits = self.limits()
-        self._baseline = self._beside_the_weights()
+        # with what the job's own output will hold, to its end
+        self._baseline = self._beside_the_weights() + TOKEN * len(workload.prompt_lens) * workload.gen_len
 
         def find(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, tuple]:
             rule = self._rule(workload, budget)

@@ -19,6 +19,8 @@ REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
 THREADS = 4
 #: the most pieces of a streaming cache on the device at once
 KV_SLOTS = 3
+#: micro-batches whose hidden states may be on their way home at once
+HOMEWARD = 2
 #: rows that go through the head at once, and of their logits those that are turned into tokens at once
 HEAD_ROWS, SAMPLE_ROWS = 128, 16
 #: bytes for each logit that is sorted
@@ -265,6 +267,7 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
     plan.add("gpu", "activations of a decode step", sum(batches) * E * size)
     if any(home != "gpu" for home in placement.activations):
         plan.add("gpu", "activation buffers", overlap * piece)
+        plan.add("gpu", "activations on their way home", HOMEWARD * piece * policy.overlap)
         if shapes.cuda and "disk" in placement.activations:
             plan.add("cpu", "activation staging", 2 * piece)
 

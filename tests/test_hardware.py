@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(hardware, "HIDDEN", (128,))
+    monkeypatch.setattr(hardware, "HIDDEN", {"cpu": (128,)})
     monkeypatch.setattr(hardware, "TOKENS", (1, 512))
     monkeypatch.setattr(hardware, "HEAD_TOKENS", 1)
     monkeypatch.setattr(hardware, "PROMPT", 32)

@@ -3,6 +3,7 @@ Those of a decode step, one token of each sequence, stay on the device."""
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate, cycle
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
+from h2o_flexgen.plan import HOMEWARD
 
 Key = tuple[int, int]
 
@@ -50,6 +52,7 @@ class ActivationStore:
         self._resident: dict[Key, Tensor] = {}
         self._stored: dict[Key, _Stored] = {}
         self._loading: dict[Key, tuple[Future, Tensor]] = {}
+        self._storing: deque[Future] = deque()  # on their way home
         self._ram = {k: device.host_buffer(batch_bytes[k]) for k, home in enumerate(homes) if home == "cpu"}
         on_disk = [k for k, home in enumerate(homes) if home == "disk"]
         *starts, end = accumulate((batch_bytes[k] for k in on_disk), initial=0)
@@ -69,9 +72,11 @@ class ActivationStore:
         if home == "gpu":
             self._resident[key] = hidden
             return
+        self.device.hold_back(self._storing, HOMEWARD, "activations")
         job = self.store_lane.submit(
             lambda: self._store(batch, offset, hidden.contiguous()), after=self.device.record()
         )
+        self._storing.append(job)
         self._stored[key] = _Stored(job, hidden.shape, hidden.dtype, hidden.nbytes)
 
     def _store(self, batch: int, offset: int, hidden: Tensor) -> None:
@@ -133,6 +138,7 @@ class ActivationStore:
             job.exception()
         self._loading.clear()
         self._resident.clear()
+        self._storing.clear()
         for stored in self._stored.values():
             finish(stored.future.result())
         self._stored.clear()

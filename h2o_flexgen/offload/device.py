@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import mmap
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 
 import numpy as np
@@ -58,6 +59,8 @@ class Device:
         self._pinned: list[Tensor] = []
         self._stalls = defaultdict(float)
         self._stall_events = defaultdict(list)
+        if self.is_cuda:  # dropped unclosed: CUDA must not go on knowing addresses that the system gives to others
+            weakref.finalize(self, _unpin, self.torch_device, self._pinned).atexit = False
 
     def __str__(self) -> str:
         return str(self.torch_device)
@@ -114,11 +117,7 @@ class Device:
 
     def unpin(self, since: int = 0) -> None:
         """Give back what `host_buffer` pinned after the first `since`; nothing may use it any more."""
-        if len(self._pinned) > since:
-            self.synchronize()
-        for buffer in self._pinned[since:]:
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-        del self._pinned[since:]
+        _unpin(self.torch_device, self._pinned, since)
 
     def start(self, most_bytes: int | None) -> None:
         """CUDA only: create the context and load the matrix libraries, which costs RAM and time, and hold this
@@ -196,17 +195,25 @@ class Device:
         """Make compute wait for a lane's job, and count how long it had to."""
         if future is None:
             return
-        with self.stalling(kind):
-            event = future.result()
-        if event is not None:
-            stream = torch.cuda.current_stream(self.torch_device)
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record(stream)
-            stream.wait_event(event)
-            after.record(stream)
-            self._stall_events[kind].append((before, after))
-            if len(self._stall_events[kind]) >= 1024:
-                self._count_stalls(kind)
+        if not self.is_cuda:
+            with self.stalling(kind):
+                future.result()
+            return
+        # the host may wait long before the card does: what counts is between the two marks, whoever is late
+        stream = torch.cuda.current_stream(self.torch_device)
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(stream)
+        self.wait(future.result())
+        after.record(stream)
+        self._stall_events[kind].append((before, after))
+        if len(self._stall_events[kind]) >= 1024:
+            self._count_stalls(kind)
+
+    def hold_back(self, jobs: deque[Future], most: int, kind: str) -> None:
+        """Wait for the oldest of a lane's jobs until fewer than `most` are left, since each holds memory."""
+        while len(jobs) >= most:
+            with nullcontext() if self.is_cuda else self.stalling(kind):  # on CUDA the host waits, ahead of compute
+                jobs.popleft().result()
 
     def synchronize(self) -> None:
         """Only at the ends of a phase that is timed."""
@@ -300,6 +307,14 @@ def convert(dst: Tensor, src: Tensor) -> None:
         return
     for into, part in zip(dst.view(-1).split(_PART), src.view(-1).split(_PART)):
         into.copy_(part.float())  # straight takes twice as long
+
+
+def _unpin(device: torch.device, buffers: list[Tensor], since: int = 0) -> None:
+    if len(buffers) > since:
+        torch.cuda.synchronize(device)
+    for buffer in buffers[since:]:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    del buffers[since:]
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -218,10 +217,7 @@ class KVStore:
                 piece.stored = None
             return layout.view(piece.kv, piece.meta)
         key = (layer, batch)
-        if len(self._storing) >= len(self._kv.buffers):  # tokens that wait hold memory
-            oldest = self._storing.popleft()
-            with nullcontext() if self.device.is_cuda else self.device.stalling("cache"):
-                oldest.result()  # on CUDA it is the host that waits, ahead of compute
+        self.device.hold_back(self._storing, len(self._kv.buffers), "cache")
         if key not in self._loading:
             self._fetch(key, held)
         slot, future = self._loading.pop(key)

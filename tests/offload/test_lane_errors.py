@@ -16,6 +16,7 @@ from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, File
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
+from h2o_flexgen.plan import HOMEWARD
 
 pytest_plugins = ["cli_tools"]
 
@@ -100,6 +101,39 @@ def test_closing_waits_for_the_running_job_and_drops_the_rest():
     assert done == [1]
 
 
+def test_only_so_many_hidden_states_wait_on_the_device_to_go_home(monkeypatch):
+    started, go = threading.Event(), threading.Event()
+    real = ActivationStore._store
+
+    def slow(*args):
+        started.set()
+        go.wait(30)
+        real(*args)
+
+    monkeypatch.setattr(ActivationStore, "_store", slow)
+    device, lanes = Device("cpu"), [Lane(Device("cpu"), name) for name in ("load", "store")]
+    store = ActivationStore(device, ["cpu"], [64 * (HOMEWARD + 1)], 64, None, *lanes, None)
+    pieces = [torch.full((1, 4, 4), float(n)) for n in range(HOMEWARD + 1)]
+
+    def put(n):
+        store.put(0, n, 64 * n, pieces[n])
+
+    for n in range(HOMEWARD):
+        put(n)
+    started.wait(30)
+    last = threading.Thread(target=put, args=(HOMEWARD,))
+    last.start()
+    last.join(0.2)
+    assert last.is_alive()
+    go.set()
+    last.join(30)
+    assert all(torch.equal(store.get(0, n, 64 * n), piece) for n, piece in enumerate(pieces))
+    assert device.stall_seconds["activations"] > 0
+    store.drain()
+    for lane in lanes:
+        lane.close()
+
+
 #: where a job can fail, and the policy under which it gets there
 PLACES = {
     "weights": (WeightStore, "_fill", (0, 0, 100, 0, 100, 0)),
@@ -142,6 +176,21 @@ def test_an_error_anywhere_reaches_the_caller(model, tmp_path, monkeypatch, plac
         assert not (tmp_path / "off").exists() or os.listdir(tmp_path / "off") == []
         assert len(llm.generate(PROMPTS, params)) == len(PROMPTS)
     assert not (tmp_path / "off").exists() or os.listdir(tmp_path / "off") == []
+
+
+def test_a_card_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeypatch):
+    """And the job may be tried again."""
+    with LLM(str(model), Policy(1, 3, (0,) * 6), device="cpu", progress=False, offload_dir=tmp_path) as llm:
+        with monkeypatch.context() as patch:
+
+            def full(*args, **more):
+                raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+            patch.setattr(ActivationStore, "put", full)
+            with pytest.raises(UserError, match="out of memory.*smaller gpu_mem.*tried to allocate 2 GiB"):
+                llm.generate(PROMPTS, SamplingParams(max_tokens=3))
+        assert os.listdir(tmp_path) == []
+        assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3))) == len(PROMPTS)
 
 
 def test_a_pool_that_is_closed_takes_no_more(tmp_path):
