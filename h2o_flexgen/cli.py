@@ -13,6 +13,9 @@ from h2o_flexgen.errors import Interrupted, UserError
 from h2o_flexgen.policy import GIB, TIERS, KVBudget
 from h2o_flexgen.search.budget import MIN_HH_RATIO, check_floor
 
+#: what ends a job and lets it keep what it has; SIGHUP: its terminal has gone
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Parser(argparse.ArgumentParser):
     """Errors are the user's, and end as all of those do."""
@@ -116,17 +119,26 @@ def say(*parts: str) -> None:
             raise UserError(f"cannot write to stdout: {e.strerror}") from None
 
 
+def warn(text: str) -> None:
+    """To stderr, if anybody reads it."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        pass
+
+
 def interrupt(signum, frame) -> None:
-    """Handler of SIGINT and SIGTERM: raises Interrupted."""
-    for s in (signal.SIGINT, signal.SIGTERM):  # a second one must not disturb the clearing up
+    """Handler of the signals that end a job: raises Interrupted."""
+    for s in STOPPING:  # a second one must not disturb the clearing up
         signal.signal(s, lambda signum, frame: None)  # not SIG_IGN: Python complains if one is on its way already
     raise Interrupted(signum)
 
 
 def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
     """Run a command to its end; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGINT, interrupt)
+    for s in STOPPING:
+        if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN:  # ignored: it is nohup's job
+            signal.signal(s, interrupt)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 must not end a job
@@ -136,7 +148,7 @@ def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], No
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as e:
-        print("interrupted", file=sys.stderr)
+        warn("interrupted")
         return 128 + getattr(e, "signum", signal.SIGINT)
     except BrokenPipeError:  # who read stderr has gone: end as other programs do
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

@@ -10,7 +10,7 @@ class PlanError(UserError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived while a job ran; `signum` says which."""
+    """A signal that ends a job arrived while a job ran; `signum` says which."""
 
     def __init__(self, signum: int):
         super().__init__(f"interrupted by signal {signum}")

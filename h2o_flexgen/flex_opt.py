@@ -6,6 +6,7 @@ python -m h2o_flexgen.flex_opt --model facebook/opt-30b --hh-ratio 0.2
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import json
 import os
@@ -179,7 +180,8 @@ def _source_before_a_body(module: str, which: int, least: int) -> str:
 
 class OutputFile:
     """Rows as they finish go to PATH.partial; at the end, or on an interrupt, PATH is put in place whole and in
-    input order. So a killed job leaves the rows it had, and an error touches nothing."""
+    input order. So a killed job leaves the rows it had, and an error touches nothing. Rows for which there is no space
+    wait in memory until there is."""
 
     def __init__(self, path: str):
         check_writable("--output-file", Path(path))
@@ -188,41 +190,68 @@ class OutputFile:
         self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
         self.partial = self.path.with_name(self.path.name + ".partial")
         self.rows: dict[int, dict] = {}
+        self.waiting: list[str] = []
         self._file = None
+        self._warned = self._whole = False
 
     def add(self, row: dict) -> None:
         self.rows[row["index"]] = row
+        self.waiting.append(json.dumps(row) + "\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, if that can be done now."""
         try:
             if self._file is None:
-                if self.partial.exists():
-                    kept = self._free_name()
-                    os.replace(self.partial, kept)
-                    print(f"rows of a job that was killed are kept in {kept}", file=sys.stderr)
-                self._file = open(self.partial, "w", encoding="utf-8")
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+                self._set_aside(self.partial, "rows of a job that was killed are kept in")
+                self._file = open(self.partial, "wb", buffering=0)
+            self._write("".join(self.waiting).encode())
         except OSError as e:
-            raise UserError(f"cannot write {self.partial}: {e.strerror}") from None
+            if not self._warned:
+                cli.warn(f"cannot write {self.partial}: {e.strerror}; the job goes on, and its rows wait for space")
+            self._warned = True
 
-    def _free_name(self) -> Path:
-        """For the rows of a job that was killed, beside those of others that were."""
-        names = (self.partial.with_name(f"{self.partial.name}~{n or ''}") for n in itertools.count())
-        return next(name for name in names if not name.exists())
+    def _write(self, data: bytes) -> None:
+        size = self._file.tell()
+        try:
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(size)  # half a row is none
+            self._file.seek(size)
+            raise
+        self.waiting.clear()
 
-    def finish(self) -> None:
-        """Put the rows there are in place, if there are any. May be called again where it was interrupted."""
-        if self._file is None:
+    @staticmethod
+    def _set_aside(path: Path, why: str) -> None:
+        """Rename a file that would be overwritten, if it is there."""
+        if path.exists():
+            names = (path.with_name(f"{path.name}~{n or ''}") for n in itertools.count())
+            kept = next(name for name in names if not name.exists())
+            os.replace(path, kept)
+            cli.warn(f"{why} {kept}")
+
+    def finish(self, whole: bool) -> None:
+        """Put the rows there are in place, if there are any. May be called again where it was interrupted. `whole`:
+        they are all; fewer do not replace a file that is there, but set it aside."""
+        if not self.rows:
             return
+        self._whole |= whole
         sorted_file = self.path.with_name(self.path.name + ".sorted")
         try:
-            self._file.close()
             text = "".join(json.dumps(self.rows[index]) + "\n" for index in sorted(self.rows))
             sorted_file.write_text(text, encoding="utf-8")
+            if not self._whole:
+                self._set_aside(self.path, "the output file of an earlier job is kept in")
             os.replace(sorted_file, self.path)
+            if self._file is not None:
+                self._file.close()
             self.partial.unlink(missing_ok=True)
         except OSError as e:
             sorted_file.unlink(missing_ok=True)
-            raise UserError(f"cannot write {self.path}: {e.strerror}; finished rows are in {self.partial}") from None
+            self.flush()
+            written = f"{len(self.rows) - len(self.waiting)} of {len(self.rows)} finished rows are in {self.partial}"
+            raise UserError(f"cannot write {self.path}: {e.strerror}; {written}") from None
 
 
 def row_of(index: int, output) -> dict:
@@ -344,13 +373,16 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
         # a bad row keeps its place: what the others get must not depend on it
         outputs = llm.generate(rows, params, skip_errors=args.input_file is not None, on_output=keep)
         if output_file is not None:
-            output_file.finish()
+            if output_file.waiting:
+                llm.close()  # what takes the space may be the offload folder
+            output_file.finish(whole=True)
     except (KeyboardInterrupt, BrokenPipeError):
         if output_file is not None:
-            output_file.finish()
+            output_file.finish(whole=False)
         raise
     except UserError as e:
         if output_file is not None and output_file.rows and str(output_file.partial) not in str(e):
+            output_file.flush()
             raise UserError(f"{e}; finished rows are in {output_file.partial}") from None
         raise
     errors = [output for output in outputs if output.error is not None]

@@ -188,7 +188,7 @@ def cap_limits(there: dict[str, int], caps: dict[str, int | None], shared: bool)
 def check_cpu_cap(caps: dict[str, int | None], shared: bool, searched: bool) -> None:
     """Raises UserError for a cap that a search would never come near: where gpu and cpu are the same RAM (`shared`), it
     puts nothing on the cpu tier."""
-    if searched and shared and caps["cpu"] is not None and caps["gpu"] is None:
+    if searched and shared and caps["cpu"] is not None:
         raise UserError(
             "--cpu-mem does nothing here: without CUDA the RAM is the gpu tier, so use --gpu-mem; the cpu tier is a "
             "second pool in RAM for --percent"

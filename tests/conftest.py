@@ -10,6 +10,8 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from h2o_flexgen.cli import STOPPING  # noqa: E402
+
 tqdm.monitor_interval = 0  # its thread comes with the first bar of a process: tests count threads
 settings.register_profile("exact", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("exact")
@@ -26,8 +28,8 @@ def private_folders(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def signals():
-    """The commands take over SIGINT and SIGTERM; give them back."""
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    """The commands take over the signals that end a job; give them back."""
+    before = {s: signal.getsignal(s) for s in STOPPING}
     yield
     for s, handler in before.items():
         signal.signal(s, handler)

@@ -497,6 +497,25 @@ def test_half_a_sharded_download_is_gone_on_with(hub, model, tmp_path):
         source.find_model("someone/tiny-opt")
 
 
+def test_weights_of_a_folder_are_not_downloaded_too(hub, model, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    shutil.copy(model / "model.safetensors", weights)
+    asked = []
+
+    def download(name, **options):
+        if options.get("local_files_only"):
+            raise FileNotFoundError(name)
+        asked.append((name, options["allow_patterns"]))
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert source.find_model("opt-125m", str(weights)) == (weights, model)
+    assert asked == [("facebook/opt-125m", source._SMALL_FILES)]
+
+
 def test_a_folder_wins_over_the_hub(hub, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model, tmp_path / "someone" / "tiny-opt")

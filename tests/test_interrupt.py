@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_tools import FP32, ON_DISK, end, last_line, percent, read_rows, read_until, start, wide, write_prompts
 
-from h2o_flexgen.cli import interrupt
+from h2o_flexgen.cli import STOPPING, interrupt
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.offload.disk import OffloadFolder
 
@@ -77,7 +77,13 @@ def assert_clean(tmp_path: Path, *files: str) -> None:
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == sorted(["in.jsonl", *files])
 
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+SIGNALS = list(STOPPING)
+
+
+@pytest.fixture(autouse=True)
+def in_a_terminal():
+    """These tests may run under nohup, which the jobs of theirs must not take to be their own."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
@@ -137,6 +143,30 @@ def test_stopped_in_the_second_block_the_first_is_whole(job, whole, tmp_path, ov
         assert row["token_ids"] == whole[row["index"]][: len(row["token_ids"])]
 
 
+def test_a_job_under_nohup_outlives_its_terminal(cli, model, tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert cli("--model", model, *FP32, "--num-prompts", 1, "--prompt-len", 3, "--gen-len", 2)[0] == 0
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_a_job_cut_short_does_not_replace_the_output_of_an_earlier_one(cli, model, tmp_path, monkeypatch):
+    from h2o_flexgen.engine.engine import Engine
+
+    rows, target = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9], []]), tmp_path / "out.jsonl"
+    argv = ("--model", model, *FP32, "--gen-len", 3, "--input-file", rows, "--output-file", target)
+    assert cli(*argv)[0] == 0
+    before = target.read_text()
+
+    def stopped(*args, **more):
+        raise Interrupted(signal.SIGINT)
+
+    monkeypatch.setattr(Engine, "run", stopped)
+    code, _, err = cli(*argv)
+    assert code == 130 and "out.jsonl~" in err
+    assert (tmp_path / "out.jsonl~").read_text() == before
+    assert [row["index"] for row in read_rows(target)] == [2]
+
+
 def test_an_impatient_user(job, tmp_path):
     """Further signals do not disturb the clearing up."""
     process = job("--output-file", tmp_path / "out.jsonl")
@@ -167,6 +197,29 @@ def test_killed_then_started_again(job, tmp_path):
     assert code == 0, err
     assert_clean(tmp_path, "out.jsonl")
     assert len(read_rows(tmp_path / "out.jsonl")) == len(PROMPTS)
+
+
+def test_rows_of_a_batch_that_has_finished_are_there_before_its_block_has(model, tmp_path, monkeypatch):
+    """One batch of two ends at its stop token, the other goes on for several steps."""
+    from h2o_flexgen import LLM, Policy, SamplingParams
+
+    options = dict(device="cpu", dtype="float32", progress=False)
+    prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(temperature=1.0, max_tokens=8)
+    with LLM(str(model), Policy(1, 2), **options) as llm:
+        first, second = (output.outputs[0].token_ids for output in llm.generate(prompts, params))
+        llm.eos_ids = frozenset([next(token for token in first[:4] if token not in second)])
+        seen = []
+        real = llm._progress
+        steps = iter(range(10**6))
+
+        def progress(*args):
+            show = real(*args)
+            return lambda *step: (seen and next(steps), show(*step))
+
+        monkeypatch.setattr(llm, "_progress", progress)
+        llm.generate(prompts, params, on_output=lambda o: seen.append((o.index, next(steps))))
+    assert [index for index, _ in seen] == [0, 1]
+    assert seen[1][1] > seen[0][1] + 1
 
 
 def test_killed_in_the_second_block_the_first_blocks_rows_are_there(job, tmp_path):

@@ -485,10 +485,10 @@ def test_what_a_policy_says_is_not_said_again(tiny, given):
 
 def test_a_cap_of_the_cpu_tier_is_refused_where_a_search_would_not_use_it(tiny):
     folder = str(tiny().folder)
-    with pytest.raises(UserError, match="use --gpu-mem"):
-        LLM(folder, device="cpu", cpu_mem=1 << 30)
-    for more in (dict(gpu_mem=1 << 30), dict(policy=Policy())):
-        LLM(folder, device="cpu", cpu_mem=1 << 30, **more).close()
+    for more in ({}, dict(gpu_mem=1 << 30)):
+        with pytest.raises(UserError, match="use --gpu-mem"):
+            LLM(folder, device="cpu", cpu_mem=1 << 30, **more)
+    LLM(folder, device="cpu", cpu_mem=1 << 30, policy=Policy()).close()
 
 
 def test_without_progress_nothing_is_printed(tmp_path, capfd):

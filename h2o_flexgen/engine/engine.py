@@ -83,10 +83,12 @@ class Engine:
         params: SamplingParams,
         eos_ids: frozenset[int],
         on_progress: Callable[[int, int, int], None] = lambda i, j, tokens: None,
+        on_finished: Callable[[list[Sequence]], None] = lambda sequences: None,
     ):
         self.config, self.device, self.dtype, self.rule = config, device, dtype, rule
         self.weights, self.caches, self.activations = weights, caches, activations
-        self.params, self.eos_ids, self.on_progress = params, eos_ids, on_progress
+        self.params, self.eos_ids = params, eos_ids
+        self.on_progress, self.on_finished = on_progress, on_finished
         self.num_layers = len(weights.layers)
         self.seconds = {"prefill": 0.0, "decode": 0.0}
         self._hidden: dict[int, Tensor] = {}  # by batch, (B, 1, E), between the layers of a decode step
@@ -180,10 +182,11 @@ class Engine:
             self._not_fetched = Step(i, j, k + 1)
 
     def _prefetch_hidden(self, step: Step) -> None:
-        """The next batch's hidden states, if they are at home already."""
-        following = self.schedule.after(step)
-        if following is not None and following.j > 0:
-            self.activations.prefetch(following.k, 0, 0)
+        """Of prefill's next step, if they are at home already."""
+        if step.k + 1 < len(self.batches):
+            self.activations.prefetch(step.k + 1, 0, 0)
+        elif step.j + 1 < self.num_layers:
+            self.activations.prefetch(0, 0, 0)
 
     def _is_decoder(self, j: int) -> bool:
         return 0 < j < self.num_layers - 1
@@ -312,3 +315,4 @@ class Engine:
             self._coming = [piece for piece in self._coming if piece[1] != step.k]
             for layer in range(self.num_layers - 2):
                 self.caches.drop(layer, step.k)
+            self.on_finished(self.batches[step.k].sequences)

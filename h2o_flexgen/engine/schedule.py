@@ -40,20 +40,6 @@ class ZigZag:
             for j in range(self.num_layers):
                 yield i, j, active
 
-    def after(self, step: Step) -> Step | None:
-        """The step that follows if no further batch finishes; None at the end of the block."""
-        i, j, k = step
-        later = [b for b in self.batches if b > k]
-        if later:
-            return Step(i, j, later[0])
-        if not self.batches:
-            return None
-        if j + 1 < self.num_layers:
-            return Step(i, j + 1, self.batches[0])
-        if i + 1 < self.num_tokens:
-            return Step(i + 1, 0, self.batches[0])
-        return None
-
     def first_at(self, pieces: list[tuple[int, int]], since: Step) -> Step | None:
         """The first step, from `since` on, at one of `pieces`: (layer, batch), sorted, of batches that still run."""
         at = bisect_left(pieces, since[1:])

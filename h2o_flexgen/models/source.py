@@ -34,10 +34,10 @@ def find_model(model: str | None, path: str | None = None) -> tuple[Path, Path]:
         return weights, _expand(model)
     if (weights / "config.json").exists():
         return weights, weights
-    return weights, _find(model) if model is not None else weights
+    return weights, _find(model, weights=False) if model is not None else weights
 
 
-def _find(model: str | None) -> Path:
+def _find(model: str | None, weights: bool = True) -> Path:
     if model is None:
         if not (DEMO_MODEL / "config.json").exists():
             raise UserError("the demo model is not in this installation: name a --model")
@@ -49,7 +49,9 @@ def _find(model: str | None) -> Path:
         return folder
     if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise UserError(f"--model {model}: no such folder")
-    return _snapshot(model)
+    if "/" not in model and OPTConfig.named(model) is not None:
+        model = f"facebook/{model}"
+    return _snapshot(model, weights)
 
 
 def _expand(path: str) -> Path:
@@ -69,18 +71,20 @@ def _is_whole(folder: Path) -> bool:
     return False
 
 
-def _snapshot(name: str) -> Path:
+def _snapshot(name: str, weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
         cached = Path(snapshot_download(name, local_files_only=True))
-        if _is_whole(cached):
+        if _is_whole(cached) or (not weights and (cached / "config.json").exists()):
             return cached
     except Exception:
         pass  # not there yet, or not whole
     try:
         small = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
         OPTConfig.from_folder(small)  # before gigabytes of a model that cannot be run
+        if not weights:
+            return small
         files = HfApi().list_repo_files(name)
         kind = "*.safetensors*" if any(f.endswith(".safetensors") for f in files) else "pytorch_model*.bin*"
         return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, kind]))
