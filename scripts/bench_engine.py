@@ -5,7 +5,7 @@
     disk   OPT-6.7B with weights on disk under an 8 GiB memory cgroup: a decode step against reading alone and
            computing alone, for a block that is I/O bound, one that is balanced and one that is compute bound
     reads  buffered reads against O_DIRECT, alone and beside compute
-    opt-30b, opt-30b-searched, opt-6.7b-8gib    whole runs of the command line; the latter in an 8 GiB memory cgroup
+    opt-30b-searched, opt-6.7b-8gib    whole runs of the command line; the latter in an 8 GiB memory cgroup
 
 Results go to docs/benchmarks/.
 """
@@ -419,7 +419,6 @@ def bench_reads(args) -> None:
 
 
 RUNS = {
-    "opt-30b": ("--model facebook/opt-30b --path _DUMMY_ --hh-ratio 0.2 --gen-len 4", None),
     "opt-30b-searched": ("--model facebook/opt-30b --path _DUMMY_ --hh-ratio 0.2 --prompt-len 64 --gen-len 4", None),
     "opt-6.7b-8gib": (
         "--model facebook/opt-6.7b --path _DUMMY_ --percent 0 0 100 0 100 0 --hh-ratio 0.2 "

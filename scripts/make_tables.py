@@ -252,7 +252,7 @@ def rates(summaries: list[tuple[dict, dict[str, dict]]]) -> str:
         "prefill, s",
         "decode, s",
         "tokens/s",
-        "ours, H2O",
+        "H2O is faster by",
         "runs",
     ]
     return markdown(header, lines)
@@ -283,7 +283,6 @@ TABLES = {
     "engine_ram": ram,
     "engine_disk": disk,
     "engine_gemm": gemm,
-    "opt-30b": big,
     "opt-30b-searched": big,
     "opt-6.7b-8gib": big,
     "disk": reads,
