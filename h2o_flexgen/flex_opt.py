@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from h2o_flexgen import cli
@@ -190,37 +191,45 @@ class OutputFile:
         self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
         self.partial = self.path.with_name(self.path.name + ".partial")
         self.rows: dict[int, dict] = {}
-        self.waiting: list[str] = []
+        self.waiting: dict[int, bytes] = {}
         self._file = None
         self._warned = self._whole = False
 
     def add(self, row: dict) -> None:
         self.rows[row["index"]] = row
-        self.waiting.append(json.dumps(row) + "\n")
+        self.waiting[row["index"]] = json.dumps(row).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
         """Write what waits, if that can be done now."""
+        if not self.waiting:
+            return
         try:
             if self._file is None:
                 self._set_aside(self.partial, "rows of a job that was killed are kept in")
                 self._file = open(self.partial, "wb", buffering=0)
-            self._write("".join(self.waiting).encode())
+            for index in list(self.waiting):
+                self._write(self.waiting[index])
+                del self.waiting[index]
         except OSError as e:
             if not self._warned:
-                cli.warn(f"cannot write {self.partial}: {e.strerror}; the job goes on, and its rows wait for space")
+                cli.warn(f"cannot write {self.partial}: {e.strerror}; the job goes on, its rows wait in memory")
             self._warned = True
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         size = self._file.tell()
         try:
-            if self._file.write(data) < len(data):
+            if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             self._file.truncate(size)  # half a row is none
             self._file.seek(size)
             raise
-        self.waiting.clear()
+
+    def where(self) -> str:
+        """Where what is finished can be had, if nothing can be put in place."""
+        self.flush()
+        return f"{len(self.rows) - len(self.waiting)} of {len(self.rows)} finished rows are in {self.partial}"
 
     @staticmethod
     def _set_aside(path: Path, why: str) -> None:
@@ -244,14 +253,14 @@ class OutputFile:
             if not self._whole:
                 self._set_aside(self.path, "the output file of an earlier job is kept in")
             os.replace(sorted_file, self.path)
+        except OSError as e:
+            sorted_file.unlink(missing_ok=True)
+            raise UserError(f"cannot write {self.path}: {e.strerror}; {self.where()}") from None
+        self.waiting.clear()
+        with suppress(OSError):
             if self._file is not None:
                 self._file.close()
             self.partial.unlink(missing_ok=True)
-        except OSError as e:
-            sorted_file.unlink(missing_ok=True)
-            self.flush()
-            written = f"{len(self.rows) - len(self.waiting)} of {len(self.rows)} finished rows are in {self.partial}"
-            raise UserError(f"cannot write {self.path}: {e.strerror}; {written}") from None
 
 
 def row_of(index: int, output) -> dict:
@@ -373,8 +382,7 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
         # a bad row keeps its place: what the others get must not depend on it
         outputs = llm.generate(rows, params, skip_errors=args.input_file is not None, on_output=keep)
         if output_file is not None:
-            if output_file.waiting:
-                llm.close()  # what takes the space may be the offload folder
+            llm.close()  # what takes the space may be the offload folder
             output_file.finish(whole=True)
     except (KeyboardInterrupt, BrokenPipeError):
         if output_file is not None:
@@ -382,14 +390,17 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
         raise
     except UserError as e:
         if output_file is not None and output_file.rows and str(output_file.partial) not in str(e):
-            output_file.flush()
-            raise UserError(f"{e}; finished rows are in {output_file.partial}") from None
+            raise UserError(f"{e}; {output_file.where()}") from None
+        raise
+    except Exception:
+        if output_file is not None:
+            output_file.flush()  # the offload folder, which may have taken the space, has gone
         raise
     errors = [output for output in outputs if output.error is not None]
     if errors and not llm.report:
         raise UserError(f"none of the {len(rows)} rows can be run; row {errors[0].index}: {errors[0].error}")
     if errors:
-        print(f"{len(errors)} rows could not be run; row {errors[0].index}: {errors[0].error}", file=sys.stderr)
+        cli.warn(f"{len(errors)} rows could not be run; row {errors[0].index}: {errors[0].error}")
     if args.report is not None:
         try:
             Path(args.report).write_text(json.dumps(llm.report, indent=2) + "\n")

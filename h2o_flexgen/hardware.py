@@ -43,7 +43,7 @@ from h2o_flexgen.search.profile import LINKS, Link, Profile
 HIDDEN = {
     "cpu": (768, 1024, 2048),  # powers of two are slower than others: they share cache lines
     "cuda": (2048, 4096, 8192),  # smaller ones would measure how fast the host launches kernels
-}
+}  # but for the first only those of which a layer takes at most a quarter of the room
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
 HEAD_DIMS = (64, 128)
 PHASES = ("prefill", "decode", "cpu")  # of attention
@@ -57,11 +57,11 @@ SMALL = {"disk_to_cpu": 1 << 22, "cpu_to_disk": 1 << 18}
 #: bytes that drive others from the caches
 COLD = {"cpu": 1 << 25, "cuda": 1 << 27}
 #: times as many sequences in attention: as for hidden sizes
-WIDER = {"cpu": 1, "cuda": 16}
+WIDER = {"cpu": 1, "cuda": 8}
 #: a slow disk is not written to for longer
 MOST_SECONDS = 1.5
 #: of a profile: one that was kept by an older version is measured again
-FORMAT = 7
+FORMAT = 8
 PASSES = 3
 
 
@@ -141,16 +141,17 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         device.start(None)
     baseline = memory.baseline()
     samples = defaultdict(list)
-    steps = PASSES * (len(list(_kernels(device, dtype))) + len(LINKS))
+    kind = device.torch_device.type
+    sizes = [n for n in HIDDEN[kind] if n == HIDDEN[kind][0] or _layer_bytes(n, dtype) <= device.free_bytes() // 4]
+    steps = PASSES * (len(list(_kernels(device, dtype, sizes))) + len(LINKS))
     with tqdm(total=steps, desc="measuring this machine", unit="step", disable=not progress, leave=False) as bar:
         for _ in range(PASSES):
-            for key, where, make in _kernels(device, dtype):
+            for key, where, make in _kernels(device, dtype, sizes):
                 samples[key].append(_seconds(where, make(), cold=key[0] in ("small", "decode", "cpu", "step")))
                 bar.update()
             for key, seconds in _links(device, dtype, offload_root):
                 samples[key].append(seconds)
                 bar.update(key[0] == "link")
-    kind = device.torch_device.type
     found = _Measured({key: median(values) for key, values in samples.items()}, kind, dtype)
     rates, constants = found.attention()
     ram = memory.ram_in_all()
@@ -167,7 +168,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
             "disk": memory.disk_free(offload_root),
         },
         links={name: found.link(name) for name in LINKS},
-        layer={hidden: [(n, found.layer_rate(hidden, n)) for n in TOKENS] for hidden in HIDDEN[kind]},
+        layer={hidden: [(n, found.layer_rate(hidden, n)) for n in TOKENS] for hidden in sizes},
         prefill_attention=rates["prefill"],
         decode_attention=rates["decode"],
         cpu_attention=rates.get("cpu"),
@@ -248,10 +249,10 @@ def _beyond(taken: float, known: float) -> float:
     return max(taken - known, taken / 4)
 
 
-def _kernels(device: Device, dtype: torch.dtype) -> Iterator[tuple[tuple, Device, Callable]]:
+def _kernels(device: Device, dtype: torch.dtype, sizes: list[int]) -> Iterator[tuple[tuple, Device, Callable]]:
     """(what, where it runs, what makes the call that is timed) of everything that computes."""
     yield ("step",), device, partial(_layer_call, device, dtype, 64, 1, partial(_layers, device, dtype, 64))
-    for hidden in HIDDEN[device.torch_device.type]:
+    for hidden in sizes:
         layers = cache(partial(_layers, device, dtype, hidden))
         for tokens in TOKENS:
             yield ("layer", hidden, tokens), device, partial(_layer_call, device, dtype, hidden, tokens, layers)
@@ -315,11 +316,15 @@ def _layers(device: Device, dtype: torch.dtype, hidden: int) -> list[dict]:
     """Decoder layers, so many that their weights come from memory and not from a cache."""
     specs = opt.layers(_reference(hidden))[1].streamed
     room = min(1 << 28, memory.ram_available() // 4, device.free_bytes() // 4)
-    count = 1 if hidden < 128 else 1 + room // (12 * hidden * hidden * dtype.itemsize)
+    count = 1 if hidden < 128 else 1 + room // _layer_bytes(hidden, dtype)
     return [
         {short: torch.full(shape, 0.01, dtype=dtype, device=device.torch_device) for short, (_, shape) in specs.items()}
         for _ in range(count)
     ]
+
+
+def _layer_bytes(hidden: int, dtype: torch.dtype) -> int:
+    return 12 * hidden * hidden * dtype.itemsize
 
 
 def _reference(hidden: int) -> OPTConfig:

@@ -37,8 +37,6 @@ from h2o_flexgen.search.search import Search
 #: sequences computed at once where everything lies in RAM: more make a processor's products no faster
 RESIDENT_BATCH = 64
 DUMMY = "_DUMMY_"
-#: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
-TOKEN = 72
 
 
 @dataclass
@@ -305,7 +303,15 @@ class LLM:
             sequences.append(Sequence(index, ids))
             outputs[index] = RequestOutput(index, text, ids)
         if sequences:
-            self._run(sequences, params, outputs, on_output)
+            try:
+                self._run(sequences, params, outputs, on_output)
+            except torch.OutOfMemoryError as e:
+                self.close()
+                traceback.clear_frames(e.__traceback__)
+                raise UserError(
+                    f"CUDA is out of memory, though the plan fits (other programs on the card, or memory in pieces too "
+                    f"small to use): give a smaller --gpu-mem, or smaller batches; {e}"
+                ) from None
         return [outputs[index] for index in range(len(prompts))]
 
     def _run(self, sequences, params: SamplingParams, outputs, on_output) -> None:
@@ -325,9 +331,10 @@ class LLM:
 
         def emit(block: list[Sequence], aborted: bool = False) -> None:
             for s in block:
-                if s.index in done or (aborted and not s.tokens):
+                broken = s.finish_reason == "error"
+                if s.index in done or (aborted and not s.tokens and not broken):
                     continue
-                if s.finish_reason == "error":
+                if broken:
                     outputs[s.index].error = "the model's numbers overflowed for this prompt"
                 else:
                     outputs[s.index].outputs = [self._completion(s)]
@@ -336,7 +343,7 @@ class LLM:
                 done.add(s.index)  # an interrupt until here must not lose it
 
         current: list[Sequence] = []
-        bar = None
+        bar = engine = None
         try:
             self._open(policy)
             weights = self._load_weights(policy, placement)
@@ -372,14 +379,11 @@ class LLM:
             finally:
                 self.close()
                 # who keeps the exception, as an interactive session does, must not keep weights and cache
+                if engine is not None:  # a callback that raised has it in its traceback
+                    engine.weights = engine.caches = engine.activations = None
                 weights = caches = activations = engine = None
-                if not isinstance(e, Exception) or isinstance(e, (UserError, torch.OutOfMemoryError)):
+                if not isinstance(e, Exception) or isinstance(e, UserError):
                     traceback.clear_frames(e.__traceback__)
-            if isinstance(e, torch.OutOfMemoryError):
-                raise UserError(
-                    f"CUDA is out of memory, though the plan fits (other programs on the card, or memory in pieces "
-                    f"too small to use): give a smaller gpu_mem; {e}"
-                ) from None
             raise
         finally:
             if bar is not None:
@@ -457,8 +461,7 @@ class LLM:
     def choose(self, workload: Workload) -> tuple[CacheRule, Policy, Placement, Plan]:
         """What a job will run with: its cache rule and policy, searched for where they are "auto"."""
         limits = self.limits()
-        # with what the job's own output will hold, to its end
-        self._baseline = self._beside_the_weights() + TOKEN * len(workload.prompt_lens) * workload.gen_len
+        self._baseline = self._beside_the_weights() + workload.output_bytes
 
         def find(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, tuple]:
             rule = self._rule(workload, budget)

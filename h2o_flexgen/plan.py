@@ -19,6 +19,8 @@ REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
 THREADS = 4
 #: the most pieces of a streaming cache on the device at once
 KV_SLOTS = 3
+#: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
+TOKEN = 72
 #: micro-batches whose hidden states may be on their way home at once
 HOMEWARD = 2
 #: rows that go through the head at once, and of their logits those that are turned into tokens at once
@@ -48,6 +50,11 @@ class Workload:
     @property
     def longest(self) -> int:
         return self.prompt_lens[0]
+
+    @property
+    def output_bytes(self) -> int:
+        """RAM that the outputs hold to the job's end."""
+        return TOKEN * len(self.prompt_lens) * self.gen_len
 
 
 @dataclass

@@ -31,6 +31,7 @@ from cli_tools import (
 from safetensors.torch import save_file
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.flex_opt import OutputFile
 from h2o_flexgen.models import source
 from h2o_flexgen.offload.checkpoint import Checkpoint
 from h2o_flexgen.offload.disk import File
@@ -920,6 +921,37 @@ def test_an_output_file_system_that_fills_up(cli, model, tmp_path, small_disk):
     assert last_line(err).startswith("error: ") and "No space left" in last_line(err)
     assert not target.exists()
     assert list((tmp_path / "offload").iterdir()) == []
+
+
+def test_rows_wait_while_their_disk_is_full(tmp_path, capsys):
+    """And go to the partial file, whole, as soon as there is space."""
+    file = OutputFile(str(tmp_path / "out.jsonl"))
+    file.add({"index": 0, "text": "first"})
+    real, room = file._file, [0, 7]
+
+    class Full:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def write(self, line):
+            space = room.pop(0) if room else len(line)
+            if not space:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real.write(line[:space])
+
+    file._file = Full()
+    for index in (3, 2):
+        file.add({"index": index, "text": "waits"})
+    with open(tmp_path / "out.jsonl.partial") as f:
+        assert [json.loads(line)["index"] for line in f] == [0]
+    assert capsys.readouterr().err.count("No space left on device; the job goes on") == 1
+    assert "3 of 3 finished rows are in" in file.where()
+    file.add({"index": 1, "text": "last"})
+    with open(tmp_path / "out.jsonl.partial") as f:
+        assert [json.loads(line)["index"] for line in f] == [0, 3, 2, 1]
+    file.finish(whole=True)
+    assert [row["index"] for row in read_rows(tmp_path / "out.jsonl")] == [0, 1, 2, 3]
+    assert not (tmp_path / "out.jsonl.partial").exists()
 
 
 @pytest.mark.parametrize("fails", ["write", "replace"])

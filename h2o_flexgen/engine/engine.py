@@ -315,4 +315,5 @@ class Engine:
             self._coming = [piece for piece in self._coming if piece[1] != step.k]
             for layer in range(self.num_layers - 2):
                 self.caches.drop(layer, step.k)
-            self.on_finished(self.batches[step.k].sequences)
+            with torch.inference_mode(False):  # the mode is the engine's, not the caller's
+                self.on_finished(self.batches[step.k].sequences)

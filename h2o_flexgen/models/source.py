@@ -11,6 +11,7 @@ from h2o_flexgen.models.config import OPTConfig
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 
 
@@ -76,7 +77,7 @@ def _snapshot(name: str, weights: bool) -> Path:
 
     try:
         cached = Path(snapshot_download(name, local_files_only=True))
-        if _is_whole(cached) or (not weights and (cached / "config.json").exists()):
+        if _is_whole(cached) or (not weights and (cached / "config.json").exists() and _has_tokenizer(cached)):
             return cached
     except Exception:
         pass  # not there yet, or not whole
@@ -99,8 +100,7 @@ def _snapshot(name: str, weights: bool) -> Path:
 
 def load_tokenizer(folder: Path):
     """The folder's tokenizer, padding on the left, or None if there is none."""
-    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-    if not any((folder / name).exists() for name in names):
+    if not _has_tokenizer(folder):
         return None
     from transformers import AutoTokenizer
 
@@ -109,6 +109,10 @@ def load_tokenizer(folder: Path):
         return AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     except Exception as e:
         raise UserError(f"cannot load the tokenizer of {folder}: {_reason(e)}") from None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 def _reason(e: Exception) -> str:

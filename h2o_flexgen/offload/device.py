@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import accumulate
 
 import numpy as np
@@ -212,8 +212,7 @@ class Device:
     def hold_back(self, jobs: deque[Future], most: int, kind: str) -> None:
         """Wait for the oldest of a lane's jobs until fewer than `most` are left, since each holds memory."""
         while len(jobs) >= most:
-            with nullcontext() if self.is_cuda else self.stalling(kind):  # on CUDA the host waits, ahead of compute
-                jobs.popleft().result()
+            self.stall_on(jobs.popleft(), kind)
 
     def synchronize(self) -> None:
         """Only at the ends of a phase that is timed."""

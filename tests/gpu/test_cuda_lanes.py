@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -196,6 +197,16 @@ def test_no_job_runs_before_the_event_it_must_follow(device):
         device.stall_on(lane.submit(lambda: seen.copy_(flag), after=device.record()), "cache")
         assert seen.item() == n
     lane.close()
+
+
+def test_a_device_that_is_dropped_gives_its_memory_back():
+    device = Device("cuda")
+    device.start(None)
+    buffer = device.host_buffer(1 << 20)
+    assert buffer.is_pinned()
+    del device
+    gc.collect()
+    assert not buffer.is_pinned()
 
 
 def test_a_long_job_does_not_hoard_events(device):

@@ -127,8 +127,8 @@ def test_only_so_many_hidden_states_wait_on_the_device_to_go_home(monkeypatch):
     assert last.is_alive()
     go.set()
     last.join(30)
-    assert all(torch.equal(store.get(0, n, 64 * n), piece) for n, piece in enumerate(pieces))
     assert device.stall_seconds["activations"] > 0
+    assert all(torch.equal(store.get(0, n, 64 * n), piece) for n, piece in enumerate(pieces))
     store.drain()
     for lane in lanes:
         lane.close()
@@ -187,7 +187,7 @@ def test_a_card_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkey
                 raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
             patch.setattr(ActivationStore, "put", full)
-            with pytest.raises(UserError, match="out of memory.*smaller gpu_mem.*tried to allocate 2 GiB"):
+            with pytest.raises(UserError, match="out of memory.*smaller --gpu-mem.*tried to allocate 2 GiB"):
                 llm.generate(PROMPTS, SamplingParams(max_tokens=3))
         assert os.listdir(tmp_path) == []
         assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3))) == len(PROMPTS)
