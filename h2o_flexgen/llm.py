@@ -461,7 +461,7 @@ class LLM:
     def choose(self, workload: Workload) -> tuple[CacheRule, Policy, Placement, Plan]:
         """What a job will run with: its cache rule and policy, searched for where they are "auto"."""
         limits = self.limits()
-        self._baseline = self._beside_the_weights() + workload.output_bytes
+        self._baseline = self._beside_the_weights()
 
         def find(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, tuple]:
             rule = self._rule(workload, budget)

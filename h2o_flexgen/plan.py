@@ -262,6 +262,7 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
     P = workload.longest
 
     plan.add(host, "the process itself", baseline)
+    plan.add(host, "generated tokens", workload.output_bytes)
     _plan_weights(plan, shapes, placement, overlap)
     _plan_cache(plan, policy, shapes, placement, batches)
 

@@ -112,7 +112,7 @@ class Planner:
             self.shapes(budget),
             self.workload,
             self.limits,
-            self.profile.baseline_bytes + self.workload.output_bytes,
+            self.profile.baseline_bytes,
             self.profile.workspace_bytes,
             max_latency,
             self.one_block,

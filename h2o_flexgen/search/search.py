@@ -91,9 +91,17 @@ class Search:
     def _plan(self, policy: Policy) -> tuple[Placement, Plan]:
         key = policy.fractions("weights")
         known = self._weights.get(key)
-        found = plan_policy(policy, self.shapes, self.workload, self.limits, self.baseline, self.workspace, known)
+        workload = self._planned(policy)
+        found = plan_policy(policy, self.shapes, workload, self.limits, self.baseline, self.workspace, known)
         self._weights[key] = found[0].weights
         return found
+
+    def _planned(self, policy: Policy) -> Workload:
+        """The prompts whose memory counts."""
+        if not self.one_block:
+            return self.workload
+        prompts = self.workload.prompt_lens[: policy.block_size]
+        return Workload(prompts, self.workload.gen_len)
 
     def _missing(self, c: Candidate) -> float:
         """Bytes, or seconds of latency, by which a policy is beyond the limits; 0 if it fits."""
@@ -288,7 +296,7 @@ class Search:
         if shapes.dummy:
             disk += wd * (shapes.stored_ratio * W)
         if shapes.cuda:
-            cpu += self.baseline + rings * wd * (shapes.stored_ratio * layer)
+            cpu += self._process_bytes(policy) + rings * wd * (shapes.stored_ratio * layer)
             cpu += cd * ((most + 1) * sizes[-1] * shapes.slots * shapes.row_bytes)
         needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
         return [(needed[tier], limit) for tier, limit in self.limits.items()]
@@ -298,7 +306,11 @@ class Search:
         batches = batch_sizes(self.num_prompts, policy)
         nbytes = self.workspace + workspace_bytes(policy, self.shapes, self.workload.longest, batches)
         nbytes += sum(batches) * self.cost.hidden_bytes
-        return nbytes if self.shapes.cuda else nbytes + self.baseline
+        return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)
+
+    def _process_bytes(self, policy: Policy) -> int:
+        """RAM of the process itself, with what it has generated."""
+        return self.baseline + self._planned(policy).output_bytes
 
     # from fractions to a policy
 
