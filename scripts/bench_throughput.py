@@ -49,6 +49,8 @@ BUDGET = 0.2
 PROBE, START = 8, 16
 #: other options of a peer are taken if they are so much faster
 NOISE = 1.05
+#: bytes of a process that has imported torch and transformers
+PROCESS = 1 << 29
 #: bytes of a shard of the checkpoint
 SHARD = 1 << 30
 #: the fewest sequences of a block on the frontier
@@ -353,7 +355,8 @@ class Bench:
         if not rate:
             return None
         tried = [(NOISE * rate, options)]
-        tried += [(self._probe(system, batch, options | tweak), options | tweak) for tweak in what.tweaks]
+        tweaks = [tweak for tweak in what.tweaks if self._could_hold(batch, tweak.get("share", 0))]
+        tried += [(self._probe(system, batch, options | tweak), options | tweak) for tweak in tweaks]
         return batch, max(tried, key=lambda pair: pair[0])[1]
 
     def _grow(self, system: str, options: dict) -> tuple[float, int]:
@@ -371,12 +374,17 @@ class Bench:
             rates[batch] = self._probe(system, batch, options)
         return max(((rate, batch) for batch, rate in rates.items()), default=(0.0, 1))
 
-    def _could_hold(self, batch: int) -> bool:
-        """Whether the full cache alone of so many sequences is less than the cap."""
+    def _could_hold(self, batch: int, share: float = 0) -> bool:
+        """Whether the full cache alone of so many sequences is less than the cap; with weights in RAM that take a share
+        of it, whether these, a process, a layer and the vocabulary leave as much: else a run dies of it in its last
+        tokens, an hour after a probe that went well."""
         config = OPTConfig.named(self.row.model)
-        slot = 4 * config.num_hidden_layers * config.hidden_size
+        E = config.hidden_size
         room = self.row.cap * GIB if self.row.cap is not None else memory.ram_available()
-        return self.row.device == "cuda" or batch * (self.row.prompt_len + self.row.gen_len) * slot < room
+        if share:
+            room -= share * room + PROCESS + 2 * E * (12 * E + config.vocab_size)
+        cache = batch * (self.row.prompt_len + self.row.gen_len) * 4 * config.num_hidden_layers * E
+        return self.row.device == "cuda" or cache < room
 
     def _probe(self, system: str, batch: int, options: dict) -> float:
         """Tokens/s of the whole job, going by its first tokens; 0 if it fails."""

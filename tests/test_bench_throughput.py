@@ -56,6 +56,13 @@ def test_a_batch_is_halved_until_it_runs_and_a_system_that_never_does_is_left_ou
     assert Fake(lambda *_: OOM, restart=SYSTEMS).best("ZeRO-Inference") is None
 
 
+@pytest.mark.parametrize("most, shares", [(32, []), (16, [0.25])])
+def test_weights_are_kept_in_ram_only_where_the_whole_cache_leaves_room(most, shares):
+    bench = Fake(lambda batch, *_: took(1, 1) if batch <= most else OOM, name="6.7b 64+256")
+    assert bench.best("Accelerate")[0] == most
+    assert [options["share"] for *_, options in bench.asked if "share" in options] == shares
+
+
 def test_batches_whose_cache_alone_is_over_the_cap_are_not_tried():
     bench = Fake(lambda batch, gen_len, options: took(1, 1), name="1.3b 64+512")
     bench.best("Accelerate")
