@@ -61,7 +61,7 @@ WIDER = {"cpu": 1, "cuda": 8}
 #: a slow disk is not written to for longer
 MOST_SECONDS = 1.5
 #: of a profile: one that was kept by an older version is measured again
-FORMAT = 8
+FORMAT = 9
 PASSES = 3
 
 
@@ -109,7 +109,8 @@ def mount_point(folder: Path) -> str:
 
 
 def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bool = True) -> Profile:
-    """The profile of this machine: what was measured before if machine and versions are the same, else anew."""
+    """The profile of this machine: what was measured before if machine and versions are the same, else anew. What was
+    measured beside programs that kept the processors busy is not kept."""
     name = str(dtype).removeprefix("torch.")
     disk = crc32(mount_point(offload_root).encode())  # jobs may take turns on several
     path = cache_root() / "hardware" / f"{device.torch_device.type}-{name}-{disk:08x}.json"
@@ -120,6 +121,8 @@ def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, prog
     except UserError:
         pass
     profile = measure(device, dtype, offload_root, progress)
+    if profile.is_crowded:
+        return profile  # the next job measures again
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
@@ -139,6 +142,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
     """
     if device.is_cuda and not device.workspace_bytes:
         device.start(None)
+    begun = _scheduled()
     baseline = memory.baseline()
     samples = defaultdict(list)
     kind = device.torch_device.type
@@ -152,10 +156,11 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
             for key, seconds in _links(device, dtype, offload_root):
                 samples[key].append(seconds)
                 bar.update(key[0] == "link")
+    ran, waited = (max(0.0, now - then) for now, then in zip(_scheduled(), begun))
     found = _Measured({key: median(values) for key, values in samples.items()}, kind, dtype)
     rates, constants = found.attention()
     ram = memory.ram_in_all()
-    return Profile(
+    profile = Profile(
         machine=machine(offload_root, device),
         versions=versions(),
         date=date.today().isoformat(),
@@ -180,7 +185,28 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
         convert_seconds_per_byte=found("convert") / TRANSFER,
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
+        crowded=waited / (ran + waited) if waited else 0.0,
     )
+    if profile.is_crowded:
+        cli.warn(
+            f"other programs kept this one waiting for a processor {profile.crowded:.0%} of the time while the machine "
+            "was measured: its rates may be too low, and a policy by them poor; close them and run the command again"
+        )
+    return profile
+
+
+def _scheduled(threads: Path = Path("/proc/self/task")) -> tuple[float, float]:
+    """Seconds that this process's threads ran on a processor, and that they waited for one; nothing where the system
+    does not count them."""
+    ran = waited = 0
+    for path in threads.glob("*/schedstat"):
+        try:
+            thread = path.read_text().split()
+        except OSError:
+            continue  # it has ended
+        ran += int(thread[0])
+        waited += int(thread[1])
+    return ran / 1e9, waited / 1e9
 
 
 @dataclass(frozen=True)

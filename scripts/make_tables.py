@@ -1,4 +1,4 @@
-"""Write the tables of README.md from docs/benchmarks/*.json. `--check` only says whether they are up to date.
+"""Write the tables of README.md and docs/ from docs/benchmarks/*.json. `--check` only says whether they are up to date.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`.
 """
@@ -12,12 +12,18 @@ from statistics import median
 from bench_common import RESULTS, ROOT, stored
 from throughput_rows import summarise
 
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
 
 def load(name: str) -> dict | list[dict]:
     """What a table is made of; nothing if it has not been measured."""
-    if name == "throughput":  # a file for each row of the matrix and machine; that of OPT-125m only tries the script
+    if name.startswith("throughput"):
+        # a file for each row of the matrix and machine; that of OPT-125m only tries the script
         names = [path.stem for path in sorted(RESULTS.glob("throughput_*.json")) if "125m" not in path.stem]
-        return sorted(map(stored, names), key=lambda data: (size(data["row"]), data["machine"]["processor"]))
+        rows = sorted(map(stored, names), key=lambda data: (size(data["row"]), data["machine"]["processor"]))
+        machines = by_machine(rows).values()
+        most = max(machines, key=lambda of_it: (len(of_it), max(data["date"] for data in of_it)), default=[])
+        return most if name == "throughput" else [data for of_it in machines for data in of_it if of_it is not most]
     return stored(name)
 
 
@@ -38,10 +44,15 @@ def machine_text(m: dict) -> str:
 
 
 def where(data: dict) -> str:
+    return f"{setting(data)}; {data['date']}; `{data['command']}`"
+
+
+def setting(data: dict) -> str:
+    """The machine, its cap, and versions."""
     m, v = data["machine"], data["versions"]
     cap = f", capped at {m['ram_cap_gib']:g} GiB with page cache" if m["ram_cap_gib"] else ""
     with_these = ", ".join(f"{name} {v[name]}" for name in v if name not in ("python", "numpy", "h2o_flexgen"))
-    return f"{machine_text(m)}{cap}; {with_these}; {data['date']}; `{data['command']}`"
+    return f"{machine_text(m)}{cap}; {with_these}"
 
 
 def policy_text(p: dict, between: str = ", ") -> str:
@@ -224,8 +235,13 @@ def on_a_machine(rows: list[dict]) -> list[str]:
         header = ["job", "cap", "ours", "policy", "time, predicted / measured", "read a step, GB"]
         header += ["decode is bound by", "of that bound"]
         parts.append(markdown(header, bounds))
-    places = (where(data | {"date": dates(data["runs"])}) for data in rows)
-    return [*parts, *dict.fromkeys(places)]
+    alike: dict[str, list[dict]] = {}
+    for data in rows:
+        alike.setdefault(setting(data), []).append(data)
+    for text, of_it in alike.items():
+        commands = ", ".join(f"`{data['command']}`" for data in of_it)
+        parts.append(f"{text}; {dates([run for data in of_it for run in data['runs']])}; {commands}")
+    return parts
 
 
 def rates(summaries: list[tuple[dict, dict[str, dict]]]) -> str:
@@ -276,7 +292,8 @@ def dates(runs: list[dict]) -> str:
 
 
 TABLES = {
-    "throughput": throughput,
+    "throughput": throughput,  # where most of the matrix was measured
+    "throughput_elsewhere": throughput,
     "search_papers": search_papers,
     "search_machine": search_machine,
     "search_top": search_top,
@@ -301,8 +318,8 @@ def fill(text: str) -> str:
 
 def main() -> int:
     stale = []
-    for path in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "policy_search.md"):
-        if path.exists() and (text := path.read_text()) != (filled := fill(text)):
+    for path in DOCUMENTS:
+        if (text := path.read_text()) != (filled := fill(text)):
             stale.append(path.name)
             if "--check" not in sys.argv:
                 path.write_text(filled)

@@ -1,6 +1,6 @@
 """Draw docs/throughput.png and docs/frontier.png from docs/benchmarks/throughput_*.json. Needs matplotlib.
 
-throughput: generated tokens/s of every system, a panel for each machine, a group of bars for each row, batches on them
+throughput: generated tokens/s of every system on the README's machine, a group of bars for each row, batches on them
 frontier: our throughput over the seconds of a block, full cache and H2O, a panel for each row that has been swept
 """
 
@@ -14,29 +14,16 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from make_tables import by_machine, cap_text, job_text, load  # noqa: E402
+from make_tables import cap_text, job_text, load, machine_text  # noqa: E402
 from throughput_rows import speed, summarise  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def plot_throughput(rows: list[dict]) -> None:
-    machines = by_machine(rows)
-    counts = [len(of_it) for of_it in machines.values()]
-    fig, axes = plt.subplots(
-        1, len(machines), figsize=(2.5 + 2 * sum(counts), 4.5), width_ratios=counts, squeeze=False, layout="constrained"
-    )
     systems = list(dict.fromkeys(system for data in rows for system in data["row"]["systems"]))
-    for ax, (machine, of_it) in zip(axes[0], machines.items()):
-        bars(ax, of_it, systems)
-        ax.set_title(textwrap.fill(machine, 24 * len(of_it)), fontsize=8)
-    axes[0][0].set_ylabel("generated tokens/s (batch on the bar)")
-    fig.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, ncols=len(systems), loc="outside upper center")
-    write(fig, "throughput.png")
-
-
-def bars(ax, rows: list[dict], systems: list[str]) -> None:
     summaries, width = [summarise(data) for data in rows], 0.8 / len(systems)
+    fig, ax = plt.subplots(figsize=(2.5 + 2 * len(rows), 4.5), layout="constrained")
     for n, system in enumerate(systems):
         found = [summary.get(system, {}) for summary in summaries]
         places = [x + (n - len(systems) / 2 + 0.5) * width for x in range(len(rows))]
@@ -44,6 +31,10 @@ def bars(ax, rows: list[dict], systems: list[str]) -> None:
         ax.bar_label(drawn, [f.get("batch", "") for f in found], fontsize=7)
     labels = [f"{job_text(data['row'])}\ncap: {cap_text(data['row'])}" for data in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
+    ax.set_title(textwrap.fill(machine_text(rows[0]["machine"]), 24 * len(rows)), fontsize=8)
+    ax.set_ylabel("generated tokens/s (batch on the bar)")
+    fig.legend(fontsize=8, ncols=len(systems), loc="outside upper center")
+    write(fig, "throughput.png")
 
 
 def plot_frontier(rows: list[dict]) -> None:

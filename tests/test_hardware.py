@@ -78,6 +78,29 @@ def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_p
     assert len(made) == 3
 
 
+def test_rates_beside_a_busy_program_are_not_kept(monkeypatch, tmp_path):
+    now = dict(machine=hardware.machine(tmp_path), versions=hardware.versions(), dtype="float32")
+    found = iter(replace(laptop(), crowded=crowded, **now) for crowded in (0.5, 0.1))
+    monkeypatch.setattr(hardware, "measure", lambda *a: next(found))
+    asked = [hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, progress=False) for _ in range(3)]
+    assert [profile.crowded for profile in asked] == [0.5, 0.1, 0.1]
+
+
+def test_waiting_for_a_processor_is_counted_and_told(quick, monkeypatch, tmp_path, capsys):
+    for n, text in enumerate(["3000000000 1000000000 17", "1000000000 0 1"]):
+        (tmp_path / str(n)).mkdir()
+        (tmp_path / str(n) / "schedstat").write_text(text + "\n")
+    counted = hardware._scheduled(tmp_path)
+    assert counted == (4.0, 1.0)
+    assert hardware._scheduled(tmp_path / "none") == (0.0, 0.0)
+    for before, crowded, said in [((0.0, 0.0), 0.2, 0), ((2.0, 0.0), 1 / 3, 1), (counted, 0.0, 0)]:
+        answers = iter([before, counted])
+        monkeypatch.setattr(hardware, "_scheduled", answers.__next__)
+        profile = hardware.measure(Device("cpu"), torch.float32, tmp_path / "offload", progress=False)
+        assert profile.crowded == pytest.approx(crowded)
+        assert capsys.readouterr().err.count("waiting for a processor") == said
+
+
 def test_a_folder_that_cannot_be_written(quick, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to the offload folder"):

@@ -283,6 +283,24 @@ def test_bad_settings_of_the_api(model):  # noqa: F811
         LLM(str(model), kv_budget="most")
 
 
+@pytest.mark.parametrize("profile, gpu_mem", [(laptop(), 3), (T4, 4)], ids=["cpu", "cuda"])
+def test_a_block_takes_what_the_job_that_runs_it_takes(find, tmp_path, profile, gpu_mem):
+    hardware = tmp_path / "hardware.json"
+    hardware.write_text(profile.to_json())
+    job = ("--model", "facebook/opt-1.3b", "--prompt-len", 64, "--gen-len", 512, "--hh-ratio", 0.5)
+    job += ("--gpu-mem", gpu_mem, "--hardware", hardware, "--json")
+    code, out, err = find(*job)
+    assert code == 0, err
+    block = json.loads(out)
+    policy = block["policy"]
+    given = ("--gpu-batch-size", policy["gpu_batch_size"], "--num-gpu-batches", policy["num_gpu_batches"])
+    given += ("--percent", *policy["percent"], "--cpu-cache-compute" if policy["cpu_cache_compute"] else "--json")
+    prompts = policy["gpu_batch_size"] * policy["num_gpu_batches"]
+    code, out, err = find(*job, "--num-prompts", prompts, *given)
+    assert code == 0, err
+    assert json.loads(out)["memory_bytes"] == block["memory_bytes"]
+
+
 # what is kept in policies/
 
 

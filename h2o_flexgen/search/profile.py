@@ -13,6 +13,7 @@ from h2o_flexgen.files import read_json
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 LINKS = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
 ATTENTION = ("full", "h2o")
+CROWDED = 0.2
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Profile:
         head_efficiency: the rate of the product with the vocabulary over that of a layer's products.
         convert_seconds_per_byte: to make a byte of weights out of those of another dtype, on the compute device.
         baseline_bytes: RAM of the process before it holds anything; workspace_bytes: of the device, by its libraries.
+        crowded: part of the time that the process waited for a processor while this was measured.
     """
 
     machine: dict
@@ -78,6 +80,12 @@ class Profile:
     convert_seconds_per_byte: float = 0.0
     baseline_bytes: int = 0
     workspace_bytes: int = 0
+    crowded: float = 0.0
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether other programs took so much of the processors that the rates are not the machine's."""
+        return self.crowded > CROWDED
 
     def layer_rate(self, hidden: int, tokens: int) -> float:
         """Flops per second of the matrix products of `tokens` rows in a model of that hidden size."""
@@ -132,7 +140,7 @@ class Profile:
         others = [x for link in self.links.values() for x in astuple(link)[1:]]
         others += [x for each in self.head_seconds.values() for x in each.values()]
         others += [self.visit_seconds, self.step_seconds, self.logit_seconds, self.convert_seconds_per_byte]
-        others += [self.baseline_bytes, self.workspace_bytes]
+        others += [self.baseline_bytes, self.workspace_bytes, self.crowded]
         if not all(math.isfinite(x) and x >= 0 for x in (*others, *self.memory.values())):
             raise ValueError("a number is negative or not finite")
         if any(link.slowed_by_compute > 1 for link in self.links.values()):
