@@ -129,7 +129,7 @@ def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, prog
         new.write_text(profile.to_json() + "\n")
         os.replace(new, path)
     except OSError as e:
-        print(f"cannot keep the hardware profile in {path}: {e.strerror}", file=sys.stderr)
+        cli.warn(f"cannot keep the hardware profile in {path}: {e.strerror}")
     return profile
 
 

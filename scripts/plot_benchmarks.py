@@ -1,7 +1,7 @@
 """Draw docs/throughput.png and docs/frontier.png from docs/benchmarks/throughput_*.json. Needs matplotlib.
 
 throughput: generated tokens/s of every system on the README's machine, a group of bars for each row, batches on them
-frontier: our throughput over the seconds of a block, full cache and H2O, a panel for each row that has been swept
+frontier: our throughput there over the seconds of a block, full cache and H2O, a panel for each row that has been swept
 """
 
 from __future__ import annotations
