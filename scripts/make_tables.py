@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import chain
 from statistics import median
 
 from bench_common import RESULTS, ROOT, stored
@@ -21,10 +22,19 @@ def load(name: str) -> dict | list[dict]:
         # a file for each row of the matrix and machine; that of OPT-125m only tries the script
         names = [path.stem for path in sorted(RESULTS.glob("throughput_*.json")) if "125m" not in path.stem]
         rows = sorted(map(stored, names), key=lambda data: (size(data["row"]), data["machine"]["processor"]))
-        machines = by_machine(rows).values()
-        most = max(machines, key=lambda of_it: (len(of_it), max(data["date"] for data in of_it)), default=[])
-        return most if name == "throughput" else [data for of_it in machines for data in of_it if of_it is not most]
+        readme = for_readme(rows)
+        return readme if name == "throughput" else [data for data in rows if data not in readme]
     return stored(name)
+
+
+def for_readme(rows: list[dict]) -> list[dict]:
+    """The rows of the machine that has most of them, and behind them what was measured on others alone."""
+    machines = by_machine(rows).values()
+    newest = sorted(machines, key=lambda of_it: (len(of_it), max(data["date"] for data in of_it)), reverse=True)
+    chosen: dict[tuple, dict] = {}
+    for data in chain.from_iterable(newest):
+        chosen.setdefault((job_text(data["row"]), cap_text(data["row"])), data)
+    return list(chosen.values())
 
 
 def size(row: dict) -> tuple[float, int]:

@@ -1,6 +1,6 @@
 """Draw docs/throughput.png and docs/frontier.png from docs/benchmarks/throughput_*.json. Needs matplotlib.
 
-throughput: generated tokens/s of every system on the README's machine, a group of bars for each row, batches on them
+throughput: generated tokens/s of every system in the README's table, a group of bars for each row, batches on them
 frontier: our throughput there over the seconds of a block, full cache and H2O, a panel for each row that has been swept
 """
 
@@ -30,8 +30,12 @@ def plot_throughput(rows: list[dict]) -> None:
         drawn = ax.bar(places, [f.get("tokens_per_s", 0) for f in found], width, label=system)
         ax.bar_label(drawn, [f.get("batch", "") for f in found], fontsize=7)
     labels = [f"{job_text(data['row'])}\ncap: {cap_text(data['row'])}" for data in rows]
+    first = machine_text(rows[0]["machine"])
+    for n, data in enumerate(rows):
+        if (where := machine_text(data["machine"])) != first:
+            labels[n] += "\n" + textwrap.fill(f"on {where}", 24)
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
-    ax.set_title(textwrap.fill(machine_text(rows[0]["machine"]), 24 * len(rows)), fontsize=8)
+    ax.set_title(textwrap.fill(first, 24 * len(rows)), fontsize=8)
     ax.set_ylabel("generated tokens/s (batch on the bar)")
     fig.legend(fontsize=8, ncols=len(systems), loc="outside upper center")
     write(fig, "throughput.png")

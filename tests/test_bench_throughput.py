@@ -233,7 +233,7 @@ def test_what_was_mended_is_no_failure_any_more():
 
 def test_a_row_may_have_its_batches_given():
     bench = Fake(lambda *_: took(1, 1), name="30b 64+32")
-    assert bench.best("Accelerate") == (32, {}) and bench.asked == []
+    assert bench.best("Accelerate") == (128, {}) and bench.asked == []
 
 
 def test_a_row_without_systems_is_left_out(monkeypatch):

@@ -18,3 +18,17 @@ def test_links_lead_somewhere(path):
     links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+def test_the_readme_shows_one_machine_and_what_was_measured_on_others_alone():
+    def row(job: str, processor: str, date: str) -> dict:
+        model, prompt_len, gen_len = job.split()
+        job = {"model": f"facebook/{model}", "prompt_len": int(prompt_len), "gen_len": int(gen_len), "cap": None}
+        machine = {"processor": processor, "cores": 2, "ram_gib": 8, "gpu": None}
+        return {"row": job, "machine": machine, "date": date}
+
+    old = [row("opt-1.3b 32 32", "a", "2026-11-01"), row("opt-6.7b 64 256", "a", "2026-11-01")]
+    new = [row("opt-1.3b 32 32", "b", "2026-11-02"), row("opt-30b 64 32", "b", "2026-11-02")]
+    assert make_tables.for_readme([*old, *new]) == [*new, old[1]]
+    assert make_tables.for_readme([*old, *new[1:]]) == [*old, new[1]]
+    assert make_tables.for_readme([]) == []
