@@ -15,6 +15,8 @@ from h2o_flexgen.policy import Plan, Policy
 PAGE = 4096
 #: a disk request; larger ones gained nothing, smaller ones cost processor time (docs/benchmarks/disk.json)
 REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
+#: about one of what is wanted a layer from now: nobody waits for its parts, and each request takes from compute
+LATER_REQUEST = 8 << 20
 #: that keep the disk's queue full
 THREADS = 4
 #: the most pieces of a streaming cache on the device at once
@@ -233,15 +235,18 @@ def disk_span(slots: int, row: int) -> int:
     return aligned(slots * row) + log_rows(slots) * aligned(row)
 
 
-def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> int:
+def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS, later: bool = False) -> int:
     """How large the requests are in which so many bytes are read or written: cut so that every thread has a part, but
-    not smaller than LEAST_REQUEST."""
+    not smaller than LEAST_REQUEST; `later`: not wanted before a layer from now."""
+    if later:
+        parts = max(1, round(nbytes / LATER_REQUEST))  # a page more than a whole number of them is not cut off
+        return max(PAGE, aligned(-(-nbytes // parts)))
     return min(most, max(LEAST_REQUEST, aligned(-(-nbytes // threads))))
 
 
-def requests(nbytes: int) -> int:
+def requests(nbytes: int, later: bool = False) -> int:
     """How many requests that is."""
-    return -(-nbytes // request_bytes(nbytes))
+    return -(-nbytes // request_bytes(nbytes, later=later))
 
 
 def slot_span(nbytes: int) -> int:

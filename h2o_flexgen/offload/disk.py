@@ -195,7 +195,7 @@ class DiskIO:
             self._requests[file.device] = _Requests(self.threads)
         submit = partial(self._requests[file.device].submit, urgency, work)
         view = memoryview(array).cast("B")
-        step = request_bytes(len(view), self.request, self.threads)
+        step = request_bytes(len(view), self.request, self.threads, urgency == LATER)
         return [submit(view[at : at + step], offset + at) for at in range(0, len(view), step)]
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import DiskIO, File, OffloadFolder, wait
+from h2o_flexgen.plan import requests
 
 PAGE = 4096
 SIZE = 10 * PAGE + 123
@@ -44,16 +45,17 @@ def buffer(nbytes: int, phase: int) -> np.ndarray:
     ),
     phase=st.sampled_from([0, 0, 0, 1, 512, 4095]),
     direct=st.booleans(),
+    later=st.booleans(),
     request_size=st.sampled_from([1, 1000, PAGE, 3 * PAGE, 1 << 22]),
 )
-def test_any_read_is_exact(content, offset, length, phase, direct, request_size):
+def test_any_read_is_exact(content, offset, length, phase, direct, later, request_size):
     """Offset, length, address and request size need not be multiples of anything."""
     length = min(length, SIZE - offset)
     if request_size < 1000:
         length = min(length, 200)  # one request a byte
     file, io = File(content), DiskIO(threads=3, request=request_size)
     out = buffer(length, phase)
-    wait(io.read(file, out, offset, direct))
+    wait(io.read(file, out, offset, direct, later))
     assert np.array_equal(out, CONTENT[offset : offset + length])
     assert io.read_bytes == length
     io.close()
@@ -88,6 +90,21 @@ def test_any_write_is_exact_and_touches_nothing_else(tmp_path_factory, writes, p
     assert file.size == len(expected)
     io.close()
     file.close()
+
+
+@pytest.mark.parametrize(
+    "nbytes, parts", [(0, 0), (100, 1), (5 << 20, 1), (8 << 20, 1), ((8 << 20) + PAGE, 1), ((32 << 20) + PAGE, 4)]
+)
+def test_what_is_wanted_later_is_read_in_large_requests(tmp_path, nbytes, parts):
+    """And in as many as the search counts; a tensor's pages are one more than its bytes fill."""
+    with open(tmp_path / "f", "wb") as f:
+        f.truncate(nbytes)
+    io = DiskIO()
+    reads = io.read(File(tmp_path / "f"), buffer(nbytes, 0), 0, later=True)
+    assert len(reads) == parts == requests(nbytes, later=True)
+    ends = [end for read in reads for end in read.result()]
+    assert ends[:1] == [0] * (parts > 0) and ends[-1:] == [nbytes] * (parts > 0) and ends[1:-1:2] == ends[2::2]
+    io.close()
 
 
 def test_arrays_of_any_type_and_shape(tmp_path):
