@@ -13,7 +13,7 @@ from h2o_flexgen.placement import place_weights, spread
 from h2o_flexgen.policy import Plan, Policy
 
 PAGE = 4096
-#: a disk request; larger ones gained nothing, smaller ones cost processor time (docs/benchmarks/disk.json)
+#: a disk request; larger ones are read no faster, smaller ones cost processor time (docs/benchmarks/disk.json)
 REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
 #: about one of what is wanted a layer from now: nobody waits for its parts, and each request takes from compute
 LATER_REQUEST = 8 << 20
@@ -239,7 +239,8 @@ def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS, late
     """How large the requests are in which so many bytes are read or written: cut so that every thread has a part, but
     not smaller than LEAST_REQUEST; `later`: not wanted before a layer from now."""
     if later:
-        parts = max(1, round(nbytes / LATER_REQUEST))  # a page more than a whole number of them is not cut off
+        # a page more, which a tensor at any phase takes, is not cut off: no tensor is near the next 0.6 of a request
+        parts = max(1, (nbytes + LATER_REQUEST * 2 // 5) // LATER_REQUEST)
         return max(PAGE, aligned(-(-nbytes // parts)))
     return min(most, max(LEAST_REQUEST, aligned(-(-nbytes // threads))))
 

@@ -436,7 +436,7 @@ def disk_samples(job: Job, settle: Callable[[], None]) -> list[tuple[float, floa
         if i in at:
             settle()
             begin = time.perf_counter()
-            rate = disk_rate(job.model, 8 << 20, SAMPLE)
+            rate = disk_rate(job.model, 16 << 20, SAMPLE)  # smaller pieces would be cut into smaller requests
             found.append((rate, time.perf_counter() - begin))
 
     common.before_token_steps(sample)

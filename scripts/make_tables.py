@@ -33,7 +33,8 @@ def for_readme(rows: list[dict]) -> list[dict]:
     newest = sorted(machines, key=lambda of_it: (len(of_it), max(data["date"] for data in of_it)), reverse=True)
     chosen: dict[tuple, dict] = {}
     for data in chain.from_iterable(newest):
-        chosen.setdefault((job_text(data["row"]), cap_text(data["row"])), data)
+        row = data["row"]
+        chosen.setdefault((row["device"], job_text(row), cap_text(row)), data)
     return list(chosen.values())
 
 
@@ -302,7 +303,7 @@ def dates(runs: list[dict]) -> str:
 
 
 TABLES = {
-    "throughput": throughput,  # where most of the matrix was measured
+    "throughput": throughput,
     "throughput_elsewhere": throughput,
     "search_papers": search_papers,
     "search_machine": search_machine,

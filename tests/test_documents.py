@@ -23,7 +23,13 @@ def test_links_lead_somewhere(path):
 def test_the_readme_shows_one_machine_and_what_was_measured_on_others_alone():
     def row(job: str, processor: str, date: str) -> dict:
         model, prompt_len, gen_len = job.split()
-        job = {"model": f"facebook/{model}", "prompt_len": int(prompt_len), "gen_len": int(gen_len), "cap": None}
+        job = {
+            "model": f"facebook/{model}",
+            "prompt_len": int(prompt_len),
+            "gen_len": int(gen_len),
+            "cap": None,
+            "device": "cpu",
+        }
         machine = {"processor": processor, "cores": 2, "ram_gib": 8, "gpu": None}
         return {"row": job, "machine": machine, "date": date}
 

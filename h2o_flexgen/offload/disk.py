@@ -157,7 +157,7 @@ class DiskIO:
     """A few threads for each file system that keep its disk busy with large requests. Counts the bytes moved.
 
     What holds memory until it is written goes first. What is wanted next (cache) does not queue behind what is wanted a
-    layer from now (weights), which fills the pauses.
+    layer from now (weights), which fills the pauses, in requests larger than `request`.
     """
 
     def __init__(self, threads: int = THREADS, request: int = REQUEST):

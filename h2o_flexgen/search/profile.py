@@ -45,7 +45,7 @@ class Profile:
         machine, versions, date, command: where the numbers come from.
         device: "cpu" or "cuda"; dtype: of the computation.
         memory: bytes of each tier; without CUDA gpu and cpu are the same RAM.
-        links: by name (LINKS); requests as large as the engine's, disk past the page cache.
+        links: by name (LINKS); disk past the page cache, in requests as large as those for a cache.
         layer: hidden size -> [(tokens, flops per second)] of a decoder layer without its attention.
         prefill_attention: "full" or "h2o" -> {head size: flops per second}, 4 flops per query, key and number.
         decode_attention: likewise {head size: bytes of K and V per second}.
