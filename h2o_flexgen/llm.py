@@ -560,6 +560,7 @@ class LLM:
         segments = rule.segments(workload.longest, workload.gen_len)
         heads = config.num_attention_heads
         layouts = [KVLayout(b, heads, segments, config.head_dim, self.dtype, rule.scored) for b in sizes]
+        self._io.large_later = "disk" not in placement.cache.values()
         caches = KVStore(
             self.device,
             config.num_hidden_layers,

@@ -15,8 +15,6 @@ from h2o_flexgen.policy import Plan, Policy
 PAGE = 4096
 #: a disk request; larger ones are read no faster, smaller ones cost processor time (docs/benchmarks/disk.json)
 REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
-#: about one of what is wanted a layer from now: nobody waits for its parts, and each request takes from compute
-LATER_REQUEST = 8 << 20
 #: that keep the disk's queue full
 THREADS = 4
 #: the most pieces of a streaming cache on the device at once
@@ -235,19 +233,15 @@ def disk_span(slots: int, row: int) -> int:
     return aligned(slots * row) + log_rows(slots) * aligned(row)
 
 
-def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS, later: bool = False) -> int:
+def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> int:
     """How large the requests are in which so many bytes are read or written: cut so that every thread has a part, but
-    not smaller than LEAST_REQUEST; `later`: not wanted before a layer from now."""
-    if later:
-        # a page more, which a tensor at any phase takes, is not cut off: no tensor is near the next 0.6 of a request
-        parts = max(1, (nbytes + LATER_REQUEST * 2 // 5) // LATER_REQUEST)
-        return max(PAGE, aligned(-(-nbytes // parts)))
+    not smaller than LEAST_REQUEST."""
     return min(most, max(LEAST_REQUEST, aligned(-(-nbytes // threads))))
 
 
-def requests(nbytes: int, later: bool = False) -> int:
+def requests(nbytes: int) -> int:
     """How many requests that is."""
-    return -(-nbytes // request_bytes(nbytes, later=later))
+    return -(-nbytes // request_bytes(nbytes))
 
 
 def slot_span(nbytes: int) -> int:

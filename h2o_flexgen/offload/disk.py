@@ -19,7 +19,7 @@ import numpy as np
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import sweep
-from h2o_flexgen.plan import PAGE, REQUEST, THREADS, request_bytes
+from h2o_flexgen.plan import PAGE, REQUEST, THREADS, aligned, request_bytes
 
 
 class File:
@@ -112,6 +112,8 @@ class File:
 
 
 WRITE, READ, LATER = range(3)
+#: about one request of what is wanted later, if large ones harm nobody: each takes a little from compute
+LARGE = 8 << 20
 
 
 class _Requests:
@@ -157,11 +159,16 @@ class DiskIO:
     """A few threads for each file system that keep its disk busy with large requests. Counts the bytes moved.
 
     What holds memory until it is written goes first. What is wanted next (cache) does not queue behind what is wanted a
-    layer from now (weights), which fills the pauses, in requests larger than `request`.
+    layer from now (weights), which fills the pauses.
+
+    Attributes:
+        large_later: whether that comes in large requests. A decode step is faster for it, but slower where pieces of
+            cache come from disk as well, since those have to wait for requests that run.
     """
 
     def __init__(self, threads: int = THREADS, request: int = REQUEST):
         self.threads, self.request = threads, request
+        self.large_later = False
         self.read_bytes = 0
         self.written_bytes = 0
         self._lock = threading.Lock()
@@ -195,7 +202,10 @@ class DiskIO:
             self._requests[file.device] = _Requests(self.threads)
         submit = partial(self._requests[file.device].submit, urgency, work)
         view = memoryview(array).cast("B")
-        step = request_bytes(len(view), self.request, self.threads, urgency == LATER)
+        if urgency == LATER and self.large_later:
+            step = large_request_bytes(len(view))
+        else:
+            step = request_bytes(len(view), self.request, self.threads)
         return [submit(view[at : at + step], offset + at) for at in range(0, len(view), step)]
 
     def close(self) -> None:
@@ -203,6 +213,13 @@ class DiskIO:
             self._closed = True
         for requests in self._requests.values():
             requests.close()
+
+
+def large_request_bytes(nbytes: int) -> int:
+    """How large those are in which so many bytes are read. A page more than a whole number of them, as a tensor at any
+    phase takes, is not cut off."""
+    parts = max(1, (nbytes + LARGE // 2) // LARGE)
+    return max(PAGE, aligned(-(-nbytes // parts)))
 
 
 def wait(futures: list[Future]) -> None:

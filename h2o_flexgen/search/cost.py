@@ -147,7 +147,8 @@ class CostModel:
         matrices = [sum(prod(s) for s in layer.values() if len(s) > 1) for layer in shapes.streamed]
         self.layer_size, self.head_size = matrices[1], matrices[-1]  # numbers in a decoder layer and in the head
         sizes = [prod(s) for s in shapes.streamed[1].values() if len(s) > 1]
-        count = sum(requests(n * shapes.stored_itemsize, later=True) for n in sizes)
+        # as beside a cache from disk; without one they come in fewer (offload/disk.py), which saves a little of compute
+        count = sum(requests(n * shapes.stored_itemsize) for n in sizes)
         self._requests_per_byte = count / (sum(sizes) * shapes.compute_itemsize)
         #: bytes that must pass through the device in a step
         self.streamed_bytes = sum(matrices) * shapes.compute_itemsize

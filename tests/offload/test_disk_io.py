@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import DiskIO, File, OffloadFolder, wait
-from h2o_flexgen.plan import requests
 
 PAGE = 4096
 SIZE = 10 * PAGE + 123
@@ -54,6 +53,7 @@ def test_any_read_is_exact(content, offset, length, phase, direct, later, reques
     if request_size < 1000:
         length = min(length, 200)  # one request a byte
     file, io = File(content), DiskIO(threads=3, request=request_size)
+    io.large_later = later
     out = buffer(length, phase)
     wait(io.read(file, out, offset, direct, later))
     assert np.array_equal(out, CONTENT[offset : offset + length])
@@ -92,17 +92,14 @@ def test_any_write_is_exact_and_touches_nothing_else(tmp_path_factory, writes, p
     file.close()
 
 
-@pytest.mark.parametrize("mib, parts", [(0, 0), (1, 1), (5, 1), (8, 1), (32, 4), (100, 12)])
+@pytest.mark.parametrize("mib, parts", [(0, 0), (1, 1), (5, 1), (8, 1), (32, 4)])
 @pytest.mark.parametrize("more", [0, 100, PAGE])
-def test_what_is_wanted_later_is_read_in_large_requests(tmp_path, mib, parts, more):
-    """And in as many as the search counts, which does not know a tensor's phase: its pages may be one more."""
+def test_what_is_wanted_later_may_be_read_in_large_requests(tmp_path, mib, parts, more):
     nbytes = mib and (mib << 20) + more
-    assert requests(mib << 20, later=True) == requests(nbytes, later=True) == parts
-    if mib > 32:
-        return
     content = np.random.default_rng(mib).integers(0, 256, nbytes, dtype=np.uint8)
     content.tofile(tmp_path / "f")
     io, out = DiskIO(), buffer(nbytes, 0)
+    io.large_later = True
     reads = io.read(File(tmp_path / "f"), out, 0, direct=True, later=True)
     wait(reads)
     assert len(reads) == parts and np.array_equal(out, content)
