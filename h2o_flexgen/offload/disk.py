@@ -19,7 +19,7 @@ import numpy as np
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import sweep
-from h2o_flexgen.plan import PAGE, REQUEST, THREADS, aligned, request_bytes
+from h2o_flexgen.plan import PAGE, REQUEST, THREADS, request_bytes
 
 
 class File:
@@ -112,8 +112,9 @@ class File:
 
 
 WRITE, READ, LATER = range(3)
-#: about one request of what is wanted later, if large ones harm nobody: each takes a little from compute
-LARGE = 8 << 20
+#: a request of what is wanted later, if large ones harm nobody: each takes a little from compute. A page more than a
+#: power of two, which a tensor at any phase takes, is not cut off
+LARGE = (8 << 20) + PAGE
 
 
 class _Requests:
@@ -202,10 +203,8 @@ class DiskIO:
             self._requests[file.device] = _Requests(self.threads)
         submit = partial(self._requests[file.device].submit, urgency, work)
         view = memoryview(array).cast("B")
-        if urgency == LATER and self.large_later:
-            step = large_request_bytes(len(view))
-        else:
-            step = request_bytes(len(view), self.request, self.threads)
+        most, threads = (LARGE, 1) if urgency == LATER and self.large_later else (self.request, self.threads)
+        step = request_bytes(len(view), most, threads)
         return [submit(view[at : at + step], offset + at) for at in range(0, len(view), step)]
 
     def close(self) -> None:
@@ -213,13 +212,6 @@ class DiskIO:
             self._closed = True
         for requests in self._requests.values():
             requests.close()
-
-
-def large_request_bytes(nbytes: int) -> int:
-    """How large those are in which so many bytes are read. A page more than a whole number of them, as a tensor at any
-    phase takes, is not cut off."""
-    parts = max(1, (nbytes + LARGE // 2) // LARGE)
-    return max(PAGE, aligned(-(-nbytes // parts)))
 
 
 def wait(futures: list[Future]) -> None:
