@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
-from itertools import chain
 from statistics import median
 
 from bench_common import RESULTS, ROOT, stored
-from throughput_rows import summarise
+from throughput_rows import rounds, summarise
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -28,14 +27,12 @@ def load(name: str) -> dict | list[dict]:
 
 
 def for_readme(rows: list[dict]) -> list[dict]:
-    """The rows of the machine that has most of them, and behind them what was measured on others alone."""
-    machines = by_machine(rows).values()
-    newest = sorted(machines, key=lambda of_it: (len(of_it), max(data["date"] for data in of_it)), reverse=True)
+    """Every row once: of the machine that has measured it oftenest, between equals the newest."""
     chosen: dict[tuple, dict] = {}
-    for data in chain.from_iterable(newest):
+    for data in sorted(rows, key=lambda data: (rounds(data), data["date"]), reverse=True):
         row = data["row"]
         chosen.setdefault((row["device"], job_text(row), cap_text(row)), data)
-    return list(chosen.values())
+    return [data for data in rows if data in chosen.values()]
 
 
 def size(row: dict) -> tuple[float, int]:

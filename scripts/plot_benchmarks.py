@@ -1,7 +1,7 @@
 """Draw docs/throughput.png and docs/frontier.png from docs/benchmarks/throughput_*.json. Needs matplotlib.
 
 throughput: generated tokens/s of every system in the README's table, a group of bars for each row, batches on them
-frontier: our throughput there over the seconds of a block, full cache and H2O, a panel for each row that has been swept
+frontier: our throughput over the seconds of a block, full cache and H2O, a panel for each row that has been swept
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
     if not found:
         sys.exit("no docs/benchmarks/throughput_*.json yet: run scripts/bench_throughput.py first")
     plot_throughput(found)
-    plot_frontier(found)
+    plot_frontier([*found, *load("throughput_elsewhere")])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,12 @@ def summarise(data: dict) -> dict[str, dict]:
     return {system: _of_system(system, data) for system in data["row"]["systems"]}
 
 
+def rounds(data: dict) -> int:
+    """How often every system of a row has run to the end, those apart that never do."""
+    found = [s.get("runs", 0) for s in summarise(data).values() if "runs" in s or not s["failed"]]
+    return min(found, default=0)
+
+
 def _of_system(system: str, data: dict) -> dict:
     runs = [r for r in data["runs"] if r["system"] == system and "block" not in r["options"]]
     gen_len = data["row"]["gen_len"]

@@ -20,8 +20,8 @@ def test_links_lead_somewhere(path):
     assert [link for link in local if not (path.parent / link).exists()] == []
 
 
-def test_the_readme_shows_one_machine_and_what_was_measured_on_others_alone():
-    def row(job: str, processor: str, date: str) -> dict:
+def test_the_readme_shows_a_row_where_it_was_measured_oftenest():
+    def row(job: str, processor: str, date: str, runs: int) -> dict:
         model, prompt_len, gen_len = job.split()
         job = {
             "model": f"facebook/{model}",
@@ -29,12 +29,23 @@ def test_the_readme_shows_one_machine_and_what_was_measured_on_others_alone():
             "gen_len": int(gen_len),
             "cap": None,
             "device": "cpu",
+            "systems": ["ours", "died"],
         }
         machine = {"processor": processor, "cores": 2, "ram_gib": 8, "gpu": None}
-        return {"row": job, "machine": machine, "date": date}
+        run = {"system": "ours", "batch": 8, "gen_len": int(gen_len), "options": {}, "prefill": 1.0, "decode": 1.0}
+        died = run | {"system": "died", "failed": "killed"}
+        return {
+            "row": job,
+            "machine": machine,
+            "date": date,
+            "runs": [run | {"lowest_tier": "disk"}] * runs + [died],
+        }
 
-    old = [row("opt-1.3b 32 32", "a", "2026-11-01"), row("opt-6.7b 64 256", "a", "2026-11-01")]
-    new = [row("opt-1.3b 32 32", "b", "2026-11-02"), row("opt-30b 64 32", "b", "2026-11-02")]
-    assert make_tables.for_readme([*old, *new]) == [*new, old[1]]
-    assert make_tables.for_readme([*old, *new[1:]]) == [*old, new[1]]
+    old = [row("opt-1.3b 32 32", "a", "2026-11-01", 1), row("opt-6.7b 64 256", "a", "2026-11-01", 1)]
+    new = [row("opt-1.3b 32 32", "b", "2026-11-02", 1), row("opt-30b 64 32", "b", "2026-11-02", 1)]
+    assert make_tables.for_readme([*old, *new]) == [old[1], *new]
+    oftener = row("opt-1.3b 32 32", "c", "2026-10-31", 3)
+    assert make_tables.for_readme([oftener, *old, *new]) == [oftener, old[1], new[1]]
+    unfinished = row("opt-1.3b 32 32", "c", "2026-11-03", 0)
+    assert make_tables.for_readme([unfinished, *old]) == old
     assert make_tables.for_readme([]) == []
