@@ -424,16 +424,19 @@ class Bench:
                 return batch, {k: v for k, v in options.items() if k not in tweak}
         return (batch // 2, options) if batch > 1 else None
 
-    def frontier(self, systems: list[str]) -> None:
-        """Blocks of our systems from a few sequences up to all, each a job of its own."""
-        blocks = self.row.prompts
-        while blocks >= SMALLEST:
-            for system in systems:
-                what = SYSTEMS[system]
-                if what.is_ours:
-                    options = what.placements[0] | {"block": [min(64, blocks), -(-blocks // 64)]}
-                    self.run(system, blocks, self.row.gen_len, options, self.row.limits[1])
-            blocks //= 2
+    def frontier(self, sweeps: int, systems: list[str]) -> None:
+        """Blocks of our systems from all sequences down to a few, each a job of its own, in turns; the next sweep goes up,
+        because a disk that tires would slow the same end every time."""
+        ours = [(system, SYSTEMS[system].placements[0]) for system in systems if SYSTEMS[system].is_ours]
+        if not ours:
+            sys.exit("error: --frontier sweeps our systems only")
+        halvings = range((self.row.prompts // SMALLEST).bit_length())
+        blocks = [self.row.prompts >> n for n in halvings]
+        for n in range(sweeps):
+            for block in blocks[:: -1 if n % 2 else 1]:
+                for system, placement in ours:
+                    options = placement | {"block": [min(64, block), -(-block // 64)]}
+                    self.run(system, block, self.row.gen_len, options, self.row.limits[1])
 
     def save(self) -> None:
         data = {
@@ -528,7 +531,11 @@ def main() -> None:
         choices=list(SYSTEMS),
         help="only this one, likewise",
     )
-    parser.add_argument("--runs", type=int, help="whole runs of every system (default: 3, of OPT-30B 1)")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        help="whole runs of every system, or of every block with --frontier (default: 3, of OPT-30B 1)",
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -537,7 +544,7 @@ def main() -> None:
     parser.add_argument(
         "--frontier",
         action="store_true",
-        help="our latency and throughput over the block size instead",
+        help="our latency and throughput over the block size instead; the runs stand in the row's file with the others",
     )
     parser.add_argument(
         "--restart",
@@ -573,7 +580,7 @@ def main() -> None:
             bench = Bench(name, row, folder, args.quick, anew, deadline)
             runs = 1 if args.quick else args.runs or row.runs
             if args.frontier:
-                bench.frontier(systems)
+                bench.frontier(runs, systems)
             else:
                 bench.fill(runs, systems)
                 print(f"\n{bench.tables()}")

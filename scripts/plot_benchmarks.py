@@ -1,7 +1,8 @@
 """Draw docs/throughput.png and docs/frontier.png from docs/benchmarks/throughput_*.json. Needs matplotlib.
 
 throughput: generated tokens/s of every system in the README's table, a group of bars for each row, batches on them
-frontier: our throughput over the seconds of a block, full cache and H2O, a panel for each row that has been swept
+frontier: our throughput over the seconds of a block, full cache and H2O, medians of all
+    sweeps, a panel for each row that has been swept
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import sys
 import textwrap
 from pathlib import Path
+from statistics import median
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from make_tables import cap_text, job_text, load, machine_text  # noqa: E402
-from throughput_rows import speed, summarise  # noqa: E402
+from throughput_rows import summarise  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -42,25 +44,27 @@ def plot_throughput(rows: list[dict]) -> None:
 
 
 def plot_frontier(rows: list[dict]) -> None:
-    swept = [
-        (f"{job_text(data['row'])}, {data['machine']['processor']}", runs)
-        for data in rows
-        if (runs := [r for r in data["runs"] if "block" in r["options"]])
-    ]
+    swept = [(data, runs) for data in rows if (runs := [r for r in data["runs"] if "block" in r["options"]])]
     if not swept:
         return
     fig, axes = plt.subplots(1, len(swept), figsize=(1 + 4 * len(swept), 4), squeeze=False, layout="constrained")
-    for ax, (name, runs) in zip(axes[0], swept):
+    for ax, (data, runs) in zip(axes[0], swept):
         for system in dict.fromkeys(r["system"] for r in runs):
-            mine = sorted((r for r in runs if r["system"] == system and "failed" not in r), key=lambda r: r["batch"])
-            seconds = [r["prefill"] + r["decode"] for r in mine]
-            ax.plot(seconds, [speed(r) for r in mine], "o-", label=system)
-            for r, x in zip(mine, seconds):
-                ax.annotate(r["batch"], (x, speed(r)), fontsize=7)
-        ax.set_title(name, fontsize=8)
-        ax.set_xscale("log")
+            times: dict[int, list[float]] = {}
+            for r in runs:
+                if r["system"] == system and "failed" not in r:
+                    times.setdefault(r["batch"], []).append(r["prefill"] + r["decode"])
+            points = [(median(seconds), batch) for batch, seconds in sorted(times.items())]
+            speeds = [batch * data["row"]["gen_len"] / seconds for seconds, batch in points]
+            ax.plot([seconds for seconds, _ in points], speeds, "o-", label=system)
+            for (seconds, batch), y in zip(points, speeds):
+                ax.annotate(batch, (seconds, y), fontsize=7)
+        name = f"{job_text(data['row'])}, cap {cap_text(data['row'])}, {machine_text(data['machine'])}"
+        ax.set_title(textwrap.fill(name, 60), fontsize=8)
         ax.set_xlabel("seconds of a block (its sequences at the points)")
         ax.set_ylabel("generated tokens/s")
+        ax.set_xlim(left=0)
+        ax.set_ylim(bottom=0)
         ax.legend(fontsize=8)
     write(fig, "frontier.png")
 

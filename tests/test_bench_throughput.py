@@ -177,16 +177,13 @@ def test_the_bound_comes_from_the_runs_that_measured_it():
 
 def test_the_frontier_is_no_run_of_the_table():
     bench = Fake(lambda *_: took(1, 1))
-    bench.frontier(["Accelerate", "ours, full cache", "ours, H2O"])
-    assert [o["block"] for s, _, _, o in bench.asked if s == "ours, H2O"] == [
-        [64, 2],
-        [64, 1],
-        [32, 1],
-        [16, 1],
-        [8, 1],
-    ]
+    bench.frontier(2, ["Accelerate", "ours, full cache", "ours, H2O"])
+    sweep = [[64, 2], [64, 1], [32, 1], [16, 1], [8, 1]]
+    assert [o["block"] for s, _, _, o in bench.asked if s == "ours, H2O"] == sweep + sweep[::-1]
     assert {system for system, *_ in bench.asked} == {"ours, full cache", "ours, H2O"}
     assert "tokens_per_s" not in summarise(bench_common.stored(bench.file))["ours, H2O"]
+    with pytest.raises(SystemExit, match="our systems"):
+        bench.frontier(1, ["Accelerate"])
 
 
 def test_the_time_for_everything_can_be_limited(tmp_path):
