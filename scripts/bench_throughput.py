@@ -425,8 +425,8 @@ class Bench:
         return (batch // 2, options) if batch > 1 else None
 
     def frontier(self, sweeps: int, systems: list[str]) -> None:
-        """Blocks of our systems from all sequences down to a few, each a job of its own, in turns; the next sweep goes up,
-        because a disk that tires would slow the same end every time."""
+        """Blocks of our systems from all sequences down to a few, each a job of its own, in turns; the next sweep goes
+        up, because a disk that tires would slow the same end every time."""
         ours = [(system, SYSTEMS[system].placements[0]) for system in systems if SYSTEMS[system].is_ours]
         if not ours:
             sys.exit("error: --frontier sweeps our systems only")

@@ -10,7 +10,7 @@ import sys
 from statistics import median
 
 from bench_common import RESULTS, ROOT, stored
-from throughput_rows import rounds, summarise
+from throughput_rows import rounds, summarise, table_runs
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -27,9 +27,13 @@ def load(name: str) -> dict | list[dict]:
 
 
 def for_readme(rows: list[dict]) -> list[dict]:
-    """Every row once: of the machine that has measured it oftenest, between equals the newest."""
+    """Every row once: of the machine that has measured all its systems oftenest, among equals the latest."""
+
+    def rank(data: dict) -> tuple[int, str]:
+        return rounds(data), max((run["date"] for run in table_runs(data)), default="")
+
     chosen: dict[tuple, dict] = {}
-    for data in sorted(rows, key=lambda data: (rounds(data), data["date"]), reverse=True):
+    for data in sorted(rows, key=rank, reverse=True):
         row = data["row"]
         chosen.setdefault((row["device"], job_text(row), cap_text(row)), data)
     return [data for data in rows if data in chosen.values()]
@@ -192,8 +196,8 @@ def search_machine(data: dict) -> str:
         f"{phase}: median {s['median']:.2f}, from {s['lowest']:.2f} to {s['highest']:.2f}"
         for phase, s in data["summary"].items()
     )
-    rounds = len(data["rows"][0]["prefill"]["measured"])
-    return f"{markdown(header, rows)}\n\nPredicted over measured, {summary}. Rounds: {rounds}.\n\n{where(data)}"
+    measured = len(data["rows"][0]["prefill"]["measured"])
+    return f"{markdown(header, rows)}\n\nPredicted over measured, {summary}. Rounds: {measured}.\n\n{where(data)}"
 
 
 def search_top(data: dict) -> str:
@@ -240,7 +244,7 @@ def on_a_machine(rows: list[dict]) -> list[str]:
     if died:
         parts.append("Runs that died: " + ". ".join(died) + ".")
     if bounds := [bound(data, name, s) for data, name, s in found if "bound_by" in s]:
-        header = ["job", "cap", "ours", "policy", "time, predicted / measured", "read a step, GB"]
+        header = ["job", "cap", "ours", "policy of the first run", "time, predicted / measured", "read a step, GB"]
         header += ["decode is bound by", "of that bound"]
         parts.append(markdown(header, bounds))
     alike: dict[str, list[dict]] = {}
@@ -248,7 +252,7 @@ def on_a_machine(rows: list[dict]) -> list[str]:
         alike.setdefault(setting(data), []).append(data)
     for text, of_it in alike.items():
         commands = ", ".join(f"`{data['command']}`" for data in of_it)
-        parts.append(f"{text}; {dates([run for data in of_it for run in data['runs']])}; {commands}")
+        parts.append(f"{text}; {dates([run for data in of_it for run in table_runs(data)])}; {commands}")
     return parts
 
 

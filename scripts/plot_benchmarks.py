@@ -1,8 +1,8 @@
 """Draw docs/throughput.png and docs/frontier.png from docs/benchmarks/throughput_*.json. Needs matplotlib.
 
 throughput: generated tokens/s of every system in the README's table, a group of bars for each row, batches on them
-frontier: our throughput over the seconds of a block, full cache and H2O, medians of all
-    sweeps, a panel for each row that has been swept
+frontier: our throughput over the seconds of a block, full cache and H2O, medians of all sweeps, a panel for
+    each row that has been swept
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def plot_throughput(rows: list[dict]) -> None:
         drawn = ax.bar(places, [f.get("tokens_per_s", 0) for f in found], width, label=system)
         ax.bar_label(drawn, [f.get("batch", "") for f in found], fontsize=7)
     labels = [f"{job_text(data['row'])}\ncap: {cap_text(data['row'])}" for data in rows]
-    first = machine_text(rows[0]["machine"])
-    for n, data in enumerate(rows):
-        if (where := machine_text(data["machine"])) != first:
-            labels[n] += "\n" + textwrap.fill(f"on {where}", 24)
+    machines = [machine_text(data["machine"]) for data in rows]
+    if len(set(machines)) == 1:
+        ax.set_title(textwrap.fill(machines[0], 24 * len(rows)), fontsize=8)
+    else:
+        labels = [f"{label}\n{textwrap.fill(machine, 24)}" for label, machine in zip(labels, machines)]
     ax.set_xticks(range(len(rows)), labels, fontsize=8)
-    ax.set_title(textwrap.fill(first, 24 * len(rows)), fontsize=8)
     ax.set_ylabel("generated tokens/s (batch on the bar)")
     fig.legend(fontsize=8, ncols=len(systems), loc="outside upper center")
     write(fig, "throughput.png")
@@ -63,6 +63,7 @@ def plot_frontier(rows: list[dict]) -> None:
         ax.set_title(textwrap.fill(name, 60), fontsize=8)
         ax.set_xlabel("seconds of a block (its sequences at the points)")
         ax.set_ylabel("generated tokens/s")
+        ax.margins(x=0.1)
         ax.set_xlim(left=0)
         ax.set_ylim(bottom=0)
         ax.legend(fontsize=8)

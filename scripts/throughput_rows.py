@@ -18,13 +18,26 @@ def summarise(data: dict) -> dict[str, dict]:
 
 
 def rounds(data: dict) -> int:
-    """How often every system of a row has run to the end, those apart that never do."""
-    found = [s.get("runs", 0) for s in summarise(data).values() if "runs" in s or not s["failed"]]
-    return min(found, default=0)
+    """How often all systems of a row have run to the end, peers that never do set apart; at most what the row asks."""
+    found = [s.get("runs", 0) for system, s in summarise(data).items() if "runs" in s or not _dies(system, data)]
+    return min([data["row"]["runs"], *found])
+
+
+def table_runs(data: dict, system: str | None = None) -> list[dict]:
+    """Those of a row (of one system) that are no blocks of the frontier."""
+    return [r for r in data["runs"] if "block" not in r["options"] and system in (None, r["system"])]
+
+
+def _dies(system: str, data: dict) -> bool:
+    """Whether it is a peer that died in a whole run, or at every batch before one."""
+    runs = table_runs(data, system)
+    failed = [r for r in runs if "failed" in r]
+    whole = any(r["gen_len"] == data["row"]["gen_len"] for r in failed)
+    return not system.startswith("ours") and bool(failed) and (whole or len(failed) == len(runs))
 
 
 def _of_system(system: str, data: dict) -> dict:
-    runs = [r for r in data["runs"] if r["system"] == system and "block" not in r["options"]]
+    runs = table_runs(data, system)
     gen_len = data["row"]["gen_len"]
     done = [_key(r) for r in runs if "failed" not in r]
     found = {"failed": list(dict.fromkeys(_failure(r, gen_len) for r in runs if "failed" in r and _key(r) not in done))}
