@@ -470,6 +470,11 @@ def test_half_a_download_is_gone_on_with(hub, model, monkeypatch, missing):
     asked = []
     real = huggingface_hub.snapshot_download
 
+    # what the repository holds, with files that nobody downloads
+    names = [".gitattributes", "flax_model.msgpack", *(file.name for file in folder.iterdir())]
+    tree = {"format_version": 1, "files": {name: {"size": 1, "blob_id": "0"} for name in names}}
+    (root / "trees").mkdir()
+    (root / "trees" / f"{'0' * 40}.json").write_text(json.dumps(tree))
     def download(name, **options):
         if options.get("local_files_only"):
             return real(name, **options)

@@ -76,7 +76,8 @@ def _snapshot(name: str, weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        cached = Path(snapshot_download(name, local_files_only=True))
+        # asked for everything, the hub's client misses what is never downloaded: weights of other formats, a README
+        cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=["config.json"]))
         if _is_whole(cached) or (not weights and (cached / "config.json").exists() and _has_tokenizer(cached)):
             return cached
     except Exception:
