@@ -1,10 +1,14 @@
 """README and docs say what the results say, and point to what is there."""
 
+import os
 import re
+import shutil
+import subprocess
 
 import make_tables
 import pytest
 import throughput_rows
+from bench_common import ROOT
 from make_tables import DOCUMENTS
 
 
@@ -12,6 +16,15 @@ from make_tables import DOCUMENTS
 def test_tables_are_made_from_the_results(path):
     text = path.read_text()
     assert make_tables.fill(text) == text, "run scripts/make_tables.py"
+
+
+def test_an_old_python_is_refused_before_anything_is_set_up(tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    argv = ["bash", tmp_path / "scripts" / "demo.sh"]
+    done = subprocess.run(argv, env={**os.environ, "PYTHON": "false"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: false is not Python 3.11 or later")
+    assert not (tmp_path / ".venv").exists()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
