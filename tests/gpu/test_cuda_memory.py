@@ -86,6 +86,8 @@ def test_a_job_gives_its_pinned_memory_back_and_close_the_rest():
 @pytest.mark.parametrize("cap_mib", [1300, 2000, 6000])
 def test_torch_reserves_no_more_than_gpu_mem(cap_mib, budget):
     cap = cap_mib * MIB
+    if cap_mib < 2600:
+        pytest.importorskip("pulp", reason="what does not fit is searched for")
     # a kept profile: measuring takes longer than the test
     with dummy("auto", budget, gpu_mem=cap, gpu_batch_size=16, num_gpu_batches=2, hardware=T4) as llm:
         torch.cuda.reset_peak_memory_stats()
