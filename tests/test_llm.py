@@ -471,6 +471,16 @@ def test_a_checkpoint_with_nan_is_named(tiny, tmp_path, percent):
     model.hf.save_pretrained(model.folder)
     with LLM(str(model.folder), Policy(1, 1, percent), device="cpu", dtype="float32", progress=False) as llm:
         with pytest.raises(UserError, match="layers.1.fc1.weight.*NaN"):
+def test_weights_too_large_for_fp16_get_advice(tmp_path):
+    model = zoo.build("untied", tmp_path / "large")
+    with torch.no_grad():
+        model.hf.model.decoder.layers[1].fc1.weight[3, 3] = 1e5
+    model.hf.save_pretrained(model.folder)
+    with LLM(str(model.folder), Policy(1), device="cpu", dtype="float16", progress=False) as llm:
+        with pytest.raises(UserError, match="layers.1.fc1.weight.*bfloat16 or float32"):
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+
+
             llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4))
 
 

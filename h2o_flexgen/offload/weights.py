@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o_flexgen.cpu import can_pack, pack
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, Stored, bar_of_bytes
+from h2o_flexgen.offload.checkpoint import PART, Checkpoint, DummyCheckpoint, Stored, bar_of_bytes
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
 from h2o_flexgen.plan import PAGE, aligned, slot_span
@@ -82,7 +82,11 @@ class WeightStore:
                 tensor = data.view(self.dtype).view(shape)
                 source.read(name, tensor, self.io)
                 if not is_finite(tensor):
-                    raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
+                    fp16 = self.dtype == torch.float16 != source.stored_dtype(name)
+                    or_large = ", or its numbers too large for float16: use --dtype bfloat16 or float32" if fp16 else ""
+                    raise UserError(
+                        f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken{or_large}"
+                    )
                 self.resident[name] = pack(tensor) if name in packed else tensor
                 bar.update(sizes[name])
 
@@ -271,16 +275,18 @@ class WeightStore:
     def find_broken(self) -> str | None:
         """The name of a tensor at home on disk that holds NaN or infinite numbers, or None."""
         for name, stored in self.stored.items():
-            out = torch.empty(stored.shape, dtype=stored.dtype)
-            wait(self.io.read(stored.file, as_numpy(out), stored.offset))
-            if not is_finite(out):
-                return name
+            numbers = prod(stored.shape)
+            for begin in range(0, numbers, PART):
+                part = torch.empty(min(PART, numbers - begin), dtype=stored.dtype)
+                wait(self.io.read(stored.file, as_numpy(part), stored.offset + begin * part.itemsize))
+                if not is_finite(part):
+                    return name
         return None
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all numbers are finite; holds no second tensor, unlike torch.isfinite."""
-    for part in tensor.view(-1).split(1 << 22):
+    for part in tensor.view(-1).split(PART):
         low, high = part.aminmax()
         if not (torch.isfinite(low) and torch.isfinite(high)):
             return False
