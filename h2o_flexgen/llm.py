@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -248,11 +249,11 @@ class LLM:
         if not ids:
             raise UserError("the prompt is empty")
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
+            if isinstance(token, bool) or not isinstance(token, Integral):  # numpy's are welcome
                 raise UserError(f"token ids are whole numbers, not {token!r}")
             if not 0 <= token < self.config.vocab_size:
                 raise UserError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
-        return ids
+        return list(map(int, ids))
 
     def admit(self, prompt: str | Seq[int], gen_len: int) -> list[int]:
         """Token ids of a prompt, if an output of `gen_len` tokens fits behind it; else a UserError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -85,6 +86,13 @@ def test_the_order_of_the_prompts_does_not_matter(tiny, run, budget):
         random.Random(seed).shuffle(order)
         outputs = run(model, [prompts[n] for n in order], 12, budget, gpu_batch_size=3, num_gpu_batches=2)
         assert [o.token_ids for o in outputs] == [references[n] for n in order]
+
+
+def test_numpy_token_ids(tiny, run):
+    model = tiny()
+    (prompt,) = model.clear_cut_prompts([7], 10)
+    (output,) = run(model, [list(np.array(prompt))], 10)
+    assert output.token_ids == model.reference(prompt, 10).tokens
 
 
 def test_equal_prompts_get_equal_outputs(tiny, run):
@@ -463,14 +471,6 @@ def test_a_job_in_which_everything_overflows_says_so(poisoned):
     assert all(o.error and not o.outputs for o in outputs)
 
 
-@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=str)
-def test_a_checkpoint_with_nan_is_named(tiny, tmp_path, percent):
-    model = zoo.build("untied", tmp_path / "broken")
-    with torch.no_grad():
-        model.hf.model.decoder.layers[1].fc1.weight[3, 3] = float("nan")
-    model.hf.save_pretrained(model.folder)
-    with LLM(str(model.folder), Policy(1, 1, percent), device="cpu", dtype="float32", progress=False) as llm:
-        with pytest.raises(UserError, match="layers.1.fc1.weight.*NaN"):
 def test_weights_too_large_for_fp16_get_advice(tmp_path):
     model = zoo.build("untied", tmp_path / "large")
     with torch.no_grad():
@@ -481,6 +481,14 @@ def test_weights_too_large_for_fp16_get_advice(tmp_path):
             llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
 
 
+@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=str)
+def test_a_checkpoint_with_nan_is_named(tiny, tmp_path, percent):
+    model = zoo.build("untied", tmp_path / "broken")
+    with torch.no_grad():
+        model.hf.model.decoder.layers[1].fc1.weight[3, 3] = float("nan")
+    model.hf.save_pretrained(model.folder)
+    with LLM(str(model.folder), Policy(1, 1, percent), device="cpu", dtype="float32", progress=False) as llm:
+        with pytest.raises(UserError, match="layers.1.fc1.weight.*NaN"):
             llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4))
 
 
