@@ -116,7 +116,8 @@ def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, prog
     path = cache_root() / "hardware" / f"{device.torch_device.type}-{name}-{disk:08x}.json"
     try:
         profile = Profile.from_file(path)
-        if (profile.machine, profile.versions) == (machine(offload_root, device), versions()):
+        same = (profile.machine, profile.versions) == (machine(offload_root, device), versions())
+        if same and profile.layer.keys() >= set(_sizes(device, dtype)):  # memory may have been short
             return profile
     except UserError:
         pass
@@ -146,7 +147,7 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
     baseline = memory.baseline()
     samples = defaultdict(list)
     kind = device.torch_device.type
-    sizes = [n for n in HIDDEN[kind] if n == HIDDEN[kind][0] or _layer_bytes(n, dtype) <= device.free_bytes() // 4]
+    sizes = _sizes(device, dtype)
     steps = PASSES * (len(list(_kernels(device, dtype, sizes))) + len(LINKS))
     with tqdm(total=steps, desc="measuring this machine", unit="step", disable=not progress, leave=False) as bar:
         for _ in range(PASSES):
@@ -206,6 +207,12 @@ def _scheduled(threads: Path = Path("/proc/self/task")) -> tuple[float, float]:
             continue  # it has ended
         ran += int(thread[0])
         waited += int(thread[1])
+def _sizes(device: Device, dtype: torch.dtype) -> list[int]:
+    """Hidden sizes of the layers that there is memory to measure now."""
+    first, *others = HIDDEN[device.torch_device.type]
+    return [first, *(n for n in others if _layer_bytes(n, dtype) <= device.free_bytes() // 4)]
+
+
     return ran / 1e9, waited / 1e9
 
 

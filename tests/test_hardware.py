@@ -53,7 +53,13 @@ def test_the_command_writes_a_profile(quick, tmp_path):
     assert Profile.from_file(out).dtype == "float32"
 
 
-def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_path):
+@pytest.fixture
+def one_size(monkeypatch):
+    """The layers that `laptop` knows."""
+    monkeypatch.setattr(hardware, "HIDDEN", {"cpu": tuple(laptop().layer)})
+
+
+def test_a_machine_is_measured_once_and_again_when_it_changes(one_size, monkeypatch, tmp_path):
     made = []
 
     def measure(device, dtype, root, progress):
@@ -78,7 +84,25 @@ def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_p
     assert len(made) == 3
 
 
-def test_rates_beside_a_busy_program_are_not_kept(monkeypatch, tmp_path):
+def test_what_there_was_no_memory_to_measure_is_measured_when_there_is(monkeypatch, tmp_path):
+    now = dict(machine=hardware.machine(tmp_path), versions=hardware.versions(), dtype="float32")
+    monkeypatch.setattr(hardware, "HIDDEN", {"cpu": (64, 2048)})
+    free, made = [1 << 20], []
+    monkeypatch.setattr(Device, "free_bytes", lambda self: free[0])
+
+    def measure(device, dtype, root, progress):
+        table = laptop().layer[2048]
+        made.append(replace(laptop(), layer={n: table for n in hardware._sizes(device, dtype)}, **now))
+        return made[-1]
+
+    monkeypatch.setattr(hardware, "measure", measure)
+    for free[0], measured in ((1 << 20, 1), (1 << 20, 1), (1 << 40, 2), (1 << 40, 2), (1 << 20, 2)):
+        profile = hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, progress=False)
+        assert profile == made[-1] and len(made) == measured
+    assert [list(profile.layer) for profile in made] == [[64], [64, 2048]]
+
+
+def test_rates_beside_a_busy_program_are_not_kept(one_size, monkeypatch, tmp_path):
     now = dict(machine=hardware.machine(tmp_path), versions=hardware.versions(), dtype="float32")
     found = iter(replace(laptop(), crowded=crowded, **now) for crowded in (0.5, 0.1))
     monkeypatch.setattr(hardware, "measure", lambda *a: next(found))
