@@ -139,8 +139,19 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
     """Measure everything that a Profile holds; medians of three passes, since other users of a machine come and go.
 
     Raises:
-        UserError: the offload folder cannot be written, or has no space for half a gibibyte.
+        UserError: the offload folder cannot be written, or has no space for half a gibibyte; the card has no memory
+            to measure with.
     """
+    try:
+        return _measure(device, dtype, offload_root, progress)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{device} has too little memory left to measure its rates: end what else uses it; a job may need more "
+            "--gpu-mem, or a profile by --hardware"
+        ) from None
+
+
+def _measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bool) -> Profile:
     if device.is_cuda and not device.workspace_bytes:
         device.start(None)
     begun = _scheduled()
@@ -196,6 +207,12 @@ def measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bo
     return profile
 
 
+def _sizes(device: Device, dtype: torch.dtype) -> list[int]:
+    """Hidden sizes of the layers that there is memory to measure now."""
+    first, *others = HIDDEN[device.torch_device.type]
+    return [first, *(n for n in others if _layer_bytes(n, dtype) <= device.free_bytes() // 4)]
+
+
 def _scheduled(threads: Path = Path("/proc/self/task")) -> tuple[float, float]:
     """Seconds that this process's threads ran on a processor, and that they waited for one; nothing where the system
     does not count them."""
@@ -207,12 +224,6 @@ def _scheduled(threads: Path = Path("/proc/self/task")) -> tuple[float, float]:
             continue  # it has ended
         ran += int(thread[0])
         waited += int(thread[1])
-def _sizes(device: Device, dtype: torch.dtype) -> list[int]:
-    """Hidden sizes of the layers that there is memory to measure now."""
-    first, *others = HIDDEN[device.torch_device.type]
-    return [first, *(n for n in others if _layer_bytes(n, dtype) <= device.free_bytes() // 4)]
-
-
     return ran / 1e9, waited / 1e9
 
 

@@ -310,8 +310,8 @@ class LLM:
                 self.close()
                 traceback.clear_frames(e.__traceback__)
                 raise UserError(
-                    f"CUDA is out of memory, though the plan fits (other programs on the card, or memory in pieces too "
-                    f"small to use): give a smaller --gpu-mem, or smaller batches; {e}"
+                    f"CUDA is out of memory, though the plan fits: give a smaller --gpu-mem if other programs use the "
+                    f"card; if not, its memory is in pieces too small to use: give smaller batches; {e}"
                 ) from None
         return [outputs[index] for index in range(len(prompts))]
 

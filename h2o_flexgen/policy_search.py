@@ -316,6 +316,8 @@ def this_machine(args: argparse.Namespace) -> Profile:
     device = Device(args.device)
     root = Path(args.offload_dir) if args.offload_dir else default_root()
     profile = load_or_measure(device, device.dtype(args.dtype), root)
+    if device.is_cuda:
+        device.start(None)
     ram = memory.ram_in_all()
     gpu = device.free_bytes() if device.is_cuda else ram
     there = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}

@@ -125,6 +125,18 @@ def test_waiting_for_a_processor_is_counted_and_told(quick, monkeypatch, tmp_pat
         assert capsys.readouterr().err.count("waiting for a processor") == said
 
 
+def test_a_card_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    monkeypatch.setattr(hardware, "_measure", full)
+    with pytest.raises(UserError, match="too little memory left to measure"):
+        hardware.measure(Device("cpu"), torch.float32, tmp_path)
+    monkeypatch.setattr(Device, "_start", full)
+    with pytest.raises(UserError, match="no memory left to begin with"):
+        Device("cpu").start(None)
+
+
 def test_a_folder_that_cannot_be_written(quick, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to the offload folder"):

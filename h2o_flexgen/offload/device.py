@@ -121,7 +121,15 @@ class Device:
 
     def start(self, most_bytes: int | None) -> None:
         """CUDA only: create the context and load the matrix libraries, which costs RAM and time, and hold this
-        process to `most_bytes`."""
+        process to `most_bytes`. Raises UserError if other programs have left the card too little."""
+        try:
+            self._start(most_bytes)
+        except RuntimeError as e:  # torch's own, CUDA's, or that of its matrix library
+            if not any(text in str(e) for text in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")):
+                raise
+            raise UserError(f"{self} has no memory left to begin with: end what else uses it") from None
+
+    def _start(self, most_bytes: int | None) -> None:
         torch.cuda.empty_cache()
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape of a micro-batch
         if self.torch_device.index not in Device._workspaces:
