@@ -100,7 +100,8 @@ class Device:
         buffer = _host_buffer(nbytes)
         if self.is_cuda and nbytes:
             # torch's own pinned allocator rounds up to a power of two, which doubles a large cache
-            error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), aligned(nbytes), 0)
+            with torch.cuda.device(self.torch_device):  # else a context of another card would be made
+                error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), aligned(nbytes), 0)
             if int(error) != 0:
                 try:  # the error stays with the next call of this process that looks for one
                     torch.zeros(1, device=self.torch_device)
@@ -317,10 +318,12 @@ def convert(dst: Tensor, src: Tensor) -> None:
 
 
 def _unpin(device: torch.device, buffers: list[Tensor], since: int = 0) -> None:
-    if len(buffers) > since:
-        torch.cuda.synchronize(device)
-    for buffer in buffers[since:]:
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    if len(buffers) <= since:
+        return
+    torch.cuda.synchronize(device)
+    with torch.cuda.device(device):
+        for buffer in buffers[since:]:
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
     del buffers[since:]
 
 
