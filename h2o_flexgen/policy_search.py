@@ -238,6 +238,8 @@ def run(args: argparse.Namespace) -> None:
         config, stored = OPTConfig.from_folder(folder), stored_dtype(folder)
     config.check_length(args.prompt_len, args.gen_len)
     profile = this_machine(args) if args.hardware is None else profile_of(args)
+    if args.hardware is not None and profile.device == "cpu":
+        args.device = "cpu"  # in the command, which would take a card where there is one
     many = args.num_prompts or _MANY
     if args.num_prompts is None and None not in (args.gpu_batch_size, args.num_gpu_batches):
         many = args.gpu_batch_size * args.num_gpu_batches
@@ -314,10 +316,10 @@ def this_machine(args: argparse.Namespace) -> Profile:
     from h2o_flexgen.offload.disk import default_root
 
     device = Device(args.device)
-    root = Path(args.offload_dir) if args.offload_dir else default_root()
-    profile = load_or_measure(device, device.dtype(args.dtype), root)
     if device.is_cuda:
         device.start(None)
+    root = Path(args.offload_dir) if args.offload_dir else default_root()
+    profile = load_or_measure(device, device.dtype(args.dtype), root)
     ram = memory.ram_in_all()
     gpu = device.free_bytes() if device.is_cuda else ram
     there = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}

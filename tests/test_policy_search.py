@@ -80,6 +80,7 @@ def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
     args = flex_opt.make_parser().parse_args(words[3:])
     assert flex_opt.make_policy(args, None) == Policy.from_dict(result["policy"])
     assert make_budget(args) == KVBudget.from_size(5)
+    assert args.device == "cpu"  # the profile's, whatever this machine has
 
 
 def test_what_it_writes_is_a_policy_file(find, tmp_path):
