@@ -278,7 +278,7 @@ def sweep_conversions() -> None:
         with open(root / "lock", "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clear(root)
-    except (OSError, RuntimeError):
+    except (OSError, UserError):
         pass  # there are none, or one is at work, or nobody has a home
 
 

@@ -287,5 +287,10 @@ def default_root() -> Path:
 
 
 def cache_root() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("H2O_FLEXGEN_HOME") or Path(base) / "h2o_flexgen")
+    """The folder for what is kept between jobs. Raises UserError if there is none."""
+    if mine := os.environ.get("H2O_FLEXGEN_HOME"):
+        return Path(mine)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen"
+    except RuntimeError:
+        raise UserError("this user has no home folder: name one for what is kept in H2O_FLEXGEN_HOME") from None

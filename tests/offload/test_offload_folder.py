@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from cli_tools import ON_DISK, PROMPTS, environment
@@ -151,6 +152,16 @@ def test_where_it_is_by_default(tmp_path, monkeypatch):
     assert default_root() == tmp_path / "mine" / "offload"
     monkeypatch.setenv("H2O_FLEXGEN_OFFLOAD", str(tmp_path / "fast"))
     assert default_root() == tmp_path / "fast" and cache_root() == tmp_path / "mine"
+
+
+def test_a_user_without_a_home(tmp_path, monkeypatch):
+    for name in ("H2O_FLEXGEN_OFFLOAD", "H2O_FLEXGEN_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    with pytest.raises(UserError, match="H2O_FLEXGEN_HOME"):
+        default_root()
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path))
+    assert default_root() == tmp_path / "offload"
 
 
 # jobs
