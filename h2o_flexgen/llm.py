@@ -72,8 +72,8 @@ class LLM:
     Args:
         model: folder, Hugging Face name, or None for the demo model.
         policy: a Policy, the path of one as JSON, or "auto": everything on the compute device if the model and a batch
-            of up to 64 prompts fit, else the policy that the search finds fastest on this machine, which is measured
-            once (under a minute).
+            of up to 64 prompts fit; else, or with `max_latency`, or on CUDA with more prompts than one batch, the
+            policy that the search finds fastest on this machine, which is measured once (under a minute).
         kv_budget: slots for heavy hitters and recent tokens; None keeps the full cache; "auto" takes the largest
             budget that costs no throughput (see `search.budget`).
         device: "auto", "cpu", "cuda", "cuda:N".
