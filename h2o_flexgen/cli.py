@@ -7,7 +7,9 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, suppress
 
 from h2o_flexgen.errors import Interrupted, UserError
 from h2o_flexgen.policy import GIB, TIERS, KVBudget
@@ -15,6 +17,8 @@ from h2o_flexgen.search.budget import MIN_HH_RATIO, check_floor
 
 #: what ends a job and lets it keep what it has; SIGHUP: its terminal has gone
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: seconds that clearing up has before one more signal ends the process at once
+PATIENCE = 10
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,9 +118,14 @@ def say(*parts: str) -> None:
     try:
         print(*parts, sep="", end="", flush=True)
     except OSError as e:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is buffered fails again at exit
+        _discard(sys.stdout)
         if not isinstance(e, BrokenPipeError):
             raise UserError(f"cannot write to stdout: {e.strerror}") from None
+
+
+def _discard(stream) -> None:
+    """What is buffered, too: it would fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def warn(text: str) -> None:
@@ -129,9 +138,45 @@ def warn(text: str) -> None:
 
 def interrupt(signum, frame) -> None:
     """Handler of the signals that end a job: raises Interrupted."""
-    for s in STOPPING:  # a second one must not disturb the clearing up
-        signal.signal(s, lambda signum, frame: None)  # not SIG_IGN: Python complains if one is on its way already
+    end = time.monotonic() + PATIENCE
+
+    def again(signum, frame) -> None:  # must not disturb the clearing up, unless that does not end
+        if time.monotonic() > end:
+            os._exit(128 + signum)
+        with suppress(OSError, AttributeError):  # there may be no stderr
+            text = f"still clearing up; {PATIENCE} s after the first a signal ends this at once\n"
+            os.write(sys.__stderr__.fileno(), text.encode())  # print may have been interrupted itself
+
+    for s in STOPPING:
+        if signal.getsignal(s) is interrupt:
+            signal.signal(s, again)
     raise Interrupted(signum)
+
+
+class Lossy:
+    """A stream whose disk may be full: what it has no room for is lost, and ends no job."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    @staticmethod
+    def _try(act: Callable, *args) -> None:
+        try:
+            act(*args)
+        except BrokenPipeError:  # nobody reads it any more: `main` ends
+            raise
+        except OSError:
+            pass
 
 
 def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
@@ -142,15 +187,26 @@ def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], No
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 must not end a job
+    stderr = sys.stderr or open(os.devnull, "w")
+    with redirect_stderr(Lossy(stderr)):
+        code = _exit_code(parser, run, argv)
+    try:
+        stderr.flush()
+    except OSError:
+        _discard(stderr)
+    return code
+
+
+def _exit_code(parser: argparse.ArgumentParser, run: Callable, argv: list[str] | None) -> int:
     try:
         run(parser.parse_args(argv))
     except UserError as e:
-        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        warn(f"error: {' '.join(str(e).split())}")
         return 2
     except KeyboardInterrupt as e:
         warn("interrupted")
         return 128 + getattr(e, "signum", signal.SIGINT)
     except BrokenPipeError:  # who read stderr has gone: end as other programs do
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        _discard(sys.stderr)
         return 128 + signal.SIGPIPE
     return 0

@@ -7,10 +7,23 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, ON_DISK, end, last_line, percent, read_rows, read_until, start, wide, write_prompts
+from cli_tools import (
+    FP32,
+    ON_DISK,
+    end,
+    environment,
+    last_line,
+    percent,
+    read_rows,
+    read_until,
+    start,
+    wide,
+    write_prompts,
+)
 
 from h2o_flexgen.cli import STOPPING, interrupt
 from h2o_flexgen.errors import Interrupted
@@ -176,9 +189,30 @@ def test_an_impatient_user(job, tmp_path):
             process.send_signal(number)
     code, out, err = end(process)
     assert code in (130, 143)  # of several that wait, the kernel hands out the lowest number first, or not
-    assert last_line(err) == "interrupted" and "Traceback" not in err
+    assert "interrupted\n" in err and "Traceback" not in err
     assert_clean(tmp_path, "out.jsonl")
     assert len(read_rows(tmp_path / "out.jsonl")) == len(FIRST)
+
+
+def test_clearing_up_that_does_not_end_can_be_ended():
+    """As when a library waits for its downloads."""
+    code = """
+import os, signal, time
+from h2o_flexgen import cli
+cli.PATIENCE = 1
+signal.signal(signal.SIGINT, cli.interrupt)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    os.kill(os.getpid(), signal.SIGINT)
+    print("still here", flush=True)
+    time.sleep(1.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("too far")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stdout == "still here\n" and done.stderr.startswith("still clearing up")
 
 
 def test_killed_then_started_again(job, tmp_path):
