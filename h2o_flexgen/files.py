@@ -19,23 +19,41 @@ def read_json(what: str, path: str | Path):
         return json.loads(Path(path).read_text())
     except OSError as e:
         raise UserError(f"cannot read {what} {path}: {e.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # ValueError: neither JSON nor text, or a number of thousands of digits
         raise UserError(f"{what} {path} is not JSON: {e}") from None
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raises UserError, before any work is done, if a file could not be written at its end."""
-    folder = path.absolute().parent
-    if not os.path.isdir(folder):
-        raise UserError(f"{option} {path}: the folder {folder} does not exist")
+    """Raises UserError, before any work is done, if a file could not be written at its end, or what it links to."""
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    written = [path] if os.path.exists(path) else []
     if os.path.isdir(path):
         raise UserError(f"{option} {path} is a folder")
-    try:
-        path.with_name(path.name + ".partial").exists()
-    except OSError as e:
-        raise UserError(f"{option} {path} cannot be written: {e.strerror}") from None
-    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    if not written or os.path.isfile(path):  # not a device or a pipe
+        if not os.path.isdir(folder):
+            raise UserError(f"{option} {path}: the folder {folder} does not exist")
+        try:
+            os.lstat(f"{target}.partial")
+        except FileNotFoundError:
+            pass
+        except OSError as e:
+            raise UserError(f"{option} {path} cannot be written: {e.strerror}") from None
+        written.append(folder)
+    if not all(os.access(each, os.W_OK) for each in written):
         raise UserError(f"{option} {path} cannot be written")
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process that lives has locked a file."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # not there, or of a file system without locks
+    return False
 
 
 def sweep(root: Path, prefix: str) -> None:

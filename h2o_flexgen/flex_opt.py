@@ -6,7 +6,9 @@ python -m h2o_flexgen.flex_opt --model facebook/opt-30b --hh-ratio 0.2
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_writable
+from h2o_flexgen.files import check_writable, is_held
 from h2o_flexgen.policy import Policy, gib
 from h2o_flexgen.search.budget import MIN_HH_RATIO, describe_curve, largest_free
 
@@ -115,19 +117,29 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | s
 def read_prompts(path: str) -> list[str | list[int] | UserError]:
     """Rows of an input file; a row that is no prompt becomes the error that says why."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # a text may hold other line separators
-    except (OSError, UnicodeDecodeError) as e:
-        reason = getattr(e, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"cannot read --input-file {path}: {reason}") from None
-    rows = [_parse_row(line) for line in lines if line.strip()]
-    if not rows:
+        text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+    except OSError as e:
+        raise UserError(f"cannot read --input-file {path}: {e.strerror}") from None
+    lines = [line for line in text.splitlines() if line.strip()]  # of bytes: a text may hold other line separators
+    if not lines:
         raise UserError(f"--input-file {path} holds no prompts")
-    return rows
+    if not any(map(_decode, lines)):
+        raise UserError(f"cannot read --input-file {path}: it is not UTF-8 text")
+    return [_parse_row(line) for line in lines]
 
 
-def _parse_row(line: str) -> str | list[int] | UserError:
+def _decode(line: bytes) -> str | None:
     try:
-        row = json.loads(line)
+        return line.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _parse_row(line: bytes) -> str | list[int] | UserError:
+    if (text := _decode(line)) is None:
+        return UserError("not UTF-8 text")
+    try:
+        row = json.loads(text)
     except (ValueError, RecursionError) as e:
         return UserError(f"not JSON: {e}")
     if not isinstance(row, dict):
@@ -190,10 +202,15 @@ class OutputFile:
             raise UserError(f"--output-file {path} is not a file")
         self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
         self.partial = self.path.with_name(self.path.name + ".partial")
+        self._check_free()
         self.rows: dict[int, dict] = {}
         self.waiting: dict[int, bytes] = {}
         self._file = None
         self._warned = self._whole = False
+
+    def _check_free(self) -> None:
+        if is_held(self.partial):
+            raise UserError(f"--output-file {self.path}: another job is writing it")
 
     def add(self, row: dict) -> None:
         self.rows[row["index"]] = row
@@ -206,8 +223,11 @@ class OutputFile:
             return
         try:
             if self._file is None:
+                self._check_free()
                 self._set_aside(self.partial, "rows of a job that was killed are kept in")
                 self._file = open(self.partial, "wb", buffering=0)
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for index in list(self.waiting):
                 self._write(self.waiting[index])
                 del self.waiting[index]
@@ -312,13 +332,14 @@ def describe(report: dict) -> str:
 def show(llm, outputs: list, most: int = 3) -> str:
     """The first few completions, each after the end of its prompt."""
     parts = []
+    bold = sys.stdout and sys.stdout.isatty()
     for output in [o for o in outputs if o.error is None and o.outputs][:most]:
         if llm.tokenizer is None:
             parts.append(f"--- prompt {output.index}: {output.outputs[0].token_ids}")
             continue
         prompt = llm.tokenizer.decode(output.prompt_token_ids[-60:], skip_special_tokens=True)
         tail = "\n".join(prompt.split("\n")[-6:])
-        text = f"\033[1m{output.outputs[0].text}\033[0m" if sys.stdout.isatty() else f"⟦{output.outputs[0].text}⟧"
+        text = f"\033[1m{output.outputs[0].text}\033[0m" if bold else f"⟦{output.outputs[0].text}⟧"
         parts.append(f"--- prompt {output.index} ends, and the model goes on:\n{tail}{text}")
     return "\n".join(parts)
 
@@ -401,12 +422,18 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
         raise UserError(f"none of the {len(rows)} rows can be run; row {errors[0].index}: {errors[0].error}")
     if errors:
         cli.warn(f"{len(errors)} rows could not be run; row {errors[0].index}: {errors[0].error}")
-    if args.report is not None:
-        try:
-            Path(args.report).write_text(json.dumps(llm.report, indent=2) + "\n")
-        except OSError as e:
-            raise UserError(f"cannot write --report {args.report}: {e.strerror}") from None
-    cli.say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.report) + "\n")
+    try:
+        cli.say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.report) + "\n")
+    finally:
+        if args.report is not None:
+            write_report(args.report, llm.report)
+
+
+def write_report(path: str, report: dict) -> None:
+    try:
+        Path(path).write_text(json.dumps(report, indent=2) + "\n")
+    except OSError as e:
+        raise UserError(f"cannot write --report {path}: {e.strerror}") from None
 
 
 def main(argv: list[str] | None = None) -> int:

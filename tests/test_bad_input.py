@@ -570,6 +570,26 @@ def test_an_output_that_cannot_be_written(refused, model, tmp_path, monkeypatch,
     assert f"{option} {where}" in refused("--model", model, *SHORT, option, where, files=False)
 
 
+@pytest.mark.parametrize("option", ["--output-file", "--report"])
+def test_an_output_behind_a_link_that_cannot_be_written(refused, model, tmp_path, option):
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted" / "out")
+    message = refused("--model", model, *SHORT, option, tmp_path / "link", files=False)
+    assert f"the folder {tmp_path / 'unmounted'} does not exist" in message
+
+
+def test_an_output_that_another_job_writes(refused, model, tmp_path):
+    first = OutputFile(str(tmp_path / "out.jsonl"))
+    first.add({"index": 0})
+    message = refused("--model", model, *SHORT, "--output-file", tmp_path / "out.jsonl", files=False)
+    assert message.endswith("another job is writing it")
+    first.finish(whole=True)
+    both = [OutputFile(str(tmp_path / "out.jsonl")) for _ in range(2)]  # started at once
+    both[0].add({"index": 0})
+    with pytest.raises(UserError, match="another job is writing it"):
+        both[1].add({"index": 0})
+    assert len(read_rows(both[0].partial)) == 1
+
+
 def test_an_output_on_a_read_only_file_system(refused, model, read_only):
     message = refused("--model", model, *SHORT, "--output-file", read_only / "out", files=False)
     assert "cannot be written" in message
@@ -593,6 +613,7 @@ def test_an_output_that_is_no_file(refused, model, tmp_path):
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"[]", "JSON object"),
+        (b'{"gpu_batch_size": ' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"policy": 5}', "JSON object"),
         (b'{"policy": [1]}', "JSON object"),
         (b'{"gpu_batch_sise": 4}', "gpu_batch_sise"),
@@ -699,6 +720,17 @@ def test_bad_rows_among_good_ones(cli, model, tmp_path, sampled):
         assert found[index] == expected[index]
     assert f"{len(bad)} rows could not be run" in err
     assert "5 prompts" in out
+
+
+def test_a_row_that_is_not_utf_8(cli, model, tmp_path):
+    good = json.dumps({"prompt_token_ids": PROMPTS[0]}).encode()
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([good, '{"prompt": "déjà vu"}'.encode("latin-1"), good]))
+    files = ("--input-file", tmp_path / "in.jsonl", "--output-file", tmp_path / "out.jsonl")
+    code, _, err = cli("--model", model, *FP32, *files, "--gen-len", 2)
+    assert code == 0, err
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert rows[1] == {"index": 1, "error": "not UTF-8 text"}
+    assert rows[0]["token_ids"] == rows[2]["token_ids"] and len(rows) == 3
 
 
 @pytest.mark.parametrize("row, say", [BAD_ROWS[0], BAD_ROWS[8], BAD_ROWS[10], BAD_ROWS[15], BAD_ROWS[24], BAD_ROWS[25]])

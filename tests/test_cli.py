@@ -30,6 +30,7 @@ from cli_tools import (
 
 from h2o_flexgen import flex_opt
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import check_writable
 from h2o_flexgen.models import source
 from h2o_flexgen.policy import GIB, Policy
 
@@ -341,6 +342,7 @@ def test_rows_of_every_killed_job_are_kept(tmp_path, capsys):
     for n in range(3):
         killed = flex_opt.OutputFile(str(tmp_path / "out.jsonl"))
         killed.add({"index": n})
+        killed._file.close()  # and with it its lock
     kept = [tmp_path / f"out.jsonl.partial{end}" for end in ("~", "~1", "")]
     assert [json.loads(path.read_text())["index"] for path in kept] == [0, 1, 2]
     assert str(kept[1]) in capsys.readouterr().err
@@ -400,15 +402,13 @@ def test_a_reader_of_stdout_that_has_gone_is_no_error(model, tmp_path):
     assert json.loads(report.read_text())["total"]["generated_tokens"] > 0
 
 
-def test_a_full_disk_behind_stdout_is_an_error(model):
+def test_a_full_disk_behind_stdout_is_an_error(model, tmp_path):
     with open("/dev/full", "w") as full:
-        argv = command("--model", model, "--prompt-len", 5, "--gen-len", 2)
+        argv = command("--model", model, "--prompt-len", 5, "--gen-len", 2, "--report", tmp_path / "report.json")
         done = subprocess.run(argv, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
     assert done.stderr.splitlines()[-1] == "error: cannot write to stdout: No space left on device"
-
-
     assert json.loads((tmp_path / "report.json").read_text())["total"]["generated_tokens"] > 0
 
 
@@ -441,6 +441,8 @@ def test_a_closed_stderr_ends_no_job(model, tmp_path):
     assert done.returncode == 0
     assert done.stdout.startswith("model ")
     assert len(read_rows(tmp_path / "out.jsonl")) == 4
+
+
 def test_a_reader_of_stderr_that_has_gone_ends_the_job_as_a_signal_would(model):
     process = start("--model", model, "--prompt-len", 30, "--gen-len", 30, "--num-prompts", 40)
     process.stderr.close()
@@ -468,6 +470,11 @@ def cache_model(home: Path, name: str, folder: Path, skip: tuple = ()) -> Path:
     (root / "refs").mkdir()
     (root / "refs" / "main").write_text("0" * 40)
     snapshot.mkdir(parents=True)
+    # what the repository holds, with files that nobody downloads
+    names = [".gitattributes", "flax_model.msgpack", *(file.name for file in folder.iterdir())]
+    tree = {"format_version": 1, "files": {name: {"size": 1, "blob_id": "0"} for name in names}}
+    (root / "trees").mkdir()
+    (root / "trees" / f"{'0' * 40}.json").write_text(json.dumps(tree))
     for n, file in enumerate(sorted(folder.iterdir())):
         if file.name not in skip:
             shutil.copy(file, root / "blobs" / str(n))
@@ -502,11 +509,6 @@ def test_half_a_download_is_gone_on_with(hub, model, monkeypatch, missing):
     asked = []
     real = huggingface_hub.snapshot_download
 
-    # what the repository holds, with files that nobody downloads
-    names = [".gitattributes", "flax_model.msgpack", *(file.name for file in folder.iterdir())]
-    tree = {"format_version": 1, "files": {name: {"size": 1, "blob_id": "0"} for name in names}}
-    (root / "trees").mkdir()
-    (root / "trees" / f"{'0' * 40}.json").write_text(json.dumps(tree))
     def download(name, **options):
         if options.get("local_files_only"):
             return real(name, **options)
