@@ -9,6 +9,7 @@ import os
 import shutil
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -126,11 +127,18 @@ class Checkpoint:
             wait(io.read(stored.file, as_numpy(out), stored.offset))
             return
         flat = out.view(-1)
-        some = torch.empty(min(PART, len(flat)), dtype=stored.dtype)
-        for at in range(0, len(flat), PART):
-            part = some[: len(flat) - at]
-            wait(io.read(stored.file, as_numpy(part), stored.offset + at * stored.dtype.itemsize))
+        for at, part in parts_of(stored, io):
             convert(flat[at : at + len(part)], part)
+
+
+def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
+    """A tensor's numbers, through one buffer, and where in it each part of them begins."""
+    count = prod(stored.shape)
+    buffer = torch.empty(min(PART, count), dtype=stored.dtype)
+    for at in range(0, count, PART):
+        part = buffer[: count - at]
+        wait(io.read(stored.file, as_numpy(part), stored.offset + at * stored.dtype.itemsize))
+        yield at, part
 
 
 class DummyCheckpoint:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o_flexgen.cpu import can_pack, pack
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.checkpoint import PART, Checkpoint, DummyCheckpoint, Stored, bar_of_bytes
+from h2o_flexgen.offload.checkpoint import PART, Checkpoint, DummyCheckpoint, Stored, bar_of_bytes, parts_of
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
 from h2o_flexgen.plan import PAGE, aligned, slot_span
@@ -275,12 +275,8 @@ class WeightStore:
     def find_broken(self) -> str | None:
         """The name of a tensor at home on disk that holds NaN or infinite numbers, or None."""
         for name, stored in self.stored.items():
-            numbers = prod(stored.shape)
-            for begin in range(0, numbers, PART):
-                part = torch.empty(min(PART, numbers - begin), dtype=stored.dtype)
-                wait(self.io.read(stored.file, as_numpy(part), stored.offset + begin * part.itemsize))
-                if not is_finite(part):
-                    return name
+            if not all(is_finite(part) for _, part in parts_of(stored, self.io)):
+                return name
         return None
 
 
