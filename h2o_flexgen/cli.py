@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 
 from h2o_flexgen.errors import Interrupted, UserError
 from h2o_flexgen.policy import GIB, TIERS, KVBudget
@@ -143,9 +143,6 @@ def interrupt(signum, frame) -> None:
     def again(signum, frame) -> None:  # must not disturb the clearing up, unless that does not end
         if time.monotonic() > end:
             os._exit(128 + signum)
-        with suppress(OSError, AttributeError):  # there may be no stderr
-            text = f"still clearing up; {PATIENCE} s after the first a signal ends this at once\n"
-            os.write(sys.__stderr__.fileno(), text.encode())  # print may have been interrupted itself
 
     for s in STOPPING:
         if signal.getsignal(s) is interrupt:
