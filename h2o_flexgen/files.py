@@ -44,6 +44,14 @@ def check_writable(option: str, path: Path) -> None:
         raise UserError(f"{option} {path} cannot be written")
 
 
+def write_text(path: str, text: str, name: str | None = None) -> None:
+    """Raises UserError, which calls the file `name`, or by its path."""
+    try:
+        Path(path).write_text(text)
+    except OSError as e:
+        raise UserError(f"cannot write {name or path}: {e.strerror}") from None
+
+
 def is_held(path: Path) -> bool:
     """Whether a process that lives has locked a file."""
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_writable, is_held
+from h2o_flexgen.files import check_writable, is_held, write_text
 from h2o_flexgen.policy import Policy, gib
 from h2o_flexgen.search.budget import MIN_HH_RATIO, describe_curve, largest_free
 
@@ -426,14 +426,7 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
         cli.say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.report) + "\n")
     finally:
         if args.report is not None:
-            write_report(args.report, llm.report)
-
-
-def write_report(path: str, report: dict) -> None:
-    try:
-        Path(path).write_text(json.dumps(report, indent=2) + "\n")
-    except OSError as e:
-        raise UserError(f"cannot write --report {path}: {e.strerror}") from None
+            write_text(args.report, json.dumps(llm.report, indent=2) + "\n", f"--report {args.report}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_writable, read_json
+from h2o_flexgen.files import check_writable, read_json, write_text
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.plan import Shapes, Workload
 from h2o_flexgen.policy import MARGIN, TIERS, KVBudget, Policy, cap_limits, check_cpu_cap, gib
@@ -263,10 +263,7 @@ def run(args: argparse.Namespace) -> None:
     if curve:
         result["curve"] = [asdict(point) for point in curve]
     if args.output is not None:
-        try:
-            Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
-        except OSError as e:
-            raise UserError(f"cannot write {args.output}: {e.strerror}") from None
+        write_text(args.output, json.dumps(result, indent=1) + "\n")
     if args.plot is not None:
         plot_curve(curve, largest_free(curve), args.plot)
 
