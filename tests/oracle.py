@@ -1,4 +1,4 @@
-"""H2O as DESIGN says it, with sets and masks: one prompt at a time, the whole history kept, nothing clever.
+"""H2O, with sets and masks: one prompt at a time, the whole history kept, nothing clever.
 
 Written from the paper and from transformers' OPT, without a look at the engine: its own attention, its own layer
 norm, a Python set of kept positions per layer and head. Slow and easy to check. Also full attention (`heavy=None`).

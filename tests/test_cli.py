@@ -36,7 +36,7 @@ from h2o_flexgen.policy import GIB, Policy
 
 pytest_plugins = ["cli_tools"]
 
-#: DESIGN.md, section 6
+#: what `--json` promises to those who read it
 REPORT = {
     "model": str,
     "device": str,
