@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -91,7 +92,10 @@ def save(name: str, data: dict, ram_cap: int | None = None, others: tuple[str, .
         "versions": versions(*others),
     }
     path = RESULTS / f"{name}.json"
-    write_json(path, meta | data)
+    try:
+        write_json(path, meta | data)
+    except OSError as e:
+        sys.exit(f"error: cannot write docs/benchmarks/{path.name} ({e.strerror}); what it held before is still there")
     print(f"wrote docs/benchmarks/{path.name}")
     return path
 
@@ -99,8 +103,11 @@ def save(name: str, data: dict, ram_cap: int | None = None, others: tuple[str, .
 def write_json(path: Path, data: dict) -> None:
     """The whole file or, whatever happens, the one that was there."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(data, indent=1) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(data, indent=1) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def stored(name: str) -> dict:
@@ -196,18 +203,19 @@ class MemoryCap:
         SystemExit: no cgroup can be made.
     """
 
+    PREFIX = "h2o_flexgen-"
+
     def __init__(self, nbytes: int | None):
         self.folder: Path | None = None
         if nbytes is None:
             return
-        v1 = CGROUPS / "memory"
-        self.is_v1 = v1.is_dir()
-        root = v1 if self.is_v1 else CGROUPS
+        root = self.root()
+        self.is_v1 = root != CGROUPS
         try:
             control = root / "cgroup.subtree_control"
             if not self.is_v1 and "memory" not in control.read_text().split():
                 control.write_text("+memory")
-            self.folder = Path(tempfile.mkdtemp(prefix="h2o_flexgen-", dir=root))
+            self.folder = Path(tempfile.mkdtemp(prefix=self.PREFIX, dir=root))
             self._file("memory.limit_in_bytes", "memory.max").write_text(str(nbytes))
             # without swap, where the kernel counts it
             swap, limit = self._file("memory.memsw.limit_in_bytes", "memory.swap.max"), nbytes if self.is_v1 else 0
@@ -218,6 +226,19 @@ class MemoryCap:
             sys.exit(
                 f"error: cannot make a memory cgroup under {root} ({e.strerror}): that takes root, not in a container"
             )
+
+    @staticmethod
+    def root() -> Path:
+        """Of the memory cgroups of version 1, or of all cgroups of version 2."""
+        v1 = CGROUPS / "memory"
+        return v1 if v1.is_dir() else CGROUPS
+
+    @classmethod
+    def sweep(cls) -> None:
+        """Remove what killed benchmarks left; a cgroup with a process inside stays."""
+        for folder in cls.root().glob(f"{cls.PREFIX}*"):
+            with suppress(OSError):
+                folder.rmdir()
 
     def _file(self, v1: str, v2: str) -> Path:
         return self.folder / (v1 if self.is_v1 else v2)
@@ -248,30 +269,55 @@ class MemoryCap:
         return self
 
     def __exit__(self, *exc) -> None:
-        try:
-            if self.folder is not None:
+        if self.folder is not None:
+            with suppress(OSError):
                 self.folder.rmdir()
-        except OSError:
-            pass
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One benchmark of a working copy at a time: two would disturb each other's timings, and of two that write the
+    same file each would undo what the other has added.
+
+    Raises:
+        SystemExit: another one runs.
+    """
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    lock = os.open(RESULTS, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit("error: another benchmark of this working copy runs")
+        yield
+    finally:
+        os.close(lock)
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for checkpoints and offload in $H2O_FLEXGEN_SCRATCH or the temporary folder; it goes at the end, and
-    if this process is killed, when the next one starts.
+    """A folder in $H2O_FLEXGEN_SCRATCH or the temporary folder for the checkpoints and offload of one benchmark at a
+    time; it goes at the end, and if this process is killed, when the next one starts.
 
     Raises:
-        SystemExit: it would be in RAM.
+        SystemExit: it cannot be written, or would be in RAM, or another benchmark runs.
     """
+    from h2o_flexgen.errors import UserError
     from h2o_flexgen.offload.disk import OffloadFolder
 
-    folder = OffloadFolder(Path(os.environ.get("H2O_FLEXGEN_SCRATCH") or tempfile.gettempdir()))
-    try:
-        if file_system(folder.path) in ("tmpfs", "ramfs"):
-            sys.exit(f"error: {folder.root} is in RAM: name a folder on a disk in H2O_FLEXGEN_SCRATCH")
-        yield folder.path
-    finally:
-        folder.close()
+    with alone():
+        MemoryCap.sweep()
+        root = Path(os.environ.get("H2O_FLEXGEN_SCRATCH") or tempfile.gettempdir())
+        try:
+            folder = OffloadFolder(root)
+        except UserError as e:
+            sys.exit(f"error: {str(e).replace('--offload-dir', 'folder in H2O_FLEXGEN_SCRATCH')}")
+        try:
+            if file_system(folder.path) in ("tmpfs", "ramfs"):
+                sys.exit(f"error: {folder.root} is in RAM: name a folder on a disk in H2O_FLEXGEN_SCRATCH")
+            yield folder.path
+        finally:
+            folder.close()
 
 
 def file_system(folder: Path) -> str:

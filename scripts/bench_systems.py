@@ -26,6 +26,8 @@ from statistics import mean, median
 
 import bench_common as common
 
+from h2o_flexgen.offload.memory import ram_in_all
+
 #: at least so long products, and attention, are timed for their rate
 RATE_SECONDS = 3.0
 #: caches that attention is timed over, in bytes: more than a processor's cache holds
@@ -98,15 +100,11 @@ def fits_in_ram(job: Job) -> bool:
 
 def room(job: Job) -> int:
     """Bytes of RAM that a system may plan with."""
-    return job.ram_bytes or int(0.8 * installed_ram())
+    return job.ram_bytes or int(0.8 * ram_in_all())
 
 
 def checkpoint_bytes(job: Job) -> int:
     return sum(path.stat().st_size for path in Path(job.model).iterdir())
-
-
-def installed_ram() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def run_accelerate(job: Job) -> dict:
@@ -118,7 +116,7 @@ def run_accelerate(job: Job) -> dict:
 
     share = job.options.get("share", 0)
     if job.device != "cpu":
-        most = {0: int(share * job.gpu_bytes), "cpu": installed_ram() * 3 // 4}
+        most = {0: int(share * job.gpu_bytes), "cpu": ram_in_all() * 3 // 4}
         where = {"device_map": "auto", "max_memory": most}
     elif share:
         where = {"device_map": "auto", "max_memory": {"cpu": int(share * room(job))}}

@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import cached_property
@@ -34,7 +34,7 @@ import torch
 from bench_common import MemoryCap
 from bench_systems import Job
 from make_tables import throughput
-from throughput_rows import speed, summarise
+from throughput_rows import speed, summarise, table_runs
 
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
@@ -188,7 +188,7 @@ class Bench:
     Args:
         quick: a file of its own, made anew; every system at the batch and with the options that did best in
             docs/benchmarks, on whatever machine that was, or at the batch from which the search would start.
-        restart: systems whose kept runs are left out.
+        restart: of a kept run, whether it is left out.
         deadline: `time.monotonic()` at which to stop.
 
     Raises:
@@ -201,7 +201,7 @@ class Bench:
         row: Row,
         folder: Path,
         quick: bool = False,
-        restart: Collection[str] = (),
+        restart: Callable[[dict], bool] = lambda run: False,
         deadline: float = float("inf"),
     ):
         self.name, self.row, self.folder, self.quick, self.deadline = name, row, folder, quick, deadline
@@ -222,9 +222,9 @@ class Bench:
         name = f"{stem}_{common.machine_name()}"
         return next(free for free in chain([name], (f"{name}_{n}" for n in count(2))) if free not in self.known)
 
-    def _kept(self, without: Collection[str]) -> list[dict]:
+    def _kept(self, without: Callable[[dict], bool]) -> list[dict]:
         kept = self.known.get(self.file, {"runs": []})
-        runs = [run for run in kept["runs"] if run["system"] not in without]
+        runs = [run for run in kept["runs"] if not without(run)]
         if not runs:
             return []
         self.versions = kept["versions"]
@@ -250,11 +250,10 @@ class Bench:
         self._taken.add(len(self.runs))
         self.runs.append(run)
         what = run.get("failed") or f"{speed(run):.2f} tokens/s"
-        print(
-            f"{self.name}: {system}, batch {batch}, {gen_len} tokens {options or ''}: {what}",
-            flush=True,
-        )
-        self.save()
+        try:
+            self.save()
+        finally:
+            print(f"{self.name}: {system}, batch {batch}, {gen_len} tokens {options or ''}: {what}", flush=True)
         return run
 
     def _in_a_process(self, system: str, batch: int, gen_len: int, options: dict, limit: float) -> dict:
@@ -300,10 +299,9 @@ class Bench:
                     sys.exit(f"{self.name}: the time is over during a run of {job.system}; what ran before is kept")
                 return {"failed": f"no end after {limit:.0f} s"}
             peak, killed = memory_cap.peak(), memory_cap.killed()
-        if done.returncode:
-            return {"failed": why(done.returncode, killed, files[2].read_text(errors="replace"))}
-        result = files[1].read_text().replace(str(self.folder), "SCRATCH")
-        return json.loads(result) | {"cgroup_peak_bytes": peak}
+        told = files[2 if done.returncode else 1].read_text(errors="replace").replace(str(self.folder), "SCRATCH")
+        result = {"failed": why(done.returncode, killed, told)} if done.returncode else json.loads(told)
+        return result | {"cgroup_peak_bytes": peak}
 
     @property
     def kv_budget(self) -> list[int]:
@@ -333,7 +331,8 @@ class Bench:
         path = self.folder / "profile.json"
         argv = [sys.executable, "-m", "h2o_flexgen.hardware", "-o", str(path), "--offload-dir", str(self.folder)]
         argv += ["--dtype", self.dtype, "--device", self.row.device]
-        subprocess.run(argv, cwd=common.ROOT, check=True)
+        if subprocess.run(argv, cwd=common.ROOT).returncode:
+            sys.exit(f"error: {self.name}: this machine could not be measured (above)")
         return path
 
     # a peer at its best
@@ -355,8 +354,8 @@ class Bench:
         if not rate:
             return None
         tried = [(NOISE * rate, options)]
-        tweaks = [tweak for tweak in what.tweaks if self._could_hold(batch, tweak.get("share", 0))]
-        tried += [(self._probe(system, batch, options | tweak), options | tweak) for tweak in tweaks]
+        tweaks = [t for t in what.tweaks if not t.keys() & options and self._could_hold(batch, t.get("share", 0))]
+        tried += [(self._probe(system, batch, options | tweak)[0], options | tweak) for tweak in tweaks]
         return batch, max(tried, key=lambda pair: pair[0])[1]
 
     def _grow(self, system: str, options: dict) -> tuple[float, int]:
@@ -364,14 +363,15 @@ class Bench:
         rates: dict[int, float] = {}
         start = batch = self.row.start.get(system, START)
         while self._could_hold(batch):
-            rates[batch] = self._probe(system, batch, options)
+            rates[batch], died_of_its_size = self._probe(system, batch, options)
             if rates[batch] <= rates.get(batch // 2, 0):
                 break
             batch *= 2
         batch = start
-        while not any(rates.values()) and batch > 1:
+        # a smaller batch is no help to what died of something else
+        while not any(rates.values()) and batch > 1 and (not rates or died_of_its_size):
             batch //= 2
-            rates[batch] = self._probe(system, batch, options)
+            rates[batch], died_of_its_size = self._probe(system, batch, options)
         return max(((rate, batch) for batch, rate in rates.items()), default=(0.0, 1))
 
     def _could_hold(self, batch: int, share: float = 0) -> bool:
@@ -386,40 +386,39 @@ class Bench:
         cache = batch * (self.row.prompt_len + self.row.gen_len) * 4 * config.num_hidden_layers * E
         return self.row.device == "cuda" or cache < room
 
-    def _probe(self, system: str, batch: int, options: dict) -> float:
-        """Tokens/s of the whole job, going by its first tokens; 0 if it fails."""
+    def _probe(self, system: str, batch: int, options: dict) -> tuple[float, bool]:
+        """Tokens/s of the whole job, going by its first tokens; 0 if it fails, and whether of its size."""
         gen_len = min(PROBE, self.row.gen_len)
         run = self.run(system, batch, gen_len, options, self.row.limits[0])
         if "failed" in run:
-            return 0.0
+            return 0.0, is_result(run)
         step = run["decode"] / (gen_len - 1)
-        return batch * self.row.gen_len / (run["prefill"] + (self.row.gen_len - 1) * step)
+        return batch * self.row.gen_len / (run["prefill"] + (self.row.gen_len - 1) * step), False
 
     # the row
 
     def tables(self) -> str:
         """What the row's file holds, and with `quick` what docs/benchmarks has of the row."""
         here = throughput([common.stored(self.file)])
-        compare = self.quick and self.known
-        return f"{here}\n\nFor comparison:\n{throughput(list(self.known.values()))}" if compare else here
+        known = [data for data in self.known.values() if table_runs(data)]
+        return f"{here}\n\nFor comparison:\n{throughput(known)}" if self.quick and known else here
 
     def fill(self, runs: int, systems: list[str]) -> None:
-        """Whole runs of all systems, in turns."""
+        """Whole runs of all systems, in turns. One that dies of something else than its size is left out from there:
+        the next benchmark, which may find it mended, goes on with it."""
         best = {system: self.best(system) for system in systems}
         for _ in range(runs):
             for system in systems:
                 while best[system] is not None:
                     batch, options = best[system]
-                    if "failed" not in self.run(system, batch, self.row.gen_len, options, self.row.limits[1]):
+                    run = self.run(system, batch, self.row.gen_len, options, self.row.limits[1])
+                    if "failed" not in run:
                         break
-                    best[system] = self._next(system, batch, options)
+                    best[system] = self._next(system, batch, options) if is_result(run) else None
 
     def _next(self, system: str, batch: int, options: dict) -> tuple[int, dict] | None:
-        """What to run when a whole run failed, though its first tokens did not: less, if there is less."""
-        what = SYSTEMS[system]
-        if what.is_ours:
-            return None
-        for tweak in what.tweaks:
+        """What to run when a whole run died of its size, though its first tokens did not: less, if there is less."""
+        for tweak in SYSTEMS[system].tweaks:
             if tweak.items() <= options.items():
                 return batch, {k: v for k, v in options.items() if k not in tweak}
         return (batch // 2, options) if batch > 1 else None
@@ -514,7 +513,8 @@ def is_result(run: dict) -> bool:
     failed = run.get("failed", "").lower()
     if failed and SYSTEMS[run["system"]].is_ours:
         return False
-    return not failed or "out of memory" in failed or failed.startswith("no end after")
+    of_memory = any(words in failed for words in ("out of memory", "not enough memory", "memoryerror", "bad_alloc"))
+    return not failed or of_memory or failed.startswith("no end after")
 
 
 def main() -> None:
@@ -539,7 +539,8 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one run of every system, with the batch that docs/benchmarks has for it; kept apart, in quick_ROW.json",
+        help="one run of every system, ours first, with the batch that docs/benchmarks has for it; kept apart, in "
+        "quick_throughput_ROW.json",
     )
     parser.add_argument(
         "--frontier",
@@ -549,11 +550,15 @@ def main() -> None:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="begin this machine's file of a row anew; with --system, those systems only",
+        help="begin this machine's file of a row anew; with --system or --frontier, such runs only",
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; what ran is kept")
     parser.add_argument("--list", action="store_true", help="print the rows")
     args = parser.parse_args()
+    if args.runs is not None and args.runs < 1:
+        parser.error("--runs takes a number from 1")
+    if args.quick and (args.runs or args.restart or args.frontier):
+        parser.error("--quick makes one run of each system, in a file made anew: no --runs, --restart or --frontier")
     common.commit()  # of what runs: the working copy may change meanwhile
     if args.list:
         for name, row in ROWS.items():
@@ -565,9 +570,19 @@ def main() -> None:
         name for name, row in ROWS.items() if row.device == device and row.model != "facebook/opt-125m"
     ]
     deadline = time.monotonic() + args.seconds
+
+    def anew(run: dict) -> bool:
+        some = args.system or args.frontier
+        asked = run["system"] in (args.system or SYSTEMS) and ("block" in run["options"]) == args.frontier
+        return args.restart and (asked or not some)
+
+    if not any(set(ROWS[name].systems) & set(args.system or SYSTEMS) for name in names):
+        sys.exit(f"error: {', '.join(args.system)} in none of these rows: {', '.join(names)} (--list)")
     for name in names:
         row = ROWS[name]
         systems = installed([s for s in row.systems if args.system is None or s in args.system], bool(args.system))
+        if args.quick:  # ours first: where time runs out, the peers have been measured before
+            systems.sort(key=lambda system: not SYSTEMS[system].is_ours)
         if not systems:
             continue
         if row.device == "cuda" and device != "cuda":
@@ -576,7 +591,6 @@ def main() -> None:
             with MemoryCap(GIB):
                 pass  # can one be made? Before minutes are spent
         with common.scratch() as folder:
-            anew = (args.system or SYSTEMS) if args.restart else ()
             bench = Bench(name, row, folder, args.quick, anew, deadline)
             runs = 1 if args.quick else args.runs or row.runs
             if args.frontier:
@@ -598,4 +612,7 @@ def installed(systems: list[str], asked: bool) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; what ran is kept")

@@ -1,16 +1,25 @@
 """The benchmark of systems side by side: what it runs, what it keeps, and what it makes of the runs. No system runs."""
 
+import subprocess
+from contextlib import nullcontext
+
 import bench_common
 import bench_systems
 import bench_throughput
+import make_tables
 import numpy as np
 import pytest
 import torch
-from bench_throughput import ROWS, SYSTEMS, Bench, is_result, why
+from bench_throughput import ROWS, Bench, is_result, why
 from safetensors.torch import save_file
 from throughput_rows import summarise
 
 OOM = {"failed": "killed (out of memory)"}
+FULL_DISK = {"failed": "exit code 1: OSError: [Errno 28] No space left on device"}
+
+
+def ALL(run):
+    return True
 
 
 def took(prefill: float, decode: float, **more) -> dict:
@@ -46,14 +55,32 @@ def test_a_batch_is_doubled_until_it_slows_down_and_options_must_be_clearly_fast
     assert bench.best("transformers") == (32, {})
     probes = [(batch, options) for _, batch, _, options in bench.asked]
     assert probes == [(16, {}), (32, {}), (64, {}), (32, {"attention": "eager"})]
-    faster = Fake(lambda batch, gen_len, options: took(0.5 if options else 1.0, 0.0), restart=SYSTEMS)
+    faster = Fake(lambda batch, gen_len, options: took(0.5 if options else 1.0, 0.0), restart=ALL)
     assert faster.best("transformers")[1] == {"attention": "eager"}
 
 
 def test_a_batch_is_halved_until_it_runs_and_a_system_that_never_does_is_left_out():
     small = Fake(lambda batch, gen_len, options: took(1, 1) if batch <= 2 else OOM)
     assert small.best("ZeRO-Inference") == (2, {})
-    assert Fake(lambda *_: OOM, restart=SYSTEMS).best("ZeRO-Inference") is None
+    assert Fake(lambda *_: OOM, restart=ALL).best("ZeRO-Inference") is None
+
+
+def test_a_smaller_batch_is_not_tried_where_a_peer_died_of_something_else():
+    bench = Fake(lambda *_: FULL_DISK)
+    assert bench.best("ZeRO-Inference") is None and len(bench.asked) == 1
+
+
+def test_what_died_of_something_else_waits_for_the_next_benchmark_at_the_same_batch():
+    answers = iter([took(1, 1), FULL_DISK])
+    first = Fake(lambda batch, gen_len, _: next(answers) if gen_len == 32 else took(1, batch**2))
+    first.fill(3, ["transformers"])
+    assert [batch for _, batch, gen_len, _ in first.asked if gen_len == 32] == [16, 16]
+
+
+def test_on_cuda_what_finds_the_placement_is_no_option_to_leave_out_again():
+    bench = Fake(lambda batch, *_: took(1, 1) if batch <= 8 else OOM, name="cuda 6.7b 512+32")
+    bench.best("Accelerate")
+    assert {options["share"] for *_, options in bench.asked} == {0.85, 0.3}
 
 
 @pytest.mark.parametrize("most, shares", [(32, []), (16, [0.25])])
@@ -135,15 +162,77 @@ def test_runs_of_another_job_or_version_are_neither_mixed_nor_lost(results):
         with pytest.raises(SystemExit, match=f"{says}.*--restart"):
             Fake(lambda *_: took(1, 1))
         assert bench_common.stored(bench.file) == data | other
-    assert Fake(lambda *_: took(1, 1), restart=SYSTEMS).runs == []
+    assert Fake(lambda *_: took(1, 1), restart=ALL).runs == []
 
 
 def test_some_systems_of_a_row_can_begin_anew():
     bench = Fake(lambda *_: took(1, 1))
     bench.run("Accelerate", 16, 32, {}, 900)
     bench.run("ours, H2O", 128, 32, {"h2o": True}, 900)
-    again = Fake(lambda *_: took(1, 1), restart=["ours, H2O"])
+    again = Fake(lambda *_: took(1, 1), restart=lambda run: run["system"] == "ours, H2O")
     assert [run["system"] for run in again.runs] == ["Accelerate"]
+
+
+@pytest.mark.parametrize(
+    "options, left",
+    [
+        ((), []),
+        (("--system", "ours, H2O"), [("Accelerate", False), ("ours, H2O", True)]),
+        (("--frontier",), [("Accelerate", False), ("ours, H2O", False)]),
+        (("--frontier", "--system", "ours, full cache"), "all"),
+    ],
+)
+def test_what_begins_anew_is_what_was_asked_for(monkeypatch, options, left):
+    bench = Fake(lambda *_: took(1, 1), name="125m 16+8")
+    bench.run("Accelerate", 16, 8, {}, 900)
+    bench.run("ours, H2O", 128, 8, {"h2o": True}, 900)
+    bench.run("ours, H2O", 128, 8, {"h2o": True, "block": [64, 2]}, 900)
+    kept = []
+
+    def note(bench, *_):
+        kept.extend((run["system"], "block" in run["options"]) for run in bench.runs)
+        raise SystemExit
+
+    monkeypatch.setattr(Bench, "fill", note)
+    monkeypatch.setattr(Bench, "frontier", note)
+    monkeypatch.setattr(bench_throughput, "installed", lambda systems, asked: systems)
+    monkeypatch.setattr(bench_throughput, "MemoryCap", lambda nbytes: nullcontext())
+    monkeypatch.setattr("sys.argv", ["bench_throughput.py", "--row", "125m 16+8", "--restart", *options])
+    with pytest.raises(SystemExit):
+        bench_throughput.main()
+    everything = [("Accelerate", False), ("ours, H2O", False), ("ours, H2O", True)]
+    assert kept == (everything if left == "all" else left)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (("--runs", "0"), "from 1"),
+        (("--runs", "-1"), "from 1"),
+        (("--quick", "--runs", "2"), "no --runs"),
+        (("--quick", "--restart"), "--restart"),
+        (("--row", "1.3b 64+512", "--system", "transformers"), None),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(monkeypatch, capsys, options, says):
+    monkeypatch.setattr("sys.argv", ["bench_throughput.py", *options])
+    with pytest.raises(SystemExit, match=None if says else "transformers in none of these rows: 1.3b 64"):
+        bench_throughput.main()
+    assert says is None or says in capsys.readouterr().err
+
+
+def test_one_benchmark_at_a_time():
+    with bench_common.alone(), pytest.raises(SystemExit, match="another benchmark"), bench_common.scratch():
+        pass
+    with bench_common.alone():
+        pass
+
+
+def test_a_scratch_folder_that_cannot_be_written_is_told_by_its_own_name(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("H2O_FLEXGEN_SCRATCH", str(tmp_path / "file"))
+    with pytest.raises(SystemExit, match="file .*H2O_FLEXGEN_SCRATCH"), bench_common.scratch():
+        pass
 
 
 def test_a_quick_run_never_searches():
@@ -175,13 +264,15 @@ def test_the_bound_comes_from_the_runs_that_measured_it():
     assert found["predicted_over_measured"] == pytest.approx(0.8)
 
 
-def test_the_frontier_is_no_run_of_the_table():
+def test_the_frontier_is_no_run_of_the_table(results, monkeypatch):
+    monkeypatch.setattr(make_tables, "RESULTS", results)
     bench = Fake(lambda *_: took(1, 1))
     bench.frontier(2, ["Accelerate", "ours, full cache", "ours, H2O"])
     sweep = [[64, 2], [64, 1], [32, 1], [16, 1], [8, 1]]
     assert [o["block"] for s, _, _, o in bench.asked if s == "ours, H2O"] == sweep + sweep[::-1]
     assert {system for system, *_ in bench.asked} == {"ours, full cache", "ours, H2O"}
     assert "tokens_per_s" not in summarise(bench_common.stored(bench.file))["ours, H2O"]
+    assert make_tables.load("throughput") == []
     with pytest.raises(SystemExit, match="our systems"):
         bench.frontier(1, ["Accelerate"])
 
@@ -190,6 +281,44 @@ def test_the_time_for_everything_can_be_limited(tmp_path):
     bench = Bench("1.3b 32+32", ROWS["1.3b 32+32"], tmp_path, deadline=0.0)
     with pytest.raises(SystemExit, match="time is over"):
         bench._finish(None, 900)
+
+
+class Ended:
+    """A cap whose process has ended, or does not."""
+
+    def __init__(self, code, says):
+        self.code, self.says = code, says
+
+    def run(self, argv, timeout, stdout, stderr):
+        if self.code is None:
+            raise subprocess.TimeoutExpired(argv, timeout)
+        stdout.write(self.says)
+        return subprocess.CompletedProcess(argv, self.code)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        pass
+
+    peak, killed = (lambda self: 5), (lambda self: True)
+
+
+@pytest.mark.parametrize(
+    "code, says, found",
+    [
+        (1, "OSError: no room in {folder}/x", {"failed": "exit code 1: OSError: no room in SCRATCH/x"}),
+        (-9, "", OOM),
+        (None, "", {"failed": "no end after 900 s"}),
+    ],
+)
+def test_a_system_that_dies_is_a_result_without_paths_of_this_machine(tmp_path, monkeypatch, code, says, found):
+    bench = Bench("1.3b 32+32", ROWS["1.3b 32+32"], tmp_path)
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(bench_throughput, "MemoryCap", lambda nbytes: Ended(code, says.format(folder=tmp_path)))
+    job = bench_systems.Job("Accelerate", str(tmp_path / "model"), str(tmp_path), "bfloat16", "cpu", 4, 2, 1)
+    run = bench._finish(job, 900)
+    assert run == found | ({} if code is None else {"cgroup_peak_bytes": 5})
 
 
 @pytest.mark.parametrize("name", list(ROWS))
@@ -213,6 +342,7 @@ def test_what_ended_a_process_is_told_in_words():
         ("Accelerate", None, True),
         ("Accelerate", "killed (out of memory)", True),
         ("Accelerate", "exit code 1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", True),
+        ("Accelerate", "exit code 1: RuntimeError: DefaultCPUAllocator: not enough memory: you tried", True),
         ("Accelerate", "killed", False),
         ("ours, H2O", "killed (out of memory)", False),
     ],
@@ -231,11 +361,6 @@ def test_what_was_mended_is_no_failure_any_more():
 def test_a_row_may_have_its_batches_given():
     bench = Fake(lambda *_: took(1, 1), name="30b 64+32")
     assert bench.best("Accelerate") == (128, {}) and bench.asked == []
-
-
-def test_a_row_without_systems_is_left_out(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench_throughput.py", "--row", "30b 64+32", "--system", "transformers"])
-    bench_throughput.main()
 
 
 def test_a_row_for_cuda_is_refused_without(monkeypatch):
@@ -275,7 +400,7 @@ def test_a_result_file_is_whole_or_as_it_was(results, monkeypatch):
     with pytest.raises(OSError):
         bench_common.write_json(path, {"a": 2})
     monkeypatch.undo()
-    assert path.read_text() == '{\n "a": 1\n}\n'
+    assert path.read_text() == '{\n "a": 1\n}\n' and list(results.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("v1", [True, False], ids=["v1", "v2"])
@@ -301,6 +426,9 @@ def test_the_cap_is_a_memory_cgroup_of_either_version(tmp_path, monkeypatch, v1)
         for count in (0, 1):
             (folder / events).write_text(f"under_oom 0\noom_kill {count}\n")
             assert cap.killed() == bool(count)
+    (root / "h2o_flexgen-left").mkdir()
+    bench_common.MemoryCap.sweep()
+    assert not (root / "h2o_flexgen-left").exists() and folder.exists()  # not what is in use: here, by files
 
 
 def test_without_the_right_to_make_a_cgroup_nothing_runs_uncapped(tmp_path, monkeypatch):
