@@ -89,9 +89,9 @@ def cached_attention(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor 
         logits = logits.masked_fill_(empty, float("-inf"))
     p = torch.softmax(logits, -1, dtype=torch.float32)
     parts = p.to(v[0].dtype).view(B * H, 1, -1).split([segment.shape[2] for segment in v], -1)
-    context = torch.bmm(parts[0].contiguous(), v[0].view(B * H, -1, D))
-    for part, segment in zip(parts[1:], v[1:]):
-        context += torch.bmm(part.contiguous(), segment.view(B * H, -1, D))
+    products = [torch.bmm(part.contiguous(), segment.view(B * H, -1, D)) for part, segment in zip(parts, v)]
+    # one sum, rounded once
+    context = products[0] if len(products) == 1 else torch.cat(products, 1).sum(1)
     return context.view(B, H, 1, D), p
 
 

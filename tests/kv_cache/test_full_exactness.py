@@ -52,7 +52,10 @@ def test_slots_are_those_of_the_text_without_its_last_token(prompt, gen):
     segments = FullCache().segments(prompt, gen)
     assert sum(segments) == prompt + gen - 1
     assert segments[0] == prompt
-    assert all(0 < s <= full.SEGMENT for s in segments[1:])
+    assert all(0 < s <= full.LARGEST for s in segments[1:])
+    for n, size in enumerate(segments[1:], 1):
+        assert size <= max(full.SEGMENT, sum(segments[:n]) / 8), "too much of it is empty at first"
+    assert len(segments) < 32
 
 
 @given(
