@@ -363,8 +363,7 @@ class LLM:
             for n, current in enumerate(blocks):
                 engine.on_progress = self._progress(bar, n, len(blocks))
                 batches = make_batches(current, policy.gpu_batch_size, policy.prefill_tokens)
-                segments = rule.segments(len(current[0].prompt), params.max_tokens)
-                engine.run(batches, segments, is_last=n + 1 == len(blocks))
+                engine.run(batches, is_last=n + 1 == len(blocks))
                 if n == 0 and all(s.finish_reason == "error" for s in current):
                     engine.explain_broken(whole_job=len(blocks) == 1)
                 emit(current)

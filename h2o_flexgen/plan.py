@@ -19,6 +19,9 @@ REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
 THREADS = 4
 #: the most pieces of a streaming cache on the device at once
 KV_SLOTS = 3
+#: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
+#: still empty in the last segment is attended to like the rest, and every segment takes two more products.
+SEGMENT, LARGEST_SEGMENT = 32, 128
 #: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
 TOKEN = 72
 #: micro-batches whose hidden states may be on their way home at once
@@ -120,7 +123,7 @@ class Shapes:
 
     @property
     def log_rows(self) -> int:
-        return log_rows(self.slots)
+        return log_rows(self.segments)
 
     @property
     def row_bytes(self) -> int:
@@ -165,10 +168,20 @@ class Shapes:
         )
 
 
-def log_rows(slots: int) -> int:
-    """Tokens the log of a cache piece on disk holds: reading n/2 rows a step and writing slots/n balance at
-    sqrt(2 slots)."""
-    return max(1, isqrt(2 * slots))
+def full_segments(prompt_len: int, gen_len: int) -> tuple[int, ...]:
+    """Slots of a full cache, by segment: the prompt's, and what it grows by."""
+    sizes, left = [prompt_len], gen_len - 1  # the last token is never attended to
+    while left > 0:
+        size = max(SEGMENT, sum(sizes) // 8 // SEGMENT * SEGMENT)
+        sizes.append(min(size, LARGEST_SEGMENT, left))
+        left -= sizes[-1]
+    return tuple(sizes)
+
+
+def log_rows(segments: Sequence[int]) -> int:
+    """Tokens the log of a cache piece on disk holds. A cache that grows is folded by whole segments. One that does not
+    is written anew: reading n/2 rows a step and writing slots/n balance at sqrt(2 slots)."""
+    return max(segments[1:], default=max(1, isqrt(2 * segments[0])))
 
 
 def kv_slots(overlap: bool, on_disk: bool) -> int:
@@ -227,10 +240,10 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def disk_span(slots: int, row: int) -> int:
+def disk_span(segments: Sequence[int], row: int) -> int:
     """Bytes on disk of a cache piece of so many slots, `row` bytes each, and of its log: the piece and every row of the
     log take whole pages, as direct reads and writes want them."""
-    return aligned(slots * row) + log_rows(slots) * aligned(row)
+    return aligned(sum(segments) * row) + log_rows(segments) * aligned(row)
 
 
 def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> int:
@@ -347,18 +360,19 @@ def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement
     on_disk = 0
     for (_, k), home in placement.cache.items():
         size = batches[k] * row
-        kv[home] += disk_span(shapes.slots, size) if home == "disk" else shapes.slots * size
+        kv[home] += disk_span(shapes.segments, size) if home == "disk" else shapes.slots * size
         metas["gpu" if home == "gpu" else "cpu"] += batches[k] * meta
         if home == "disk":
             on_disk = max(on_disk, batches[k])
-            # where the vectors of the log's rows belong
-            metas["cpu"] += batches[k] * shapes.log_rows * 2 * shapes.config.num_attention_heads * 4
+            # the slots of the log's rows
+            heads = 1 if shapes.budget is None else shapes.config.num_attention_heads
+            metas["cpu"] += batches[k] * shapes.log_rows * heads * 4
     for tier in kv:
         plan.add(tier, "KV cache", kv[tier] + metas[tier])
     # with CPU attention prefill still fills a cache on the device
     buffers = max((batches[k] for (_, k), home in placement.cache.items() if home != "gpu"), default=0)
     slots = kv_slots(policy.overlap, on_disk > 0)
-    piece, landing = buffers * shapes.slots * row, disk_span(shapes.slots, on_disk * row)
+    piece, landing = buffers * shapes.slots * row, disk_span(shapes.segments, on_disk * row)
     if shapes.cuda:
         plan.add("gpu", "KV slots", slots * (piece + buffers * meta))
         plan.add("cpu", "KV staging", slots * landing + on_disk * shapes.slots * row)

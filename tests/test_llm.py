@@ -11,9 +11,8 @@ import zoo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, plan
 from h2o_flexgen.engine import sampling
-from h2o_flexgen.kv_cache import full
 
 ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
 MIXED = (33, 33, 33, 33, 33, 33)
@@ -187,7 +186,7 @@ def cut(tokens, ends):
 @pytest.mark.parametrize("cpu_cache_compute", [False, True])
 @pytest.mark.parametrize("segment", [1, 5, 16])
 def test_a_full_cache_of_many_segments(tiny, run, monkeypatch, percent, cpu_cache_compute, segment):
-    monkeypatch.setattr(full, "SEGMENT", segment)
+    monkeypatch.setattr(plan, "SEGMENT", segment)
     model = tiny()
     prompts = model.clear_cut_prompts(LENGTHS, 24)
     outputs = run(
@@ -404,7 +403,7 @@ def healthy_prompts(model, token, lengths, max_tokens, budget):
     ids=["gpu", "cpu", "cpu_attention", "disk", "disk_micro", "mixed_one_by_one"],
 )
 def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, policy, budget, token, overlap):
-    monkeypatch.setattr(full, "SEGMENT", 4)
+    monkeypatch.setattr(plan, "SEGMENT", 4)
     model = poisoned(token)
     prompts = healthy_prompts(model, token, LENGTHS, 18, budget)
     bad = {1: 16, 4: 3, 7: 0, 8: 9}  # prompt: where the token stands
@@ -430,7 +429,7 @@ def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, policy, bu
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=["gpu", "cpu", "disk"])
 def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypatch, percent):
     """It is computed until its batch leaves: what it leaves behind must not reach who comes next into its slots."""
-    monkeypatch.setattr(full, "SEGMENT", 4)
+    monkeypatch.setattr(plan, "SEGMENT", 4)
     model = poisoned(7)
     prompts = healthy_prompts(model, 7, [20, 19, 9, 8], 18, None)
 

@@ -96,15 +96,14 @@ class Engine:
         self._streaming = [j for j in range(self.num_layers) if weights.streams(j)]
 
     @torch.inference_mode()
-    def run(self, batches: list[Batch], segments: tuple[int, ...], is_last: bool = True) -> None:
+    def run(self, batches: list[Batch], is_last: bool = True) -> None:
         """Generate for all sequences of a block; they hold the result.
 
         Args:
-            segments: KV slots per sequence and head, as the rule gives them for this block.
             is_last: no block follows, so that no weights need be fetched at the end.
         """
         self.batches = batches
-        self.caches.begin_block([self._layout(batch, segments) for batch in batches])
+        self.caches.begin_block([self._layout(batch) for batch in batches])
         self.schedule = ZigZag(self.params.max_tokens, self.num_layers, len(batches))
         decoders = range(1, self.num_layers - 1)
         self._coming = [(j, k) for j in decoders for k in range(len(batches)) if self.caches.streams(j - 1, k)]
@@ -147,12 +146,12 @@ class Engine:
         self.seconds[phase] += now - start
         return now
 
-    def _layout(self, batch: Batch, segments: tuple[int, ...]) -> KVLayout:
+    def _layout(self, batch: Batch) -> KVLayout:
         config = self.config
         return KVLayout(
             len(batch.sequences),
             config.num_attention_heads,
-            segments,
+            self.rule.segments(batch.longest, self.params.max_tokens),
             config.head_dim,
             self.dtype,
             self.rule.scored,

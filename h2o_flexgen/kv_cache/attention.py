@@ -81,9 +81,9 @@ def cached_attention(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor 
     if q.device.type == "cpu" and q.dtype == torch.float16:
         return _cached_attention_in_fp32(q, k, v, empty)
     B, H, _, D = q.shape
-    q = q.reshape(B * H, 1, D)
+    q = q.reshape(B * H, 1, D) * D**-0.5
     # one matrix-vector product per head; torch's fused attention moves a quarter of the bytes per second here
-    logits = [_scaled_logits(q, segment.view(B * H, -1, D)) for segment in k]
+    logits = [torch.bmm(q, segment.view(B * H, -1, D).transpose(1, 2)) for segment in k]
     logits = (logits[0] if len(logits) == 1 else torch.cat(logits, -1)).view(B, H, -1)
     if empty is not None:
         logits = logits.masked_fill_(empty, float("-inf"))

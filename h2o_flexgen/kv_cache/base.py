@@ -39,7 +39,10 @@ class KVTensors:
             self.v[0].view(-1, D).index_copy_(0, at, v.reshape(-1, D))
             return
         begin, column = 0, slots[:, 0]
+        last = int(column.max())
         for mine_k, mine_v in zip(self.k, self.v):
+            if begin > last:
+                break
             end = begin + mine_k.shape[2]
             rows = ((column >= begin) & (column < end)).nonzero()[:, 0]
             if len(rows):
@@ -88,26 +91,34 @@ class KVLayout:
     def meta_bytes(self) -> int:
         return 8 * self.batch * self.heads * self.slots if self.scored else 0
 
+    @property
+    def ends(self) -> list[int]:
+        """Slots up to the end of each segment."""
+        return list(accumulate(self.segments))
+
     def used_bytes(self, held: int) -> int:
         """Bytes of the segments that hold the first `held` slots."""
-        ends = accumulate(self.segments)
-        return self.row_bytes * next((end for end in ends if end >= held), self.slots)
+        return self.row_bytes * next((end for end in self.ends if end >= held), self.slots)
+
+    def bytes_before(self, slot: int) -> int:
+        """Bytes of the segments before that of a slot."""
+        return self.row_bytes * max(end for end in (0, *self.ends[:-1]) if end <= slot)
 
     def vectors(self, kv: np.ndarray) -> np.ndarray:
         """Bytes of a cache, or of tokens k and v (..., 2, B, H, D), as one array of their vectors of D numbers."""
         return kv.view(np.dtype((np.void, self.head_dim * self.dtype.itemsize)))
 
     def places(self, slots: np.ndarray) -> np.ndarray:
-        """Where a token's k and v (2, B, H, D) lie among the `vectors` of a cache if it is in slots (B, H), or (B, 1)
-        for all heads: (2 B H,)."""
-        slots = np.broadcast_to(slots, (self.batch, self.heads)).reshape(-1)
+        """Where a token's k and v (2, B, H, D) lie among the `vectors` of a cache if it is in slots (..., B, H), or
+        (..., B, 1) for all heads: (..., 2 B H)."""
         ends = np.cumsum(self.segments)
         segment = np.searchsorted(ends, slots, side="right")
         size = np.array(self.segments)[segment]
         begin = ends[segment] - size
         count = self.batch * self.heads
-        k = 2 * count * begin + np.arange(count) * size + slots - begin
-        return np.concatenate((k, k + count * size))
+        k = (2 * count - 1) * begin + slots + np.arange(count).reshape(self.batch, self.heads) * size
+        v = k + count * size
+        return np.stack((k, v), axis=-3).reshape(*slots.shape[:-2], -1)
 
     def view(self, kv: Tensor, meta: Tensor | None = None) -> KVTensors:
         """Buffers of bytes, at least `kv_bytes` and `meta_bytes` long, seen as a cache."""

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.kv_cache.attention import cached_attention, causal_attention
 from h2o_flexgen.kv_cache.base import CacheRule, KVTensors
-
-#: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
-#: still empty in the last segment is moved and attended to like the rest, and every segment takes two more products.
-SEGMENT, LARGEST = 32, 128
+from h2o_flexgen.plan import full_segments
 
 
 @dataclass(frozen=True)
@@ -22,12 +19,7 @@ class FullCache(CacheRule):
     prompt, the following ones the output; only those in use are attended to and moved."""
 
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
-        sizes, left = [prompt_len], gen_len - 1  # the last token is never attended to
-        while left > 0:
-            size = max(SEGMENT, sum(sizes) // 8 // SEGMENT * SEGMENT)
-            sizes.append(min(size, LARGEST, left))
-            left -= sizes[-1]
-        return tuple(sizes)
+        return full_segments(prompt_len, gen_len)
 
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         T = k.shape[2]

@@ -3,8 +3,9 @@
     gpu   resident
     cpu   a copy goes to the device before its step; the new token and the scores come back after it
     disk  as cpu, from and to a file. A step appends the new token to the piece's log, one contiguous write
-          behind the piece; loading replays the log; a full log is folded into the piece by writing it anew.
-          The log's length is where reading it costs as much as folding it.
+          behind the piece; loading replays the log, and what is full is folded: of a cache that grows, a segment
+          at its end, so that a step reads the tokens that the cache holds and no empty slot; of another the whole
+          piece, when reading the log has cost as much as writing the piece anew.
 
 Scores and positions of a piece at home on disk stay in RAM: two percent of the piece, all of it changed by
 every step. Where RAM is what the device computes in, they are used where they lie, wherever the piece is.
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from h2o_flexgen.offload.device import Device, Lane, Slots, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.plan import aligned, disk_span, kv_slots, log_rows
+from h2o_flexgen.plan import PAGE, aligned, disk_span, kv_slots, log_rows
 
 Key = tuple[int, int]
 
@@ -34,7 +35,7 @@ class _Piece:
     file: File | None = None
     offset: int = 0
     base: int = 0  # bytes stored in the file before the log
-    log: list[np.ndarray] = field(default_factory=list)  # where the vectors of each row belong (KVLayout.places)
+    log: list[np.ndarray] = field(default_factory=list)  # the slots of each row: (B, H), or (B, 1) for all heads
     stored: Future | None = None  # the last write home
 
 
@@ -84,7 +85,7 @@ class KVStore:
                     piece.kv = device.host_buffer(layout.kv_bytes)
                 else:
                     piece.offset = disk_bytes
-                    disk_bytes += disk_span(layout.slots, layout.row_bytes)
+                    disk_bytes += disk_span(layout.segments, layout.row_bytes)
             self.pieces[layer, batch] = piece
         if disk_bytes:
             self.file = make_file("kv_cache", disk_bytes)
@@ -95,7 +96,7 @@ class KVStore:
         on_disk = [layouts[b] for (_, b), home in homes.items() if home == "disk"]
         count = kv_slots(load_lane.overlap, bool(on_disk))
         slot = aligned(max((x.kv_bytes for x in streamed), default=0))
-        landing = max((disk_span(x.slots, x.row_bytes) for x in on_disk), default=0)  # a piece, and its log behind it
+        landing = max((disk_span(x.segments, x.row_bytes) for x in on_disk), default=0)  # a piece and its log
         self._kv = Slots(device, slot if device.is_cuda else max(slot, landing), count)
         self._meta: list[Tensor] = []
         self._landing = self._kv.buffers
@@ -113,6 +114,7 @@ class KVStore:
         self.drain()
         for layout, largest in zip(layouts, self._largest):
             assert layout.kv_bytes <= largest.kv_bytes and layout.meta_bytes <= largest.meta_bytes
+            assert disk_span(layout.segments, layout.row_bytes) <= disk_span(largest.segments, largest.row_bytes)
         self.layouts = layouts
         for piece in self.pieces.values():
             piece.log.clear()
@@ -135,33 +137,34 @@ class KVStore:
         self.device.stall_on(busy, "cache")
         return self._view(piece, layout, slot)
 
-    def store_all(self, layer: int, batch: int, held: int) -> None:
-        """Send a cache that `blank` or `get` gave home; `held` slots from the first are in use."""
+    def store_all(self, layer: int, batch: int, held: int, begin: int = 0) -> None:
+        """Send a cache that `blank` or `get` gave home; `held` slots are in use, and those before `begin` are as they
+        are at home."""
         piece = self.pieces[layer, batch]
         if piece.home == "gpu":
             return
         slot = self._slot_of.pop((layer, batch))
         layout = self.layouts[batch]
-        used = layout.used_bytes(held)
-        job = self.store_lane.submit(lambda: self._store_all(piece, layout, slot, used), after=self.device.record())
+        part = slice(min(layout.bytes_before(begin), piece.base) // PAGE * PAGE, layout.used_bytes(held))
+        job = self.store_lane.submit(lambda: self._store_all(piece, layout, slot, part), after=self.device.record())
         piece.stored = job
         self._kv.give_back(slot, job)
 
-    def _store_all(self, piece: _Piece, layout, slot: int, used: int) -> None:
+    def _store_all(self, piece: _Piece, layout, slot: int, part: slice) -> None:
         self._meta_home(piece, layout, slot)
         buffer = self._kv.buffers[slot]
-        self.gpu_to_cpu_bytes += used
+        self.gpu_to_cpu_bytes += part.stop - part.start
         if piece.home == "cpu":
-            copy(piece.kv[:used], buffer[:used])
+            copy(piece.kv[part], buffer[part])
             finish(self.device.record())
             return
-        data = buffer[: aligned(used)]
         if self.device.is_cuda:
-            copy(self._store_host[:used], buffer[:used])
+            copy(self._store_host[part], buffer[part])
             finish(self.device.record())
-            data = self._store_host[: aligned(used)]
-        wait(self.io.write(piece.file, data.numpy(), piece.offset, True))
-        piece.base = used
+            buffer = self._store_host
+        data = buffer[part.start : aligned(part.stop)]
+        wait(self.io.write(piece.file, data.numpy(), piece.offset + part.start, True))
+        piece.base = part.stop
         piece.log.clear()
 
     # decode
@@ -205,7 +208,7 @@ class KVStore:
         data[piece.base :] = 0  # a segment that only the log has written to yet
         if piece.log:  # a slot may be there twice: the last one stays
             rows = log.reshape(len(piece.log), -1)[:, : layout.row_bytes]
-            layout.vectors(data)[np.concatenate(piece.log)] = layout.vectors(rows).reshape(-1)
+            layout.vectors(data)[layout.places(np.stack(piece.log)).reshape(-1)] = layout.vectors(rows).reshape(-1)
         return self._landing[slot]
 
     def get(self, layer: int, batch: int, held: int):
@@ -231,8 +234,11 @@ class KVStore:
         if not self.streams(layer, batch):
             return
         piece, layout = self.pieces[layer, batch], self.layouts[batch]
-        if piece.home == "disk" and len(piece.log) == log_rows(layout.slots):
-            self.store_all(layer, batch, held)
+        # behind the last segment nothing comes any more
+        if piece.home == "disk" and (len(piece.log) == log_rows(layout.segments) or held in layout.ends[:-1]):
+            # of a cache that grows, segments that no token went into stay as they are
+            begin = 0 if layout.scored else min(int(rows.min()) for rows in (*piece.log, slots))
+            self.store_all(layer, batch, held, begin)
             return
         slot, computed, freed = self._slot_of.pop((layer, batch)), self.device.record(), None
         if self.device.is_cuda:  # two jobs: the next piece may come into the slot while the token is still on its way
@@ -251,16 +257,16 @@ class KVStore:
         copy(row[0], k)
         copy(row[1], v)
         # of a cache that keeps everything a token has the same slot in all heads
-        places = layout.places((slots if layout.scored else slots[:, :1]).to("cpu").numpy())
+        slots = (slots if layout.scored else slots[:, :1]).to("cpu").numpy()
         finish(self.device.record())
         self.gpu_to_cpu_bytes += layout.row_bytes
         if piece.home == "cpu":
-            layout.vectors(piece.kv[: layout.kv_bytes].numpy())[places] = layout.vectors(data.numpy())
+            layout.vectors(piece.kv[: layout.kv_bytes].numpy())[layout.places(slots)] = layout.vectors(data.numpy())
         else:
             size = aligned(layout.row_bytes)
             at = piece.offset + aligned(layout.kv_bytes) + len(piece.log) * size
             wait(self.io.write(piece.file, self._row_host[:size].numpy(), at, True))
-            piece.log.append(places.astype(np.int32))
+            piece.log.append(slots.astype(np.int32))
 
     def _meta_home(self, piece: _Piece, layout, slot: int) -> None:
         if layout.scored and self.device.is_cuda:

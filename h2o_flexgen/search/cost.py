@@ -21,6 +21,7 @@ from h2o_flexgen.plan import (
     Shapes,
     Workload,
     batch_sizes,
+    full_segments,
     kv_slots,
     prefill_pairs,
     product_rows,
@@ -41,6 +42,18 @@ class Away(NamedTuple):
 
     cpu: float = 0.0
     disk: float = 0.0
+
+
+class Held(NamedTuple):
+    """What the cache of a sequence holds in `steps` decode steps: `slots` are in use; of a piece on disk `stored` slots
+    and `log` rows are read, and `folds` times a step `folded` slots are written."""
+
+    steps: int
+    slots: int
+    stored: int
+    log: float
+    folds: float
+    folded: int
 
 
 class Lane(NamedTuple):
@@ -152,10 +165,6 @@ class CostModel:
         self._requests_per_byte = count / (sum(sizes) * shapes.compute_itemsize)
         #: bytes that must pass through the device in a step
         self.streamed_bytes = sum(matrices) * shapes.compute_itemsize
-        # the log of a piece on disk grows by a row a step, and is folded into the piece when it is full
-        steps, log = workload.gen_len - 1, shapes.log_rows
-        self._folds = (steps // (log + 1)) / max(1, steps)
-        self._log_rows = sum(i % (log + 1) for i in range(steps)) / max(1, steps)
         self._decode_products = lru_cache(maxsize=None)(self._decode_products)
         self._prefill_batch = lru_cache(maxsize=None)(self._prefill_batch)
 
@@ -256,20 +265,15 @@ class CostModel:
         into, home = self._activations(policy, activations, length * self.hidden_bytes)
         return Flows(compute, *self._weights(weights), into, store + home)
 
-    def stored_slots(self, slots: int, length: int) -> int:
-        """Of `slots` in use, those that a piece on disk holds apart from its log: the prompt's until its first fold."""
-        return length if self.shapes.budget is None and self._folds == 0 else slots
-
-    def decode_flows(self, policy: Policy, compute, slots: int, length: int, weights: Away, cache: Away) -> Flows:
-        """`slots`: those in use, which are read; one is written, and a piece on disk is folded now and then. `length`:
-        of the longest prompt."""
+    def decode_flows(self, policy: Policy, compute, held: Held, weights: Away, cache: Away) -> Flows:
+        """What a cache holds is read; a token is written, and a piece on disk is folded now and then."""
         shapes = self.shapes
         bus = 1 if shapes.cuda else 0
         row, meta = shapes.row_bytes, bus * shapes.meta_bytes  # scores are used where they lie if that is RAM
-        kv, on_disk, log = slots * row, self.stored_slots(slots, length) * row, self._log_rows * row
+        kv, on_disk, log = held.slots * row, held.stored * row, held.log * row
         moves = 0 if policy.cpu_cache_compute else 1  # else a cache on the cpu tier is used where it lies
         read = cache.disk * (on_disk + log)
-        fold = cache.disk * (kv * self._folds)
+        fold = cache.disk * (held.folds * held.folded * row)
         parts = [on_disk + log] if shapes.budget is not None else [on_disk, log]  # what is read in one go
         load = Lane(
             read=read,
@@ -279,7 +283,8 @@ class CostModel:
         store = Lane(
             write=cache.disk * row + fold,
             out=moves * cache.cpu * (row + meta) + cache.disk * (row + meta) + bus * fold,
-            writes=self._piece_requests(policy, cache, row) + self._folds * self._piece_requests(policy, cache, kv),
+            writes=self._piece_requests(policy, cache, row)
+            + held.folds * self._piece_requests(policy, cache, held.folded * row),
         )
         if self._attends_on_cpu(policy):
             size = self.hidden_bytes
@@ -332,20 +337,21 @@ class CostModel:
             "cache and activations out": lane(flows.store),
         }
 
-    def slot_groups(self, length: int) -> list[tuple[int, int]]:
-        """[(slots in use, decode steps with so many)] of a block whose longest prompt has `length` tokens."""
-        steps = self.workload.gen_len - 1
+    def held(self, length: int) -> list[Held]:
+        """What the caches of a block hold whose longest prompt has `length` tokens, for every kind of decode step."""
+        gen_len, slots, log = self.workload.gen_len, self.shapes.slots, self.shapes.log_rows
+        steps = gen_len - 1
         if steps == 0:
             return []
-        if self.shapes.budget is not None:
-            return [(self.shapes.slots, steps)]
-        groups, end = [], 0
-        for segment in (length, *self.shapes.segments[1:]):
-            begin, end = end, end + segment
-            count = min(end, length + steps) - max(begin, length)
-            if count > 0:
-                groups.append((end, count))
-        return groups
+        if self.shapes.budget is not None:  # folded when its log is full
+            rows = sum(i % (log + 1) for i in range(steps)) / steps
+            return [Held(steps, slots, slots, rows, steps // (log + 1) / steps, slots)]
+        found, end, segments = [], length, full_segments(length, gen_len)[1:]
+        for n, segment in enumerate(segments, 1):  # each is a log until it is full
+            folds = (n < len(segments)) / segment
+            found.append(Held(segment, end + segment, end, (segment - 1) / 2, folds, segment))
+            end += segment
+        return found
 
     def batches(self, policy: Policy, begin: int) -> Batches:
         """Of the block that begins with prompt `begin`."""
@@ -410,13 +416,13 @@ class CostModel:
         if policy.overlap:
             prefill += max(self.seconds(Flows(0.0, *self._weights(first), Lane(), Lane()), True).values())
         decode, products, groups = 0.0, self._decode_products(tuple(sizes)), len(product_rows(sizes))
-        for slots, count in self.slot_groups(length):
+        for held in self.held(length):
             for (w, next_w, c), n in alike.items():
-                work = self.decode_compute(policy, batches, slots, c) + self.conversion(w)
-                flows = self.decode_flows(policy, work, slots, length, next_w, c)
-                decode += spend("decode", count * n, flows, products, self._late(policy, groups, c))
+                work = self.decode_compute(policy, batches, held.slots, c) + self.conversion(w)
+                flows = self.decode_flows(policy, work, held, next_w, c)
+                decode += spend("decode", held.steps * n, flows, products, self._late(policy, groups, c))
             for work, next_w in decode_ends:
-                decode += spend("decode", count, self.decode_flows(policy, work, 0, length, next_w, nothing))
+                decode += spend("decode", held.steps, self.decode_flows(policy, work, held, next_w, nothing))
         return prefill, decode, terms
 
     def _late(self, policy: Policy, groups: int, cache: Away) -> float:

@@ -202,9 +202,9 @@ class Search:
         heads = cost.heads_compute([b for b, _ in batches])
         phases = [(1, L * cost.prefill_compute(policy, batches) + heads[0])]
         sequences = L * sum(b for b, _ in batches)
-        for slots, count in cost.slot_groups(batches[0][1]):
-            compute = min(cost.decode_compute(policy, batches, slots, Away(cpu, 0), L) for cpu in (0, sequences))
-            phases.append((count, compute + heads[1]))
+        for held in cost.held(batches[0][1]):
+            compute = min(cost.decode_compute(policy, batches, held.slots, Away(cpu, 0), L) for cpu in (0, sequences))
+            phases.append((held.steps, compute + heads[1]))
         return phases
 
     def _quick_bound(self, policy: Policy) -> float:
@@ -222,13 +222,13 @@ class Search:
             return float("inf")
         weights = Away(cpu=max(0, W - device)) if shapes.cuda else Away()
         read = max(0, W + kv - ram) * stored
-        groups = cost.slot_groups(length)
+        held = cost.held(length)
         seconds = 0.0
         for n, (count, compute) in enumerate(self._compute(policy, batches)):
             flows = cost.prefill_flows(policy, compute, length, weights, Away(), Away())
             step = max(cost.seconds(flows, policy.overlap).values())
             if n:  # prefill writes what decode reads
-                used = min(1.0, cost.stored_slots(groups[n - 1][0], length) / shapes.slots)
+                used = held[n - 1].stored / shapes.slots
                 step = max(step, max(0, read - (1 - used) * kv) / self.profile.links["disk_to_cpu"].bytes_per_s)
             seconds += count * step
         return seconds
@@ -250,9 +250,9 @@ class Search:
         seconds = []
         compute = L * cost.prefill_compute(policy, batches) + once[0]
         flows = [(1, cost.prefill_flows(policy, compute, length, weights, cache, acts))]
-        for slots, count in cost.slot_groups(length):
-            compute = cost.decode_compute(policy, batches, slots, cache, L) + once[1]
-            flows.append((count, cost.decode_flows(policy, compute, slots, length, weights, cache)))
+        for held in cost.held(length):
+            compute = cost.decode_compute(policy, batches, held.slots, cache, L) + once[1]
+            flows.append((held.steps, cost.decode_flows(policy, compute, held, weights, cache)))
         for n, (count, flow) in enumerate(flows):
             t = pulp.LpVariable(f"seconds_{n}", 0)
             for value in cost.seconds(flow, policy.overlap).values():

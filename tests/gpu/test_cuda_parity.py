@@ -7,13 +7,19 @@ import math
 import pytest
 import torch
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 LENGTHS = [5, 17, 9, 21, 1, 12, 3]
 BUDGET = (4, 4)
 GEN = 24
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch):
+    monkeypatch.setattr(plan, "SEGMENT", 8)
+
 
 POLICIES = {
     "all_gpu": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7),

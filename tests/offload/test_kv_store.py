@@ -13,7 +13,7 @@ from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder
 from h2o_flexgen.offload.kv_store import KVStore
-from h2o_flexgen.plan import KV_SLOTS
+from h2o_flexgen.plan import KV_SLOTS, PAGE
 
 PIECES, SLOTS, HELD = 8, 16, 4
 LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, dtype=torch.float32, scored=False)
@@ -117,3 +117,45 @@ def test_a_slot_is_free_again_once_what_was_coming_into_it_has_come(store, gates
     reads.set()
     dropping.join()
     assert store.prefetch(0, 5, HELD) and number(store.get(0, 5, HELD)) == {5}
+
+
+@pytest.mark.parametrize("lag", [0, 2, 5])
+def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment_once(tmp_path, lag):
+    """`lag`: by so many tokens the second sequence is shorter; its first ones go into the prompts' segment."""
+    segments = (6, 4, 4, 3)
+    layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, dtype=torch.float32, scored=False)
+    assert layout.row_bytes == PAGE
+    device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
+    lanes = [Lane(device, "cache"), Lane(device, "store")]
+    store = KVStore(device, 1, [layout], {(0, 0): "disk"}, io, *lanes, folder.file)
+    store.begin_block([layout])
+    cache = store.blank(0, 0)
+    for part in (*cache.k, *cache.v):
+        part.fill_(-1)
+    for b, length in enumerate((6, 6 - lag)):
+        cache.k[0][b, :, :length] = torch.arange(float(length))[:, None]
+        cache.v[0][b, :, :length] = 100 + torch.arange(float(length))[:, None]
+    store.store_all(0, 0, 6)
+    store.drain()
+    for held in range(6, 17):
+        before = io.read_bytes, io.written_bytes
+        cache = store.get(0, 0, held)
+        assert io.read_bytes - before[0] == held * PAGE
+        for tensors, first in ((cache.k, 0.0), (cache.v, 100.0)):
+            whole = torch.cat(tensors, 2)
+            for b, n in enumerate((held, held - lag)):
+                assert torch.equal(whole[b, 0, :n, 7], first + torch.arange(float(n)))
+        slots = torch.tensor([[held], [held - lag]])
+        token = slots.float()[..., None].expand(2, 1, 256)
+        cache.write(slots, token, 100 + token)
+        store.store_step(0, 0, held + 1, slots, token, 100 + token)
+        store.drain()
+        written = (io.written_bytes - before[1]) // PAGE
+        if held + 1 not in (10, 14):
+            assert written == 1
+        else:
+            assert written == 4 if not lag else 4 < written <= held + 1
+    for lane in lanes:
+        lane.close()
+    io.close()
+    folder.close()
