@@ -17,7 +17,7 @@ from h2o_flexgen.engine.engine import Engine, Sequence, make_batches
 from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.hardware import load_or_measure
-from h2o_flexgen.kv_cache import CacheRule, KVLayout, rule_for
+from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.models.source import find_model, load_tokenizer
@@ -557,9 +557,7 @@ class LLM:
     def _stores(self, policy: Policy, placement: Placement, rule: CacheRule, workload: Workload):
         config, size = self.config, self.dtype.itemsize
         sizes = batch_sizes(len(workload.prompt_lens), policy)
-        segments = rule.segments(workload.longest, workload.gen_len)
-        heads = config.num_attention_heads
-        layouts = [KVLayout(b, heads, segments, config.head_dim, self.dtype, rule.scored) for b in sizes]
+        layouts = [rule.layout(config, self.dtype, b, workload.longest, workload.gen_len) for b in sizes]
         self._io.large_later = "disk" not in placement.cache.values()
         caches = KVStore(
             self.device,

@@ -479,11 +479,8 @@ class DecodeWork:
         """The cache of one layer."""
         import torch
 
-        from h2o_flexgen.kv_cache import KVLayout
-
-        job, config, rule = self.job, self.config, self.rule
-        segments, dtype = rule.segments(job.prompt_len, job.gen_len), getattr(torch, job.dtype)
-        return KVLayout(batch, config.num_attention_heads, segments, config.head_dim, dtype, rule.scored)
+        job = self.job
+        return self.rule.layout(self.config, getattr(torch, job.dtype), batch, job.prompt_len, job.gen_len)
 
     def attended_bytes(self) -> dict[str, float]:
         """K and V over which attention goes, in all layers and steps: on the device ("attention"), and beside it on the

@@ -34,7 +34,7 @@ import torch
 from bench_common import MemoryCap
 from bench_systems import Job
 from make_tables import throughput
-from throughput_rows import speed, summarise, table_runs
+from throughput_rows import is_swept, speed, summarise, table_runs
 
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
@@ -573,7 +573,7 @@ def main() -> None:
 
     def anew(run: dict) -> bool:
         some = args.system or args.frontier
-        asked = run["system"] in (args.system or SYSTEMS) and ("block" in run["options"]) == args.frontier
+        asked = run["system"] in (args.system or SYSTEMS) and is_swept(run) == args.frontier
         return args.restart and (asked or not some)
 
     if not any(set(ROWS[name].systems) & set(args.system or SYSTEMS) for name in names):

@@ -23,9 +23,14 @@ def rounds(data: dict) -> int:
     return min([data["row"]["runs"], *found])
 
 
+def is_swept(run: dict) -> bool:
+    """Whether a run is a block of the frontier."""
+    return "block" in run["options"]
+
+
 def table_runs(data: dict, system: str | None = None) -> list[dict]:
     """Those of a row (of one system) that are no blocks of the frontier."""
-    return [r for r in data["runs"] if "block" not in r["options"] and system in (None, r["system"])]
+    return [r for r in data["runs"] if not is_swept(r) and system in (None, r["system"])]
 
 
 def _dies(system: str, data: dict) -> bool:

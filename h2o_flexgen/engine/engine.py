@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kv_cache import CacheRule, KVLayout
+from h2o_flexgen.kv_cache import CacheRule
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.offload.activations import ActivationStore
@@ -103,7 +103,9 @@ class Engine:
             is_last: no block follows, so that no weights need be fetched at the end.
         """
         self.batches = batches
-        self.caches.begin_block([self._layout(batch) for batch in batches])
+        gen_len = self.params.max_tokens
+        layouts = [self.rule.layout(self.config, self.dtype, len(b.sequences), b.longest, gen_len) for b in batches]
+        self.caches.begin_block(layouts)
         self.schedule = ZigZag(self.params.max_tokens, self.num_layers, len(batches))
         decoders = range(1, self.num_layers - 1)
         self._coming = [(j, k) for j in decoders for k in range(len(batches)) if self.caches.streams(j - 1, k)]
@@ -145,17 +147,6 @@ class Engine:
         now = time.perf_counter()
         self.seconds[phase] += now - start
         return now
-
-    def _layout(self, batch: Batch) -> KVLayout:
-        config = self.config
-        return KVLayout(
-            len(batch.sequences),
-            config.num_attention_heads,
-            self.rule.segments(batch.longest, self.params.max_tokens),
-            config.head_dim,
-            self.dtype,
-            self.rule.scored,
-        )
 
     # what to fetch while this step computes
 

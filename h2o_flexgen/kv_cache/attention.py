@@ -53,7 +53,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
         for begin in range(0, T, chunk):
             end = min(begin + chunk, T)
             n = end - begin
-            logits = _scaled_logits(few_q[:, begin:end], few_k[:, :end])
+            logits = torch.bmm(few_q[:, begin:end] * D**-0.5, few_k[:, :end].transpose(1, 2))
             logits[:, :, begin:end].masked_fill_(above[:n, :n], float("-inf"))
             p = torch.softmax(logits, -1, dtype=torch.float32)
             if score is not None and real is None:
@@ -109,8 +109,3 @@ def _cached_attention_in_fp32(q: Tensor, k: list[Tensor], v: list[Tensor], empty
         few_empty = None if empty is None else empty[:, part]
         context[:, part], p[:, part] = cached_attention(q[:, part].float(), few_k, few_v, few_empty)
     return context.view(B, H, 1, D), p.view(B, H, S)
-
-
-def _scaled_logits(q: Tensor, k: Tensor) -> Tensor:
-    """(N, Q, D) x (N, S, D) -> (N, Q, S) scaled by D^-1/2."""
-    return torch.bmm(q * q.shape[-1] ** -0.5, k.transpose(1, 2))

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.models.config import OPTConfig
+
 
 @dataclass
 class KVTensors:
@@ -144,6 +146,11 @@ class CacheRule:
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         """Slots per sequence and head, by segment, for prompts of up to `prompt_len` and outputs of `gen_len`."""
         raise NotImplementedError
+
+    def layout(self, config: OPTConfig, dtype: torch.dtype, batch: int, prompt_len: int, gen_len: int) -> KVLayout:
+        """The cache of a layer for a batch of so many sequences."""
+        segments = self.segments(prompt_len, gen_len)
+        return KVLayout(batch, config.num_attention_heads, segments, config.head_dim, dtype, self.scored)
 
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         """Causal attention over the prompts, and fill the cache with what is kept of them.
