@@ -23,13 +23,14 @@ LARGE = wide(1024, vocab_size=30000, num_hidden_layers=6, num_attention_heads=16
 def test_the_peak_stays_near_the_plan(tmp_path, home, budget):
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     report = tmp_path / "report.json"
-    job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 96, "--gen-len", 4, "--num-prompts", 24)
+    # two blocks: what the plan counts is all in use at once from the second on
+    job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 96, "--gen-len", 4, "--num-prompts", 48)
     where = ("--gpu-batch-size", 16, "--num-gpu-batches", 2, *percent(home), "--offload-dir", tmp_path / "offload")
     code, _, err = end(start(*job, *where, *budget, "--report", report), timeout=300)
     assert code == 0, err
     found = json.loads(report.read_text())
     peak, planned = (sum(found[f"{which}_memory_bytes"][t] for t in ("gpu", "cpu")) for which in ("peak", "planned"))
-    assert 0.85 * planned < peak < 1.1 * planned
+    assert 0.9 * planned < peak < 1.05 * planned
     peak, planned = (found[f"{which}_memory_bytes"]["disk"] for which in ("peak", "planned"))
     assert 0.99 * planned <= peak <= planned
 

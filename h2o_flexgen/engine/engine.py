@@ -128,6 +128,8 @@ class Engine:
                     self._decode(i, j, group, w)
             del w
             self.weights.release(j)
+            if i == 0:  # micro-batches leave gaps of several times what one of them takes
+                self.device.release_gaps()
             tokens = 0
             if j == self.num_layers - 1:
                 tokens = sum(len(s.tokens) for b in batches for s in b.sequences) - before

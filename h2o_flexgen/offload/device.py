@@ -173,6 +173,11 @@ class Device:
         if self.is_cuda:
             torch.cuda.empty_cache()
 
+    def release_gaps(self) -> None:
+        """On the CPU: give back what temporaries have left in the heap."""
+        if not self.is_cuda:
+            memory.trim_heap()
+
     # order
 
     def record(self):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -35,7 +35,8 @@ class _Piece:
     file: File | None = None
     offset: int = 0
     base: int = 0  # bytes stored in the file before the log
-    log: list[np.ndarray] = field(default_factory=list)  # the slots of each row: (B, H), or (B, 1) for all heads
+    log: np.ndarray | None = None  # on disk: the slots of each row, (rows, B, H) int32, or (rows, B, 1) for all heads
+    logged: int = 0  # rows in use
     stored: Future | None = None  # the last write home
 
 
@@ -116,9 +117,12 @@ class KVStore:
             assert layout.kv_bytes <= largest.kv_bytes and layout.meta_bytes <= largest.meta_bytes
             assert disk_span(layout.segments, layout.row_bytes) <= disk_span(largest.segments, largest.row_bytes)
         self.layouts = layouts
-        for piece in self.pieces.values():
-            piece.log.clear()
-            piece.base = 0
+        for (_, batch), piece in self.pieces.items():
+            piece.base = piece.logged = 0
+            if piece.home == "disk" and batch < len(layouts):
+                layout, piece.log = layouts[batch], None
+                heads = layout.heads if layout.scored else 1
+                piece.log = np.empty((log_rows(layout.segments), layout.batch, heads), np.int32)
 
     def streams(self, layer: int, batch: int) -> bool:
         """Whether the piece must come to the device to be used."""
@@ -165,7 +169,7 @@ class KVStore:
         data = buffer[part.start : aligned(part.stop)]
         wait(self.io.write(piece.file, data.numpy(), piece.offset + part.start, True))
         piece.base = part.stop
-        piece.log.clear()
+        piece.logged = 0
 
     # decode
 
@@ -201,14 +205,15 @@ class KVStore:
             self.device.wait_for(busy)
         finish(self._landing_free[slot])
         data, behind = self._landing[slot].numpy(), aligned(layout.kv_bytes)
-        end = behind + len(piece.log) * aligned(layout.row_bytes)
+        end = behind + piece.logged * aligned(layout.row_bytes)
         parts = [(0, aligned(piece.base)), (behind, end)] if aligned(piece.base) < behind else [(0, end)]
         wait([read for a, b in parts for read in self.io.read(piece.file, data[a:b], piece.offset + a, True)])
         data, log = data[:used], data[behind:end]
         data[piece.base :] = 0  # a segment that only the log has written to yet
-        if piece.log:  # a slot may be there twice: the last one stays
-            rows = log.reshape(len(piece.log), -1)[:, : layout.row_bytes]
-            layout.vectors(data)[layout.places(np.stack(piece.log)).reshape(-1)] = layout.vectors(rows).reshape(-1)
+        if piece.logged:  # a slot may be there twice: the last one stays
+            rows = log.reshape(piece.logged, -1)[:, : layout.row_bytes]
+            places = layout.places(piece.log[: piece.logged])
+            layout.vectors(data)[places.reshape(-1)] = layout.vectors(rows).reshape(-1)
         return self._landing[slot]
 
     def get(self, layer: int, batch: int, held: int):
@@ -235,9 +240,9 @@ class KVStore:
             return
         piece, layout = self.pieces[layer, batch], self.layouts[batch]
         # behind the last segment nothing comes any more
-        if piece.home == "disk" and (len(piece.log) == log_rows(layout.segments) or held in layout.ends[:-1]):
+        if piece.home == "disk" and (piece.logged == len(piece.log) or held in layout.ends[:-1]):
             # of a cache that grows, segments that no token went into stay as they are
-            begin = 0 if layout.scored else min(int(rows.min()) for rows in (*piece.log, slots))
+            begin = 0 if layout.scored else min(piece.log[: piece.logged].min(initial=held), int(slots.min()))
             self.store_all(layer, batch, held, begin)
             return
         slot, computed, freed = self._slot_of.pop((layer, batch)), self.device.record(), None
@@ -264,9 +269,10 @@ class KVStore:
             layout.vectors(piece.kv[: layout.kv_bytes].numpy())[layout.places(slots)] = layout.vectors(data.numpy())
         else:
             size = aligned(layout.row_bytes)
-            at = piece.offset + aligned(layout.kv_bytes) + len(piece.log) * size
+            at = piece.offset + aligned(layout.kv_bytes) + piece.logged * size
             wait(self.io.write(piece.file, self._row_host[:size].numpy(), at, True))
-            piece.log.append(slots.astype(np.int32))
+            piece.log[piece.logged] = slots
+            piece.logged += 1
 
     def _meta_home(self, piece: _Piece, layout, slot: int) -> None:
         if layout.scored and self.device.is_cuda:

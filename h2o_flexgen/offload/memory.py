@@ -28,6 +28,14 @@ def hold_heap() -> None:
     mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
 
 
+def trim_heap() -> None:
+    """Give free pages of the heap back to the system, gaps between blocks in use included."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # not glibc
+
+
 def _read_int(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
