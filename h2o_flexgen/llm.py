@@ -449,7 +449,7 @@ class LLM:
         """Bytes of RAM that this process holds now whatever it computes: prompts too, and other models. Not less than
         at the start: some of the weights may not be resident (swapped, or never touched)."""
         weights = self._weights
-        now = memory.baseline() if weights is None else memory.resident() - weights.held_bytes(cuda=False)
+        now = memory.baseline() if weights is None else memory.held() - weights.held_bytes(cuda=False)
         return max(self._at_start, now)
 
     def plan_for(self, policy: Policy, workload: Workload, rule: CacheRule, limits=None) -> tuple[Placement, Plan]:

@@ -1,4 +1,4 @@
-"""What this process may use and does use: RAM within the cgroup (v1 and v2), and free disk."""
+"""What this process may use and does use: RAM within the cgroup (v1 and v2), and free disk; gaps in its heap."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def hold_heap() -> None:
 
 
 def trim_heap() -> None:
-    """Give free pages of the heap back to the system, gaps between blocks in use included."""
+    """Give free pages of the heap back to the system, gaps between blocks in use included. (Of other threads' heaps
+    all but what is free at their end.)"""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
@@ -106,7 +107,13 @@ def ram_in_all() -> int:
 
 def baseline() -> int:
     """Bytes of RAM that this process holds, and will hold whatever it computes."""
-    return resident() + LIBRARIES
+    return held() + LIBRARIES
+
+
+def held() -> int:
+    """Bytes of RAM that this process holds now, without the gaps in its heap, which go back to the system first."""
+    trim_heap()
+    return resident()
 
 
 def disk_free(folder: Path) -> int:

@@ -225,3 +225,18 @@ print((memory.resident() - before) >> 20)
 
     assert left("held") < 64  # MiB; 2 or 24
     assert any(left("as it is") > 128 for _ in range(20))  # some 270 half of the time, as the addresses happen to be
+
+
+def test_gaps_in_the_heap_go_back_to_the_system():
+    program = """
+from h2o_flexgen.offload import memory
+memory.hold_heap()
+before = memory.resident()
+blocks = [bytearray(b"x") * (1_000_000 if n % 2 else 30_000) for n in range(256)]
+del blocks[1::2]
+print((memory.resident() - before) >> 20, (memory.held() - before) >> 20)
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parents[2])}
+    told = subprocess.run([sys.executable, "-c", program], env=env, check=True, stdout=-1).stdout
+    gaps, left = map(int, told.split())
+    assert gaps > 100 and left < 16  # MiB; 125 and 3
