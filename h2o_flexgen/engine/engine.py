@@ -23,6 +23,9 @@ from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.plan import HEAD_ROWS, product_groups
 
+#: between two times that prefill gives back gaps in the heap
+GAPS_SECONDS = 0.25
+
 
 @dataclass
 class Sequence:
@@ -111,7 +114,7 @@ class Engine:
         self._coming = [(j, k) for j in decoders for k in range(len(batches)) if self.caches.streams(j - 1, k)]
         self._not_fetched = Step(1, 0, 0)
         self.device.synchronize()
-        start = time.perf_counter()
+        start = released = time.perf_counter()
         phase = "prefill"
         for i, j, active in self.schedule.layers():
             if j == 0 and i == 1:
@@ -128,8 +131,10 @@ class Engine:
                     self._decode(i, j, group, w)
             del w
             self.weights.release(j)
-            if i == 0:  # micro-batches leave gaps of several times what one of them takes
+            # micro-batches leave gaps of several times what one of them takes; pages come back at a price
+            if i == 0 and (j == self.num_layers - 1 or time.perf_counter() - released > GAPS_SECONDS):
                 self.device.release_gaps()
+                released = time.perf_counter()
             tokens = 0
             if j == self.num_layers - 1:
                 tokens = sum(len(s.tokens) for b in batches for s in b.sequences) - before
