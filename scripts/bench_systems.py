@@ -26,7 +26,7 @@ from statistics import mean, median
 
 import bench_common as common
 
-from h2o_flexgen.offload.memory import ram_in_all
+from h2o_flexgen.offload.memory import ram_in_all, trim_heap
 
 #: at least so long products, and attention, are timed for their rate
 RATE_SECONDS = 3.0
@@ -234,7 +234,7 @@ def fill(model, folder: str) -> None:
             deepspeed.zero.GatheredParameters([parameter], modifier_rank=0),
         ):
             parameter.data.copy_(shard.get_tensor(name))
-        ctypes.CDLL(None).malloc_trim(0)  # or glibc keeps as much again as the model will take
+        trim_heap()  # or glibc keeps as much again as the model will take
 
 
 # FlexGen

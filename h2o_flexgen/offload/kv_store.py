@@ -120,7 +120,7 @@ class KVStore:
         for (_, batch), piece in self.pieces.items():
             piece.base = piece.logged = 0
             if piece.home == "disk" and batch < len(layouts):
-                layout, piece.log = layouts[batch], None
+                layout = layouts[batch]
                 heads = layout.heads if layout.scored else 1
                 piece.log = np.empty((log_rows(layout.segments), layout.batch, heads), np.int32)
 
@@ -242,7 +242,7 @@ class KVStore:
         # behind the last segment nothing comes any more
         if piece.home == "disk" and (piece.logged == len(piece.log) or held in layout.ends[:-1]):
             # of a cache that grows, segments that no token went into stay as they are
-            begin = 0 if layout.scored else min(piece.log[: piece.logged].min(initial=held), int(slots.min()))
+            begin = 0 if layout.scored else piece.log[: piece.logged].min(initial=int(slots.min()))
             self.store_all(layer, batch, held, begin)
             return
         slot, computed, freed = self._slot_of.pop((layer, batch)), self.device.record(), None
