@@ -123,11 +123,18 @@ class _Requests:
     def __init__(self, threads: int):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
         self._waiting = deque(), deque(), deque()  # WRITE, READ, LATER
+        self._threads, self._taking = threads, 0
+        self._lock = threading.Lock()
 
     def submit(self, urgency: int, work: Callable, *args) -> Future:
         future = Future()
         self._waiting[urgency].append((future, partial(work, *args)))
-        self._pool.submit(self._take_all)  # not one each: an interrupt here would leave one that nobody takes
+        # not one each: an interrupt here would leave one that nobody takes, and where the disk never rests those of
+        # requests that others have taken would pile up
+        with self._lock:
+            if self._taking < self._threads:
+                self._pool.submit(self._take_all)
+                self._taking += 1
         return future
 
     def _take(self) -> tuple[Future, Callable] | None:
@@ -139,7 +146,11 @@ class _Requests:
         return None
 
     def _take_all(self) -> None:
-        while (request := self._take()) is not None:
+        while True:
+            with self._lock:  # who submits after this finds a thread less
+                if (request := self._take()) is None:
+                    self._taking -= 1
+                    return
             future, work = request
             if not future.set_running_or_notify_cancel():
                 continue

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import DiskIO, File, OffloadFolder, wait
+from h2o_flexgen.offload.disk import LATER, READ, WRITE, DiskIO, File, OffloadFolder, _Requests, wait
 
 PAGE = 4096
 SIZE = 10 * PAGE + 123
@@ -106,6 +106,45 @@ def test_what_is_wanted_later_may_be_read_in_large_requests(tmp_path, mib, parts
     ends = [end for read in reads for end in read.result()]
     assert ends[1:-1:2] == ends[2::2] and (not parts or (ends[0], ends[-1]) == (0, nbytes))
     io.close()
+
+
+def test_where_the_disk_never_rests_nothing_piles_up(monkeypatch):
+    """One call of the pool for each thread, not one for each request that a thread already at work takes."""
+    requests, calls, left = _Requests(2), [], iter(range(500))
+    submit = requests._pool.submit
+    monkeypatch.setattr(requests._pool, "submit", lambda work: calls.append(work) or submit(work))
+    done = threading.Event()
+
+    def work():
+        if next(left, None) is None:
+            done.set()
+        else:
+            requests.submit(READ, work)  # before this one ends: some request always waits
+
+    for _ in range(4):
+        requests.submit(READ, work)
+    assert done.wait(60) and len(calls) == 2
+    requests.close()
+
+
+def test_every_request_is_taken_whoever_asks_and_however_often_the_disk_rests():
+    requests = _Requests(3)
+    taken: list[tuple[int, int]] = []
+
+    def ask(asker: int) -> None:
+        for n in range(300):
+            future = requests.submit((WRITE, READ, LATER)[n % 3], taken.append, (asker, n))
+            if n % 7 == asker:
+                assert future.exception(60) is None  # the disk rests
+
+    askers = [threading.Thread(target=ask, args=(asker,)) for asker in range(4)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join(60)
+    requests.submit(LATER, int).result(60)
+    requests.close()
+    assert sorted(taken) == [(asker, n) for asker in range(4) for n in range(300)]
 
 
 def test_arrays_of_any_type_and_shape(tmp_path):
