@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up if need be, with the systems to compare with, then run scripts/bench_throughput.py. Options go to it.
 . "$(dirname "$0")/setup.sh"
-if [ ! -e "$root/.venv/bench" ] || [ "$root/setup.py" -nt "$root/.venv/bench" ]; then
+if [ ! -e "$root/.venv/bench" ] || [ "$root/.venv/ready" -nt "$root/.venv/bench" ]; then
     echo "installing Accelerate and DeepSpeed into .venv (once; a few minutes)" >&2
     install() { "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$@" >&2; }
     install setuptools wheel ninja

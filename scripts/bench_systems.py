@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -138,7 +139,7 @@ def run_zero(job: Job) -> dict:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
+        "MASTER_PORT": str(free_port()),
     }
     os.environ.update(one_rank)
     if job.device == "cpu":
@@ -173,6 +174,12 @@ def run_zero(job: Job) -> dict:
     }
 
 
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
 def zero_settings(job: Job, config) -> dict:
     hidden = config.hidden_size
     largest = config.vocab_size * config.word_embed_proj_dim
@@ -183,7 +190,7 @@ def zero_settings(job: Job, config) -> dict:
     if offload["device"] == "nvme":
         offload |= {
             "nvme_path": str(Path(job.scratch) / "zero"),
-            "buffer_count": 3,
+            "buffer_count": job.options.get("buffers", 3),
             "buffer_size": largest,
         }
     return {
@@ -201,7 +208,7 @@ def zero_settings(job: Job, config) -> dict:
         "aio": {
             "block_size": 1 << 20,
             "queue_depth": 32,
-            "thread_count": 2,
+            "intra_op_parallelism": job.options.get("threads", 1),
             "single_submit": False,
             "overlap_events": True,
         },
@@ -280,7 +287,7 @@ def run_flexgen(job: Job) -> dict:
         compress_cache=False,
         comp_cache_config=no_compression,
     )
-    weights = Path(job.scratch) / "numpy"
+    weights = Path(f"{job.model}-numpy")  # for the runs after this one too
     as_numpy_files(job.model, weights / "checkpoint-np")
     env = ExecutionEnv.create(str(Path(job.scratch) / "flexgen"))
     try:

@@ -34,7 +34,7 @@ import torch
 from bench_common import MemoryCap
 from bench_systems import Job
 from make_tables import throughput
-from throughput_rows import is_swept, speed, summarise, table_runs
+from throughput_rows import died_of_its_size, is_superseded, is_swept, speed, summarise, table_runs
 
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
@@ -55,6 +55,8 @@ PROCESS = 1 << 29
 SHARD = 1 << 30
 #: the fewest sequences of a block on the frontier
 SMALLEST = 8
+#: of what a process printed before it failed
+LAST_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ SYSTEMS = {
         "Accelerate",
         "accelerate",
         on_cuda=({"share": 0.85}, {"share": 0.3}),
-        tweaks=(EAGER, {"share": 0.25}),
+        tweaks=(EAGER, {"share": 0.25}, {"share": 0.15}),
     ),
-    "ZeRO-Inference": System("ZeRO-Inference", "deepspeed", tweaks=(EAGER,)),
+    "ZeRO-Inference": System("ZeRO-Inference", "deepspeed", tweaks=(EAGER, {"threads": 2}, {"buffers": 4})),
     "FlexGen": System("FlexGen", "flexgen"),
     "ours, full cache": System("ours", "h2o_flexgen"),
     "ours, H2O": System("ours", "h2o_flexgen", ({"h2o": True},)),
@@ -111,7 +113,8 @@ class Row:
         cap: GiB of RAM, or of the card with CUDA; None: all there is.
         prompts: of our job.
         limits: seconds after which a probe, and a whole run, count as failed: a program over its cap may thrash.
-        start: the batch from which a peer's is doubled, if not START; without `search` the only one.
+        start: the batch from which a peer's is doubled, if not START.
+        search: whether a peer's best batch is looked for. Without, it is the largest power of two whose cache fits.
     """
 
     model: str
@@ -127,8 +130,7 @@ class Row:
     search: bool = True
 
     def same_job(self, other: dict) -> bool:
-        mine = json.loads(json.dumps(asdict(self)))
-        return all(mine[k] == other[k] for k in ("model", "prompt_len", "gen_len", "cap", "device"))
+        return all(getattr(self, k) == other[k] for k in ("model", "prompt_len", "gen_len", "cap", "device"))
 
 
 #: near the H2O paper's batches on a card of 16 GB (its table of throughputs), from which to look
@@ -160,7 +162,6 @@ ROWS = {
         systems=("Accelerate", "ours, H2O"),
         runs=1,
         limits=(7200, 36000),
-        start={"Accelerate": 128},  # the cache of twice as many would exceed 24 GB; half as many where it dies
         search=False,
     ),
     **{
@@ -182,14 +183,18 @@ ROWS = {
 }
 
 
+class TimeIsOver(Exception):
+    """What was given for everything together is spent."""
+
+
 class Bench:
     """One row: runs systems, keeps what came of them in the row's file, and never does the same run twice.
 
     Args:
         quick: a file of its own, made anew; every system at the batch and with the options that did best in
             docs/benchmarks, on whatever machine that was, or at the batch from which the search would start.
-        restart: of a kept run, whether it is left out.
-        deadline: `time.monotonic()` at which to stop.
+        restart: of a kept run, whether it is to be made anew; it stays in the file, marked as superseded.
+        deadline: `time.monotonic()` from which runs raise TimeIsOver.
 
     Raises:
         SystemExit: the row's file of this machine holds runs that cannot be compared with those made here.
@@ -214,7 +219,7 @@ class Bench:
         self.versions: dict = {}  # of the runs that are kept: not every package is needed for every run
         self.runs = [] if quick else self._kept(restart)
         # what died of something else than memory or time may have been mended
-        self._taken = {n for n, run in enumerate(self.runs) if not is_result(run)}
+        self._taken = {n for n, run in enumerate(self.runs) if is_superseded(run) or not is_result(run)}
         self._built: str | None = None
 
     def _free_name(self, stem: str) -> str:
@@ -222,13 +227,16 @@ class Bench:
         name = f"{stem}_{common.machine_name()}"
         return next(free for free in chain([name], (f"{name}_{n}" for n in count(2))) if free not in self.known)
 
-    def _kept(self, without: Callable[[dict], bool]) -> list[dict]:
-        kept = self.known.get(self.file, {"runs": []})
-        runs = [run for run in kept["runs"] if not without(run)]
-        if not runs:
+    def _kept(self, restart: Callable[[dict], bool]) -> list[dict]:
+        kept = self.known.get(self.file)
+        if kept is None:
             return []
-        self.versions = kept["versions"]
+        old = {"superseded": date.today().isoformat()}
+        runs = [old | run if restart(run) else run for run in kept["runs"]]
         differ = "the job was another" if not self.row.same_job(kept["row"]) else common.made_otherwise(kept, *PEERS)
+        if differ and all(map(is_superseded, runs)):
+            return []  # a file tells of one job and its versions
+        self.versions = kept["versions"]
         if differ:
             sys.exit(
                 f"error: docs/benchmarks/{self.file}.json holds other runs ({differ}): --quick keeps its own apart, "
@@ -245,6 +253,7 @@ class Bench:
             if n not in self._taken and {k: r[k] for k in key} == key:
                 self._taken.add(n)
                 return r
+        common.commit.cache_clear()  # the process is of the working copy as it is now
         made = {"date": date.today().isoformat(), "command": common.command(), "commit": common.commit()}
         run = key | made | self._in_a_process(system, batch, gen_len, options, limit)
         self._taken.add(len(self.runs))
@@ -259,12 +268,12 @@ class Bench:
     def _in_a_process(self, system: str, batch: int, gen_len: int, options: dict, limit: float) -> dict:
         row, runner = self.row, SYSTEMS[system].runner
         if runner == "ZeRO-Inference" and (failed := self.build_operators()):
-            return {"failed": f"its operators cannot be built (a C++ compiler, libaio-dev): {failed}"}
+            return {"failed": f"its operators cannot be built (a C++ compiler, Python headers, libaio-dev): {failed}"}
         cap = None if row.cap is None else int(row.cap * GIB)
         job = Job(
             runner,
             str(self.checkpoint),
-            str(self.folder),
+            str(self.scratch),
             self.dtype,
             row.device,
             row.prompt_len,
@@ -281,27 +290,42 @@ class Bench:
         """What a job in a process of its own comes to."""
         left = self.deadline - time.monotonic()
         if left < 5:
-            sys.exit(f"{self.name}: the time is over; what ran is kept")
-        files = [self.folder / n for n in ("job.json", "result.json", "output.txt")]
-        files[0].write_text(json.dumps(asdict(job)))
-        files[1].unlink(missing_ok=True)
-        drop_page_cache(Path(job.model))
-        argv = [
-            sys.executable,
-            str(Path(__file__).with_name("bench_systems.py")),
-            *map(str, files[:2]),
-        ]
-        with open(files[2], "w") as output, MemoryCap(job.ram_bytes) as memory_cap:
-            try:
-                done = memory_cap.run(argv, min(limit, left), stdout=output, stderr=subprocess.STDOUT)
-            except subprocess.TimeoutExpired:
-                if left < limit:
-                    sys.exit(f"{self.name}: the time is over during a run of {job.system}; what ran before is kept")
-                return {"failed": f"no end after {limit:.0f} s"}
-            peak, killed = memory_cap.peak(), memory_cap.killed()
-        told = files[2 if done.returncode else 1].read_text(errors="replace").replace(str(self.folder), "SCRATCH")
-        result = {"failed": why(done.returncode, killed, told)} if done.returncode else json.loads(told)
-        return result | {"cgroup_peak_bytes": peak}
+            raise TimeIsOver(f"{self.name}: the time is over; what ran is kept")
+        self.scratch.mkdir()
+        try:
+            files = [self.scratch / n for n in ("job.json", "result.json", "output.txt")]
+            files[0].write_text(json.dumps(asdict(job)))
+            drop_page_cache(Path(job.model))
+            argv = [
+                sys.executable,
+                str(Path(__file__).with_name("bench_systems.py")),
+                *map(str, files[:2]),
+            ]
+            with open(files[2], "w") as output, MemoryCap(job.ram_bytes) as memory_cap:
+                try:
+                    done = memory_cap.run(argv, min(limit, left), stdout=output, stderr=subprocess.STDOUT)
+                except subprocess.TimeoutExpired:
+                    if left < limit:
+                        during = f"during a run of {job.system}; what ran before is kept"
+                        raise TimeIsOver(f"{self.name}: the time is over {during}") from None
+                    return {"failed": f"no end after {limit:.0f} s"}
+                peak, killed = memory_cap.peak(), memory_cap.killed()
+            told = files[2 if done.returncode else 1].read_text(errors="replace").replace(str(self.folder), "SCRATCH")
+        except OSError as e:
+            sys.exit(f"error: {self.name}: {e}")
+        finally:  # what a system put there must not take the disk from the next
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        if not done.returncode:
+            return json.loads(told) | {"cgroup_peak_bytes": peak}
+        failed = why(done.returncode, killed, told)
+        if not died_of_its_size(failed):
+            print(*told.splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
+        return {"failed": failed, "cgroup_peak_bytes": peak}
+
+    @property
+    def scratch(self) -> Path:
+        """A run's own folder."""
+        return self.folder / "run"
 
     @property
     def kv_budget(self) -> list[int]:
@@ -320,7 +344,7 @@ class Bench:
         if self._built is None:
             print(f"{self.name}: DeepSpeed's operators are built (minutes, once)", flush=True)
             model = write_checkpoint("facebook/opt-125m", self.folder / "small", self.dtype)
-            job = Job("ZeRO-Inference", str(model), str(self.folder), self.dtype, self.row.device, 4, 2, 1)
+            job = Job("ZeRO-Inference", str(model), str(self.scratch), self.dtype, self.row.device, 4, 2, 1)
             tiers = ("cpu",) if self.row.device == "cuda" else ("cpu", "nvme")
             runs = [self._finish(replace(job, options={"offload": tier}), 1800) for tier in tiers]
             self._built = "; ".join(run["failed"] for run in runs if "failed" in run)
@@ -347,7 +371,9 @@ class Bench:
             for known in self.known.values():
                 if "batch" in (found := summarise(known).get(system, {})):
                     return found["batch"], found["options"]
-        if self.quick or not self.row.search:
+        if not self.row.search:
+            return next(1 << n for n in count() if not self._could_hold(2 << n)), placements[0]
+        if self.quick:
             return self.row.start.get(system, START), placements[0]
         rates = [(*self._grow(system, options), options) for options in placements]
         rate, batch, options = max(rates, key=lambda found: found[0])
@@ -439,7 +465,7 @@ class Bench:
 
     def save(self) -> None:
         data = {
-            "command": f"python scripts/bench_throughput.py --row '{self.name}'",
+            "command": f"python scripts/bench_throughput.py --row '{self.name}'{' --quick' * self.quick}",
             "row": asdict(self.row),
             "dtype": self.dtype,
             "kv_budget": self.kv_budget,
@@ -510,11 +536,7 @@ def why(code: int, killed: bool, output: str) -> str:
 
 def is_result(run: dict) -> bool:
     """Whether a run says something of its system: it came to its end, or died of its size, which ours must not."""
-    failed = run.get("failed", "").lower()
-    if failed and SYSTEMS[run["system"]].is_ours:
-        return False
-    of_memory = any(words in failed for words in ("out of memory", "not enough memory", "memoryerror", "bad_alloc"))
-    return not failed or of_memory or failed.startswith("no end after")
+    return "failed" not in run or (died_of_its_size(run["failed"]) and not SYSTEMS[run["system"]].is_ours)
 
 
 def main() -> None:
@@ -550,7 +572,8 @@ def main() -> None:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="begin this machine's file of a row anew; with --system or --frontier, such runs only",
+        help="make this machine's runs of a row anew; with --system or --frontier, such runs only. Earlier ones "
+        "stay in its file, marked as superseded",
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; what ran is kept")
     parser.add_argument("--list", action="store_true", help="print the rows")
@@ -576,6 +599,9 @@ def main() -> None:
         asked = run["system"] in (args.system or SYSTEMS) and is_swept(run) == args.frontier
         return args.restart and (asked or not some)
 
+    for name in names:
+        if ROWS[name].device == "cuda" and device != "cuda":
+            sys.exit(f"error: the row {name!r} needs CUDA")
     if not any(set(ROWS[name].systems) & set(args.system or SYSTEMS) for name in names):
         sys.exit(f"error: {', '.join(args.system)} in none of these rows: {', '.join(names)} (--list)")
     for name in names:
@@ -585,19 +611,22 @@ def main() -> None:
             systems.sort(key=lambda system: not SYSTEMS[system].is_ours)
         if not systems:
             continue
-        if row.device == "cuda" and device != "cuda":
-            sys.exit(f"error: the row {name!r} needs CUDA")
         if row.device == "cpu" and row.cap is not None:
             with MemoryCap(GIB):
                 pass  # can one be made? Before minutes are spent
         with common.scratch() as folder:
             bench = Bench(name, row, folder, args.quick, anew, deadline)
             runs = 1 if args.quick else args.runs or row.runs
-            if args.frontier:
-                bench.frontier(runs, systems)
-            else:
-                bench.fill(runs, systems)
+            over = None
+            try:
+                (bench.frontier if args.frontier else bench.fill)(runs, systems)
+            except TimeIsOver as e:
+                over = e
+            if not args.frontier and bench.runs:
                 print(f"\n{bench.tables()}")
+            if over:
+                print(f"\n{over}")
+                return
 
 
 def installed(systems: list[str], asked: bool) -> list[str]:

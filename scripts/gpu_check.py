@@ -517,7 +517,11 @@ def main() -> int:
         Path(path).write_text(json.dumps(globals()[f"worker_{task}"](json.loads(arguments))))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller models and a part of the tests: about 4 minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="smaller models and a part of the tests (the matrix stays what it is): about 4 minutes",
+    )
     parser.add_argument(
         "--section", action="append", choices=SECTIONS + EXTRA, help="only this one (may be given again)"
     )

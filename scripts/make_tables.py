@@ -264,7 +264,7 @@ def rates(summaries: list[tuple[dict, dict[str, dict]]]) -> str:
         for name, s in systems.items():
             start = [job_text(data["row"]), cap_text(data["row"]), name]
             if "tokens_per_s" not in s:
-                if s["failed"]:
+                if s["dies"]:
                     lines.append([*start, "", "", "", "", "died", "", ""])
                 continue
             speed, (low, high) = s["tokens_per_s"], s["range"]

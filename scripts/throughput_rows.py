@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from statistics import median
 
 
@@ -28,9 +29,21 @@ def is_swept(run: dict) -> bool:
     return "block" in run["options"]
 
 
+def is_superseded(run: dict) -> bool:
+    """Whether it was made anew since (`--restart`): kept, and counted no more."""
+    return "superseded" in run
+
+
 def table_runs(data: dict, system: str | None = None) -> list[dict]:
-    """Those of a row (of one system) that are no blocks of the frontier."""
-    return [r for r in data["runs"] if not is_swept(r) and system in (None, r["system"])]
+    """Those of a row (of one system) that count and are no blocks of the frontier."""
+    runs = [r for r in data["runs"] if not is_swept(r) and not is_superseded(r)]
+    return [r for r in runs if system in (None, r["system"])]
+
+
+def died_of_its_size(failed: str) -> bool:
+    """Whether a run died for want of memory or of time, which a smaller one might not."""
+    words = ("out of memory", "not enough memory", "memoryerror", "bad_alloc", "no end after")
+    return any(w in failed.lower() for w in words)
 
 
 def _dies(system: str, data: dict) -> bool:
@@ -44,8 +57,13 @@ def _dies(system: str, data: dict) -> bool:
 def _of_system(system: str, data: dict) -> dict:
     runs = table_runs(data, system)
     gen_len = data["row"]["gen_len"]
-    done = [_key(r) for r in runs if "failed" not in r]
-    found = {"failed": list(dict.fromkeys(_failure(r, gen_len) for r in runs if "failed" in r and _key(r) not in done))}
+    alike_in_all = Counter(map(_key, runs))
+    done = {_key(r) for r in runs if "failed" not in r}
+    # what died of something else and then ran was mended
+    died = [r for r in runs if "failed" in r and (_key(r) not in done or died_of_its_size(r["failed"]))]
+    failures = Counter((_failure(r, gen_len), alike_in_all[_key(r)]) for r in died)
+    found = {"failed": [what + f" ({n} of {of} runs)" * (n < of) for (what, of), n in failures.items()]}
+    found["dies"] = _dies(system, data)
     alike: dict[tuple, list[dict]] = {}
     for run in runs:
         if run["gen_len"] == gen_len and "failed" not in run:
@@ -53,7 +71,8 @@ def _of_system(system: str, data: dict) -> dict:
     if not alike:
         return found
     # a batch that ran once and then died, or was lucky, does not count against one that ran every time
-    best = max(alike.values(), key=lambda group: (len(group), median(map(speed, group))))
+    asked = data["row"]["runs"]
+    best = max(alike.values(), key=lambda group: (min(len(group), asked), median(map(speed, group))))
     found |= {
         "tokens_per_s": median(map(speed, best)),
         "range": [min(map(speed, best)), max(map(speed, best))],

@@ -2,6 +2,8 @@
 
 import subprocess
 from contextlib import nullcontext
+from functools import cache
+from types import SimpleNamespace
 
 import bench_common
 import bench_systems
@@ -10,7 +12,7 @@ import make_tables
 import numpy as np
 import pytest
 import torch
-from bench_throughput import ROWS, Bench, is_result, why
+from bench_throughput import ROWS, Bench, TimeIsOver, is_result, why
 from safetensors.torch import save_file
 from throughput_rows import summarise
 
@@ -41,7 +43,7 @@ class Fake(Bench):
 @pytest.fixture(autouse=True)
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_common, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench_common, "commit", lambda: "0" * 12)
+    monkeypatch.setattr(bench_common, "commit", cache(lambda: "0" * 12))
     return tmp_path
 
 
@@ -83,7 +85,7 @@ def test_on_cuda_what_finds_the_placement_is_no_option_to_leave_out_again():
     assert {options["share"] for *_, options in bench.asked} == {0.85, 0.3}
 
 
-@pytest.mark.parametrize("most, shares", [(32, []), (16, [0.25])])
+@pytest.mark.parametrize("most, shares", [(32, [0.15]), (16, [0.25, 0.15])])
 def test_weights_are_kept_in_ram_only_where_the_whole_cache_leaves_room(most, shares):
     bench = Fake(lambda batch, *_: took(1, 1) if batch <= most else OOM, name="6.7b 64+256")
     assert bench.best("Accelerate")[0] == most
@@ -165,12 +167,23 @@ def test_runs_of_another_job_or_version_are_neither_mixed_nor_lost(results):
     assert Fake(lambda *_: took(1, 1), restart=ALL).runs == []
 
 
-def test_some_systems_of_a_row_can_begin_anew():
+def test_some_systems_of_a_row_can_begin_anew_and_earlier_runs_stay_but_do_not_count():
     bench = Fake(lambda *_: took(1, 1))
     bench.run("Accelerate", 16, 32, {}, 900)
     bench.run("ours, H2O", 128, 32, {"h2o": True}, 900)
-    again = Fake(lambda *_: took(1, 1), restart=lambda run: run["system"] == "ours, H2O")
-    assert [run["system"] for run in again.runs] == ["Accelerate"]
+    again = Fake(lambda *_: took(1, 3), restart=lambda run: run["system"] == "ours, H2O")
+    again.fill(1, ["ours, H2O"])
+    assert len(again.asked) == 1
+    runs = bench_common.stored(bench.file)["runs"]
+    assert [(run["system"], "superseded" in run) for run in runs] == [
+        ("Accelerate", False),
+        ("ours, H2O", True),
+        ("ours, H2O", False),
+    ]
+    found = summarise(bench_common.stored(bench.file))["ours, H2O"]
+    assert (found["runs"], found["decode_seconds"]) == (1, 3)
+    Fake(lambda *_: took(1, 3)).fill(1, ["ours, H2O"])  # the one that counts is there
+    assert len(bench_common.stored(bench.file)["runs"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -190,7 +203,7 @@ def test_what_begins_anew_is_what_was_asked_for(monkeypatch, options, left):
     kept = []
 
     def note(bench, *_):
-        kept.extend((run["system"], "block" in run["options"]) for run in bench.runs)
+        kept.extend((run["system"], "block" in run["options"]) for run in bench.runs if "superseded" not in run)
         raise SystemExit
 
     monkeypatch.setattr(Bench, "fill", note)
@@ -279,8 +292,24 @@ def test_the_frontier_is_no_run_of_the_table(results, monkeypatch):
 
 def test_the_time_for_everything_can_be_limited(tmp_path):
     bench = Bench("1.3b 32+32", ROWS["1.3b 32+32"], tmp_path, deadline=0.0)
-    with pytest.raises(SystemExit, match="time is over"):
+    with pytest.raises(TimeIsOver, match="time is over"):
         bench._finish(None, 900)
+
+
+@pytest.mark.parametrize("options, prints", [((), True), (("--frontier",), False)])
+def test_where_time_is_over_what_ran_is_printed(monkeypatch, capsys, options, prints):
+    def answer(bench, system, batch, gen_len, *_):
+        if gen_len < bench.row.gen_len or any(run["gen_len"] == gen_len for run in bench.runs):
+            raise TimeIsOver("the time is over")
+        return took(1, 1)
+
+    monkeypatch.setattr(Bench, "_in_a_process", answer)
+    monkeypatch.setattr(bench_throughput, "MemoryCap", lambda nbytes: nullcontext())
+    argv = ["bench_throughput.py", "--row", "1.3b 32+32", "--system", "ours, H2O", *options]
+    monkeypatch.setattr("sys.argv", argv)
+    bench_throughput.main()
+    out = capsys.readouterr().out
+    assert out.endswith("\nthe time is over\n") and ("| ours, H2O | 128 |" in out) == prints
 
 
 class Ended:
@@ -312,13 +341,18 @@ class Ended:
         (None, "", {"failed": "no end after 900 s"}),
     ],
 )
-def test_a_system_that_dies_is_a_result_without_paths_of_this_machine(tmp_path, monkeypatch, code, says, found):
+def test_a_system_that_dies_is_a_result_without_paths_of_this_machine(tmp_path, monkeypatch, capsys, code, says, found):
     bench = Bench("1.3b 32+32", ROWS["1.3b 32+32"], tmp_path)
     (tmp_path / "model").mkdir()
     monkeypatch.setattr(bench_throughput, "MemoryCap", lambda nbytes: Ended(code, says.format(folder=tmp_path)))
-    job = bench_systems.Job("Accelerate", str(tmp_path / "model"), str(tmp_path), "bfloat16", "cpu", 4, 2, 1)
+    scratch = str(bench.scratch)
+    job = bench_systems.Job("Accelerate", str(tmp_path / "model"), scratch, "bfloat16", "cpu", 4, 2, 1)
     run = bench._finish(job, 900)
     assert run == found | ({} if code is None else {"cgroup_peak_bytes": 5})
+    assert not bench.scratch.exists()  # nor does what a system left there take the disk from the next
+    assert capsys.readouterr().err == (
+        says.format(folder="SCRATCH") + "\n" if code == 1 else ""
+    )  # no result: all of it
 
 
 @pytest.mark.parametrize("name", list(ROWS))
@@ -351,16 +385,54 @@ def test_what_a_failure_says_of_its_system(system, failed, says):
     assert is_result({"system": system} | ({"failed": failed} if failed else {})) == says
 
 
-def test_what_was_mended_is_no_failure_any_more():
-    Fake(lambda *_: {"failed": "exit code 1: No space left on device"}).run("Accelerate", 16, 32, {}, 900)
-    again = Fake(lambda *_: took(1, 1))
-    again.run("Accelerate", 16, 32, {}, 900)
-    assert summarise(bench_common.stored(again.file))["Accelerate"]["failed"] == []
+@pytest.mark.parametrize(
+    "failed, says",
+    [
+        ("exit code 1: No space left on device", []),  # mended since
+        ("killed (out of memory)", ["batch 16: killed (out of memory) (1 of 2 runs)"]),
+    ],
+)
+def test_of_runs_alike_that_came_through_only_deaths_for_want_of_memory_are_told(failed, says):
+    bench = Fake(lambda *_: took(1, 1))
+    bench.run("Accelerate", 16, 32, {}, 900)
+    bench.answer = lambda *_: {"failed": failed}
+    bench.run("Accelerate", 16, 32, {}, 900)
+    assert summarise(bench_common.stored(bench.file))["Accelerate"]["failed"] == says
 
 
-def test_a_row_may_have_its_batches_given():
+def test_a_peer_that_died_in_a_probe_alone_is_not_said_to_die():
+    bench = Fake(lambda batch, *_: took(1, 1) if batch < 64 else OOM)
+    bench.best("ZeRO-Inference")
+    assert "died" not in make_tables.throughput([bench_common.stored(bench.file)]).split("Runs that died")[0]
+    bench = Fake(lambda *_: OOM, restart=ALL)
+    bench.best("ZeRO-Inference")
+    assert "| died |" in make_tables.throughput([bench_common.stored(bench.file)])
+
+
+def test_of_two_batches_that_ran_as_often_as_asked_the_faster_one_is_quoted():
+    bench = Fake(lambda batch, *_: took(1, 1))
+    for batch, runs in ((64, 3), (32, 4)):
+        for _ in range(runs):
+            bench.run("Accelerate", batch, 32, {}, 900)
+    assert summarise(bench_common.stored(bench.file))["Accelerate"]["batch"] == 64
+
+
+@pytest.mark.parametrize("gib, batch", [(23, 128), (62, 256), (18, 128), (14, 64)])
+def test_where_no_batch_is_looked_for_it_is_the_largest_power_of_two_whose_cache_fits(monkeypatch, gib, batch):
+    monkeypatch.setattr(bench_throughput.memory, "ram_available", lambda: gib << 30)
     bench = Fake(lambda *_: took(1, 1), name="30b 64+32")
-    assert bench.best("Accelerate") == (128, {}) and bench.asked == []
+    assert bench.best("Accelerate") == (batch, {}) and bench.asked == []
+
+
+def test_deepspeed_is_given_no_setting_that_it_does_not_know(tmp_path):
+    config = SimpleNamespace(hidden_size=8, vocab_size=16, word_embed_proj_dim=8)
+    job = bench_systems.Job(
+        "ZeRO-Inference", str(tmp_path), "s", "bfloat16", "cpu", 4, 2, 1, options={"offload": "nvme"}
+    )
+    aio = bench_systems.zero_settings(job, config)["aio"]
+    # its own, of deepspeed/runtime/swap_tensor/constants.py: others it drops without a word
+    known = {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"}
+    assert set(aio) <= known
 
 
 def test_a_row_for_cuda_is_refused_without(monkeypatch):
