@@ -66,8 +66,8 @@ def command() -> str:
 
 @cache
 def commit() -> str | None:
-    """Of this working copy when it was first asked for, as benchmarks do at their start: "-dirty" if the code was
-    changed; None if it is none."""
+    """Of this working copy when it was first asked for, as benchmarks do before what they measure is imported or
+    started: "-dirty" if the code was changed; None if it is none."""
 
     def git(*argv: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *argv], capture_output=True, text=True, check=True)

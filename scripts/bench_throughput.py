@@ -34,11 +34,10 @@ import torch
 from bench_common import MemoryCap
 from bench_systems import Job
 from make_tables import throughput
-from throughput_rows import died_of_its_size, is_superseded, is_swept, speed, summarise, table_runs
+from throughput_rows import NOT_BUILT, died_of_its_size, is_superseded, is_swept, speed, summarise, table_runs
 
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
-from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.checkpoint import DummyCheckpoint
 
 GIB = 1 << 30
@@ -57,6 +56,8 @@ SHARD = 1 << 30
 SMALLEST = 8
 #: of what a process printed before it failed
 LAST_LINES = 20
+#: exit status where what was given for everything is spent
+TIME_OVER = 3
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class System:
 
 
 EAGER = {"attention": "eager"}
+#: options that do nothing where no weights come from disk
+OF_THE_DISK = {"threads", "buffers"}
 SYSTEMS = {
     "transformers": System("transformers", "transformers", tweaks=(EAGER,)),
     "Accelerate": System(
@@ -231,11 +234,11 @@ class Bench:
         kept = self.known.get(self.file)
         if kept is None:
             return []
-        old = {"superseded": date.today().isoformat()}
+        old = {"superseded": date.today().isoformat(), "versions": kept["versions"]}
         runs = [old | run if restart(run) else run for run in kept["runs"]]
         differ = "the job was another" if not self.row.same_job(kept["row"]) else common.made_otherwise(kept, *PEERS)
         if differ and all(map(is_superseded, runs)):
-            return []  # a file tells of one job and its versions
+            return runs if self.row.same_job(kept["row"]) else []
         self.versions = kept["versions"]
         if differ:
             sys.exit(
@@ -253,8 +256,7 @@ class Bench:
             if n not in self._taken and {k: r[k] for k in key} == key:
                 self._taken.add(n)
                 return r
-        common.commit.cache_clear()  # the process is of the working copy as it is now
-        made = {"date": date.today().isoformat(), "command": common.command(), "commit": common.commit()}
+        made = {"date": date.today().isoformat(), "command": common.command()}
         run = key | made | self._in_a_process(system, batch, gen_len, options, limit)
         self._taken.add(len(self.runs))
         self.runs.append(run)
@@ -268,7 +270,7 @@ class Bench:
     def _in_a_process(self, system: str, batch: int, gen_len: int, options: dict, limit: float) -> dict:
         row, runner = self.row, SYSTEMS[system].runner
         if runner == "ZeRO-Inference" and (failed := self.build_operators()):
-            return {"failed": f"its operators cannot be built (a C++ compiler, Python headers, libaio-dev): {failed}"}
+            return {"failed": f"{NOT_BUILT} (a C++ compiler, Python headers, libaio-dev): {failed}"}
         cap = None if row.cap is None else int(row.cap * GIB)
         job = Job(
             runner,
@@ -291,8 +293,10 @@ class Bench:
         left = self.deadline - time.monotonic()
         if left < 5:
             raise TimeIsOver(f"{self.name}: the time is over; what ran is kept")
-        self.scratch.mkdir()
+        common.commit.cache_clear()  # the process is of the working copy as it is now
+        commit = {"commit": common.commit()}
         try:
+            self.scratch.mkdir(exist_ok=True)
             files = [self.scratch / n for n in ("job.json", "result.json", "output.txt")]
             files[0].write_text(json.dumps(asdict(job)))
             drop_page_cache(Path(job.model))
@@ -308,7 +312,7 @@ class Bench:
                     if left < limit:
                         during = f"during a run of {job.system}; what ran before is kept"
                         raise TimeIsOver(f"{self.name}: the time is over {during}") from None
-                    return {"failed": f"no end after {limit:.0f} s"}
+                    return commit | {"failed": f"no end after {limit:.0f} s"}
                 peak, killed = memory_cap.peak(), memory_cap.killed()
             told = files[2 if done.returncode else 1].read_text(errors="replace").replace(str(self.folder), "SCRATCH")
         except OSError as e:
@@ -316,11 +320,11 @@ class Bench:
         finally:  # what a system put there must not take the disk from the next
             shutil.rmtree(self.scratch, ignore_errors=True)
         if not done.returncode:
-            return json.loads(told) | {"cgroup_peak_bytes": peak}
+            return commit | json.loads(told) | {"cgroup_peak_bytes": peak}
         failed = why(done.returncode, killed, told)
         if not died_of_its_size(failed):
             print(*told.splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
-        return {"failed": failed, "cgroup_peak_bytes": peak}
+        return commit | {"failed": failed, "cgroup_peak_bytes": peak}
 
     @property
     def scratch(self) -> Path:
@@ -372,7 +376,8 @@ class Bench:
                 if "batch" in (found := summarise(known).get(system, {})):
                     return found["batch"], found["options"]
         if not self.row.search:
-            return next(1 << n for n in count() if not self._could_hold(2 << n)), placements[0]
+            fitting = [1 << n for n in range(self.row.prompts.bit_length()) if self._could_hold(1 << n)]
+            return max(fitting, default=1), placements[0]
         if self.quick:
             return self.row.start.get(system, START), placements[0]
         rates = [(*self._grow(system, options), options) for options in placements]
@@ -381,6 +386,8 @@ class Bench:
             return None
         tried = [(NOISE * rate, options)]
         tweaks = [t for t in what.tweaks if not t.keys() & options and self._could_hold(batch, t.get("share", 0))]
+        if not any(r["system"] == system and r.get("lowest_tier") == "disk" for r in self.runs):
+            tweaks = [t for t in tweaks if not t.keys() & OF_THE_DISK]
         tried += [(self._probe(system, batch, options | tweak)[0], options | tweak) for tweak in tweaks]
         return batch, max(tried, key=lambda pair: pair[0])[1]
 
@@ -406,7 +413,7 @@ class Bench:
         tokens, an hour after a probe that went well."""
         config = OPTConfig.named(self.row.model)
         E = config.hidden_size
-        room = self.row.cap * GIB if self.row.cap is not None else memory.ram_available()
+        room = (self.row.cap if self.row.cap is not None else common.machine()["ram_gib"]) * GIB
         if share:
             room -= share * room + PROCESS + 2 * E * (12 * E + config.vocab_size)
         cache = batch * (self.row.prompt_len + self.row.gen_len) * 4 * config.num_hidden_layers * E
@@ -575,14 +582,18 @@ def main() -> None:
         help="make this machine's runs of a row anew; with --system or --frontier, such runs only. Earlier ones "
         "stay in its file, marked as superseded",
     )
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; what ran is kept")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help=f"stop after so long, with exit status {TIME_OVER}; what ran is kept",
+    )
     parser.add_argument("--list", action="store_true", help="print the rows")
     args = parser.parse_args()
     if args.runs is not None and args.runs < 1:
         parser.error("--runs takes a number from 1")
     if args.quick and (args.runs or args.restart or args.frontier):
         parser.error("--quick makes one run of each system, in a file made anew: no --runs, --restart or --frontier")
-    common.commit()  # of what runs: the working copy may change meanwhile
     if args.list:
         for name, row in ROWS.items():
             cap = "no cap" if row.cap is None else f"{row.cap:g} GiB"
@@ -595,9 +606,8 @@ def main() -> None:
     deadline = time.monotonic() + args.seconds
 
     def anew(run: dict) -> bool:
-        some = args.system or args.frontier
-        asked = run["system"] in (args.system or SYSTEMS) and is_swept(run) == args.frontier
-        return args.restart and (asked or not some)
+        kind = is_swept(run) == args.frontier or not (args.system or args.frontier)
+        return args.restart and kind and run["system"] in systems
 
     for name in names:
         if ROWS[name].device == "cuda" and device != "cuda":
@@ -622,11 +632,11 @@ def main() -> None:
                 (bench.frontier if args.frontier else bench.fill)(runs, systems)
             except TimeIsOver as e:
                 over = e
-            if not args.frontier and bench.runs:
+            if not args.frontier and table_runs({"runs": bench.runs}):
                 print(f"\n{bench.tables()}")
             if over:
                 print(f"\n{over}")
-                return
+                sys.exit(TIME_OVER)
 
 
 def installed(systems: list[str], asked: bool) -> list[str]:

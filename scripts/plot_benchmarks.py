@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from make_tables import cap_text, job_text, load, machine_text  # noqa: E402
-from throughput_rows import is_swept, summarise  # noqa: E402
+from throughput_rows import summarise, swept_runs  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -44,7 +44,7 @@ def plot_throughput(rows: list[dict]) -> None:
 
 
 def plot_frontier(rows: list[dict]) -> None:
-    swept = [(data, runs) for data in rows if (runs := [r for r in data["runs"] if is_swept(r)])]
+    swept = [(data, runs) for data in rows if (runs := swept_runs(data))]
     if not swept:
         return
     fig, axes = plt.subplots(1, len(swept), figsize=(1 + 4 * len(swept), 4), squeeze=False, layout="constrained")

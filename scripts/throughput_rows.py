@@ -40,10 +40,21 @@ def table_runs(data: dict, system: str | None = None) -> list[dict]:
     return [r for r in runs if system in (None, r["system"])]
 
 
+def swept_runs(data: dict) -> list[dict]:
+    """Those that count and are blocks of the frontier."""
+    return [r for r in data["runs"] if is_swept(r) and not is_superseded(r)]
+
+
+#: how failures begin that no run of the system itself came to
+NOT_BUILT = "its operators cannot be built"
+
+
 def died_of_its_size(failed: str) -> bool:
     """Whether a run died for want of memory or of time, which a smaller one might not."""
-    words = ("out of memory", "not enough memory", "memoryerror", "bad_alloc", "no end after")
-    return any(w in failed.lower() for w in words)
+    if failed.startswith(NOT_BUILT):
+        return False
+    words = ("out of memory", "not enough memory", "memoryerror", "bad_alloc")
+    return failed.startswith("no end after") or any(w in failed.lower() for w in words)
 
 
 def _dies(system: str, data: dict) -> bool:

@@ -164,7 +164,14 @@ def test_runs_of_another_job_or_version_are_neither_mixed_nor_lost(results):
         with pytest.raises(SystemExit, match=f"{says}.*--restart"):
             Fake(lambda *_: took(1, 1))
         assert bench_common.stored(bench.file) == data | other
+    bench_common.write_json(results / f"{bench.file}.json", data | {"row": data["row"] | {"gen_len": 999}})
     assert Fake(lambda *_: took(1, 1), restart=ALL).runs == []
+    bench_common.write_json(results / f"{bench.file}.json", data | {"versions": {"torch": "0.1"}})
+    anew = Fake(lambda *_: took(1, 1), restart=ALL)
+    anew.run("Accelerate", 16, 32, {}, 900)
+    stored = bench_common.stored(bench.file)
+    assert [run.get("versions") for run in stored["runs"]] == [{"torch": "0.1"}, None]
+    assert stored["versions"] == data["versions"]
 
 
 def test_some_systems_of_a_row_can_begin_anew_and_earlier_runs_stay_but_do_not_count():
@@ -307,7 +314,9 @@ def test_where_time_is_over_what_ran_is_printed(monkeypatch, capsys, options, pr
     monkeypatch.setattr(bench_throughput, "MemoryCap", lambda nbytes: nullcontext())
     argv = ["bench_throughput.py", "--row", "1.3b 32+32", "--system", "ours, H2O", *options]
     monkeypatch.setattr("sys.argv", argv)
-    bench_throughput.main()
+    with pytest.raises(SystemExit) as ended:
+        bench_throughput.main()
+    assert ended.value.code == bench_throughput.TIME_OVER
     out = capsys.readouterr().out
     assert out.endswith("\nthe time is over\n") and ("| ours, H2O | 128 |" in out) == prints
 
@@ -348,7 +357,7 @@ def test_a_system_that_dies_is_a_result_without_paths_of_this_machine(tmp_path, 
     scratch = str(bench.scratch)
     job = bench_systems.Job("Accelerate", str(tmp_path / "model"), scratch, "bfloat16", "cpu", 4, 2, 1)
     run = bench._finish(job, 900)
-    assert run == found | ({} if code is None else {"cgroup_peak_bytes": 5})
+    assert run == found | {"commit": "0" * 12} | ({} if code is None else {"cgroup_peak_bytes": 5})
     assert not bench.scratch.exists()  # nor does what a system left there take the disk from the next
     assert capsys.readouterr().err == (
         says.format(folder="SCRATCH") + "\n" if code == 1 else ""
@@ -378,6 +387,8 @@ def test_what_ended_a_process_is_told_in_words():
         ("Accelerate", "exit code 1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", True),
         ("Accelerate", "exit code 1: RuntimeError: DefaultCPUAllocator: not enough memory: you tried", True),
         ("Accelerate", "killed", False),
+        ("ZeRO-Inference", "its operators cannot be built (a compiler): no end after 1800 s", False),
+        ("ZeRO-Inference", "no end after 1800 s", True),
         ("ours, H2O", "killed (out of memory)", False),
     ],
 )
@@ -419,7 +430,8 @@ def test_of_two_batches_that_ran_as_often_as_asked_the_faster_one_is_quoted():
 
 @pytest.mark.parametrize("gib, batch", [(23, 128), (62, 256), (18, 128), (14, 64)])
 def test_where_no_batch_is_looked_for_it_is_the_largest_power_of_two_whose_cache_fits(monkeypatch, gib, batch):
-    monkeypatch.setattr(bench_throughput.memory, "ram_available", lambda: gib << 30)
+    here = bench_common.machine() | {"ram_gib": gib}
+    monkeypatch.setattr(bench_common, "machine", lambda *_: here)
     bench = Fake(lambda *_: took(1, 1), name="30b 64+32")
     assert bench.best("Accelerate") == (batch, {}) and bench.asked == []
 

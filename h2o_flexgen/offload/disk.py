@@ -130,7 +130,7 @@ class _Requests:
         future = Future()
         self._waiting[urgency].append((future, partial(work, *args)))
         # not one each: an interrupt here would leave one that nobody takes, and where the disk never rests those of
-        # requests that others have taken would pile up
+        # requests that others have taken would pile up. Counted afterwards: an interrupt between costs no thread
         with self._lock:
             if self._taking < self._threads:
                 self._pool.submit(self._take_all)
