@@ -462,7 +462,7 @@ def section_matrix(results: Results, quick: bool, left) -> None:
     name, path = "cuda 6.7b 512+32", RESULTS / "quick_throughput_cuda_6.7b_512_32.json"
     path.unlink(missing_ok=True)
     argv = [sys.executable, "scripts/bench_throughput.py", "--row", name, "--quick", "--seconds", str(left() - 15)]
-    code, output, _ = run(argv, left())
+    code, output, _ = run(argv, left())  # 3: its time was over
     found = json.loads(path.read_text()) if path.exists() else {"runs": []}
     done = [r["system"] for r in found["runs"] if "failed" not in r]
     if code not in (0, 3) or not {"ours, full cache", "ours, H2O"} <= set(done):

@@ -13,14 +13,14 @@ def speed(run: dict) -> float:
 
 
 def summarise(data: dict) -> dict[str, dict]:
-    """Of every system of a row: what died ("failed"), and, if it ran to the end, medians over the runs with the batch
-    and options that did best. `data`: what the row's file holds."""
+    """Of every system of a row: what died ("failed"), whether it is a peer that "dies", and, if it ran to the end,
+    medians over the runs with the batch and options that did best. `data`: what the row's file holds."""
     return {system: _of_system(system, data) for system in data["row"]["systems"]}
 
 
 def rounds(data: dict) -> int:
     """How often all systems of a row have run to the end, peers that never do set apart; at most what the row asks."""
-    found = [s.get("runs", 0) for system, s in summarise(data).items() if "runs" in s or not _dies(system, data)]
+    found = [s.get("runs", 0) for s in summarise(data).values() if "runs" in s or not s["dies"]]
     return min([data["row"]["runs"], *found])
 
 
