@@ -353,7 +353,7 @@ class LLM:
             total = len(sequences) * params.max_tokens
             bar = tqdm(total=total, unit="tok", desc="generating", disable=not self.progress, smoothing=0.1)
             engine = Engine(
-                self.config, self.device, self.dtype, rule, weights, caches, activations, params, self.eos_ids
+                self.config, self.device, self.dtype, rule, weights, caches, activations, params, self.eos_ids, plan.ram
             )
             before = self._moved(None, None)
             for output in outputs.values():

@@ -395,11 +395,11 @@ def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     if shapes.budget is not None or shapes.may_widen:  # in chunks
         # three copies in (B*H, T, D) shape, and the context; or the rows that are kept
         attention += tokens * 4 * E * size
-        # a chunk of logits, and its probabilities in fp32 beside those of the chunk before
+        # a chunk of logits and its probabilities in fp32, one buffer where it is computed in fp32; CUDA may widen bf16
         queries = min(QUERY_CHUNK, P) * P
         attention += min(
             tokens * H * min(QUERY_CHUNK, P), max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], queries)
-        ) * ((4 if shapes.may_widen else size) + 8)
+        ) * (4 + size * (size < 4) + 4 * shapes.cuda)
     if shapes.may_widen:  # queries, keys, values and the product of a few heads
         attention += 16 * config.head_dim * min(tokens * H, max(P, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P)))
     return max(mlp, attention)

@@ -214,6 +214,13 @@ class Plan:
     def needed(self, tier: str) -> int:
         return sum(nbytes for t, _, nbytes in self.items if t == tier)
 
+    @property
+    def ram(self) -> float:
+        """Bytes of RAM that a job on the CPU may hold in all; without end where only its buffers are in RAM."""
+        if not self.shared:
+            return float("inf")
+        return min(self.limits["ram"], self.limits["gpu"] + self.limits["cpu"])
+
     def shortfall(self) -> tuple[str, int, int] | None:
         """The first tier that is too small, with the bytes needed and there, or None."""
         if self.shared:

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from cli_tools import FP32, ON_DISK, ON_GPU, end, percent, start, wide
 
-from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen import LLM, Policy, SamplingParams
+from h2o_flexgen.engine import engine
+from h2o_flexgen.offload.device import Device
+from h2o_flexgen.policy import Plan
 
 pytest_plugins = ["cli_tools"]
 
@@ -65,3 +68,23 @@ def test_an_exception_that_is_kept_holds_no_weights(model):
         gc.collect()
         assert weights[0]() is None
         assert raised.value is not None  # and with it the traceback
+
+
+@pytest.mark.parametrize("ram, micro_batches", [(float("inf"), 0), (0, 3)], ids=["roomy", "tight"])
+def test_prefill_gives_gaps_back_within_a_layer_only_where_ram_is_tight(model, monkeypatch, ram, micro_batches):
+    given_back = []
+    monkeypatch.setattr(engine, "GAPS_SECONDS", 0)
+    monkeypatch.setattr(Plan, "ram", ram)
+    monkeypatch.setattr(Device, "release_gaps", lambda self: given_back.append(self))
+    policy = Policy(gpu_batch_size=3, num_gpu_batches=1, prefill_tokens=4)
+    with LLM(str(model), device="cpu", dtype="float32", progress=False, policy=policy) as llm:
+        llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=2))
+        decoders = llm.config.num_hidden_layers
+    assert len(given_back) == decoders + 2 + micro_batches * decoders
+
+
+def test_the_ram_of_a_plan_is_what_the_process_may_hold():
+    limits = {"gpu": 10, "cpu": 20, "disk": 1, "ram": 25}
+    assert Plan([], limits, shared=True).ram == 25
+    assert Plan([], limits | {"gpu": 2}, shared=True).ram == 22
+    assert Plan([], limits).ram == float("inf")

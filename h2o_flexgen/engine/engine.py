@@ -17,13 +17,14 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import CacheRule
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.plan import HEAD_ROWS, product_groups
 
-#: between two times that prefill gives back gaps in the heap
+#: least time between two times that prefill gives back gaps in the heap
 GAPS_SECONDS = 0.25
 
 
@@ -72,7 +73,11 @@ def make_batches(sequences: list[Sequence], batch_size: int, prefill_tokens: int
 
 
 class Engine:
-    """Joins weights, cache and maths. One block at a time; `seconds` adds up over blocks."""
+    """Joins weights, cache and maths. One block at a time; `seconds` adds up over blocks.
+
+    Args:
+        ram: bytes that this process may hold; above them prefill gives gaps in the heap back within a layer too.
+    """
 
     def __init__(
         self,
@@ -85,12 +90,13 @@ class Engine:
         activations: ActivationStore,
         params: SamplingParams,
         eos_ids: frozenset[int],
+        ram: float = float("inf"),
         on_progress: Callable[[int, int, int], None] = lambda i, j, tokens: None,
         on_finished: Callable[[list[Sequence]], None] = lambda sequences: None,
     ):
         self.config, self.device, self.dtype, self.rule = config, device, dtype, rule
         self.weights, self.caches, self.activations = weights, caches, activations
-        self.params, self.eos_ids = params, eos_ids
+        self.params, self.eos_ids, self.ram = params, eos_ids, ram
         self.on_progress, self.on_finished = on_progress, on_finished
         self.num_layers = len(weights.layers)
         self.seconds = {"prefill": 0.0, "decode": 0.0}
@@ -114,7 +120,7 @@ class Engine:
         self._coming = [(j, k) for j in decoders for k in range(len(batches)) if self.caches.streams(j - 1, k)]
         self._not_fetched = Step(1, 0, 0)
         self.device.synchronize()
-        start = released = time.perf_counter()
+        start = self._released = time.perf_counter()
         phase = "prefill"
         for i, j, active in self.schedule.layers():
             if j == 0 and i == 1:
@@ -131,10 +137,8 @@ class Engine:
                     self._decode(i, j, group, w)
             del w
             self.weights.release(j)
-            # micro-batches leave gaps of several times what one of them takes; pages come back at a price
-            if i == 0 and (j == self.num_layers - 1 or time.perf_counter() - released > GAPS_SECONDS):
-                self.device.release_gaps()
-                released = time.perf_counter()
+            if i == 0:
+                self._release_gaps(now=j == self.num_layers - 1)
             tokens = 0
             if j == self.num_layers - 1:
                 tokens = sum(len(s.tokens) for b in batches for s in b.sequences) - before
@@ -221,10 +225,18 @@ class Engine:
             attend = partial(self.rule.prefill, cache.rows(begin, end), lengths=lengths)
             hidden = opt.decoder_layer(self.config, w, hidden, attend)
             self.activations.put(k, m, offset, hidden)
+            if memory.resident() > self.ram:  # a layer may take seconds
+                self._release_gaps()
         if cache is not None:
             self.caches.store_all(j - 1, k, batch.longest)
         else:
             self._retire(step)
+
+    def _release_gaps(self, now: bool = False) -> None:
+        """Micro-batches leave gaps of several times what one of them takes; pages come back at a price."""
+        if now or time.perf_counter() - self._released > GAPS_SECONDS:
+            self.device.release_gaps()
+            self._released = time.perf_counter()
 
     def _groups(self, active: list[int]) -> list[list[int]]:
         """The batches that go through a decode step's products together."""

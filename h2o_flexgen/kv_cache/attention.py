@@ -44,18 +44,24 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
     context = torch.empty_like(q)
     score = score if score is None else score.view(B * H, T)
     chunk = min(QUERY_CHUNK, T)
-    heads = max(1, CHUNK_ELEMENTS.get(q.device.type, 1 << 25) // (chunk * T))
+    heads = min(B * H, max(1, CHUNK_ELEMENTS.get(q.device.type, 1 << 25) // (chunk * T)))
     slow = is_slow(q)
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    # taken once: blocks of ever other sizes would leave gaps in the heap
+    in_fp32 = torch.empty(heads * chunk * T, dtype=torch.float32, device=q.device)
+    narrow = in_fp32 if slow or q.dtype == torch.float32 else torch.empty_like(in_fp32, dtype=q.dtype)
     for a in range(0, B * H, heads):
         b = min(a + heads, B * H)
         few_q, few_k, few_v = (x[a:b].float() if slow else x[a:b] for x in (q, k, v))
         for begin in range(0, T, chunk):
             end = min(begin + chunk, T)
             n = end - begin
-            logits = torch.bmm(few_q[:, begin:end] * D**-0.5, few_k[:, :end].transpose(1, 2))
+            logits, p = (x[: (b - a) * n * end].view(b - a, n, end) for x in (narrow, in_fp32))
+            torch.bmm(few_q[:, begin:end] * D**-0.5, few_k[:, :end].transpose(1, 2), out=logits)
             logits[:, :, begin:end].masked_fill_(above[:n, :n], float("-inf"))
-            p = torch.softmax(logits, -1, dtype=torch.float32)
+            # CUDA widens fp16 as it computes; a CPU would take another tensor for it
+            widened = logits if q.is_cuda or narrow is in_fp32 else p.copy_(logits)
+            torch.softmax(widened, -1, dtype=torch.float32, out=p)
             if score is not None and real is None:
                 score[a:b, :end] += p.sum(1)
             elif score is not None:
@@ -64,7 +70,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
             if slow:
                 into.copy_(torch.bmm(p, few_v[:, :end]))
             else:
-                torch.bmm(p.to(v.dtype), few_v[:, :end], out=into)
+                torch.bmm(p if narrow is in_fp32 else logits.copy_(p), few_v[:, :end], out=into)
     return context.view(B, H, T, D)
 
 
