@@ -382,14 +382,17 @@ class Bench:
             return self.row.start.get(system, START), placements[0]
         rates = [(*self._grow(system, options), options) for options in placements]
         rate, batch, options = max(rates, key=lambda found: found[0])
-        if not rate:
-            return None
+        return (batch, self._tweaked(system, batch, options, rate)) if rate else None
+
+    def _tweaked(self, system: str, batch: int, options: dict, rate: float) -> dict:
+        """The options with the tweak that makes a rate the best, if it is clearly better."""
         tried = [(NOISE * rate, options)]
-        tweaks = [t for t in what.tweaks if not t.keys() & options and self._could_hold(batch, t.get("share", 0))]
+        tweaks = [t for t in SYSTEMS[system].tweaks if not t.keys() & options]
+        tweaks = [t for t in tweaks if self._could_hold(batch, t.get("share", 0))]
         if not any(r["system"] == system and r.get("lowest_tier") == "disk" for r in self.runs):
             tweaks = [t for t in tweaks if not t.keys() & OF_THE_DISK]
         tried += [(self._probe(system, batch, options | tweak)[0], options | tweak) for tweak in tweaks]
-        return batch, max(tried, key=lambda pair: pair[0])[1]
+        return max(tried, key=lambda pair: pair[0])[1]
 
     def _grow(self, system: str, options: dict) -> tuple[float, int]:
         """The best rate while the batch is doubled until it fails or slows down, and its batch."""
@@ -454,7 +457,19 @@ class Bench:
         for tweak in SYSTEMS[system].tweaks:
             if tweak.items() <= options.items():
                 return batch, {k: v for k, v in options.items() if k not in tweak}
-        return (batch // 2, options) if batch > 1 else None
+        while batch > 1:
+            batch //= 2
+            if self.quick or not self.row.search:
+                return batch, options
+            if not self._died(system, batch, options):
+                return batch, self._tweaked(system, batch, options, self._probe(system, batch, options)[0])
+        return None
+
+    def _died(self, system: str, batch: int, options: dict) -> bool:
+        """Whether whole runs like this were made, and all died of their size."""
+        runs = [r for r in table_runs({"runs": self.runs}, system) if (r["batch"], r["options"]) == (batch, options)]
+        whole = [is_result(r) and "failed" in r for r in runs if r["gen_len"] == self.row.gen_len]
+        return bool(whole) and all(whole)
 
     def frontier(self, sweeps: int, systems: list[str]) -> None:
         """Blocks of our systems from all sequences down to a few, each a job of its own, in turns; the next sweep goes

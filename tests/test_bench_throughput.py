@@ -99,18 +99,38 @@ def test_batches_whose_cache_alone_is_over_the_cap_are_not_tried():
 
 
 def test_a_whole_run_that_dies_runs_again_without_its_options_and_then_smaller():
+    eager = {"attention": "eager"}
+
     def answer(batch, gen_len, options):
         if gen_len == 32 and (options or batch > 32):
             return OOM
-        return took(0.5 if options else 1.0, 0.0)
+        return took(0.5 if options and batch > 32 else 1.0, 0.0)
 
     bench = Fake(answer)
     bench.fill(1, ["transformers"])
     whole = [(batch, options) for _, batch, gen_len, options in bench.asked if gen_len == 32]
-    assert whole == [(64, {"attention": "eager"}), (64, {}), (32, {})]
+    assert whole == [(64, eager), (64, {}), (32, {})]
+    assert ("transformers", 32, 8, eager) in bench.asked
     found = summarise(bench_common.stored(bench.file))["transformers"]
     assert found["batch"] == 32 and found["runs"] == 1
     assert found["failed"] == ["batch 64, attention eager: killed (out of memory)", "batch 64: killed (out of memory)"]
+
+
+def test_of_the_smaller_batches_those_that_died_are_passed_over_and_options_are_tried_at_the_one_that_runs():
+    eager = {"attention": "eager"}
+
+    def answer(batch, gen_len, options):
+        if gen_len == 32 and batch > 16:
+            return OOM
+        return took(0.5 if options and batch == 16 else 1.0, 0.0)
+
+    first = Fake(answer)
+    for batch in (64, 32):
+        first.run("transformers", batch, 32, {}, 900)
+    bench = Fake(answer)
+    bench.fill(2, ["transformers"])
+    whole = [(batch, options) for _, batch, gen_len, options in bench.asked if gen_len == 32]
+    assert whole == [(16, eager), (16, eager)]
 
 
 def test_a_benchmark_that_was_stopped_goes_on():
