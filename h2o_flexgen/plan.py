@@ -395,14 +395,18 @@ def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     if shapes.budget is not None or shapes.may_widen:  # in chunks
         # three copies in (B*H, T, D) shape, and the context; or the rows that are kept
         attention += tokens * 4 * E * size
-        # a chunk of logits and its probabilities in fp32, one buffer where it is computed in fp32; CUDA may widen bf16
-        queries = min(QUERY_CHUNK, P) * P
-        attention += min(
-            tokens * H * min(QUERY_CHUNK, P), max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], queries)
-        ) * (4 + size * (size < 4) + 4 * shapes.cuda)
+        attention += _chunk_of_attention(shapes, tokens, P)
     if shapes.may_widen:  # queries, keys, values and the product of a few heads
         attention += 16 * config.head_dim * min(tokens * H, max(P, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P)))
     return max(mlp, attention)
+
+
+def _chunk_of_attention(shapes: Shapes, tokens: int, P: int) -> int:
+    """Logits and, in float32, their probabilities; one buffer for both where the logits are in float32 too."""
+    chunk = min(QUERY_CHUNK, P)
+    most = max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], chunk * P)
+    size = shapes.compute_itemsize
+    return min(tokens * shapes.config.num_attention_heads * chunk, most) * (4 + size * (size < 4))
 
 
 def _widened(shapes: Shapes, tokens: int) -> int:

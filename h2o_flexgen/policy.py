@@ -216,10 +216,10 @@ class Plan:
 
     @property
     def ram(self) -> float:
-        """Bytes of RAM that a job on the CPU may hold in all; without end where only its buffers are in RAM."""
+        """Bytes of RAM that the process may hold in a job on the CPU; infinite with CUDA."""
         if not self.shared:
             return float("inf")
-        return min(self.limits["ram"], self.limits["gpu"] + self.limits["cpu"])
+        return min(self.limits["ram"], self.limits["gpu"] + self.needed("cpu"))
 
     def shortfall(self) -> tuple[str, int, int] | None:
         """The first tier that is too small, with the bytes needed and there, or None."""

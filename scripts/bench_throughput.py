@@ -459,10 +459,13 @@ class Bench:
                 return batch, {k: v for k, v in options.items() if k not in tweak}
         while batch > 1:
             batch //= 2
-            if self.quick or not self.row.search:
+            if self.quick or not self.row.search or not SYSTEMS[system].tweaks:
                 return batch, options
-            if not self._died(system, batch, options):
-                return batch, self._tweaked(system, batch, options, self._probe(system, batch, options)[0])
+            if self._died(system, batch, options):
+                continue
+            rate, too_large = self._probe(system, batch, options)  # anew: of the same minutes as its variants
+            if not too_large:
+                return batch, self._tweaked(system, batch, options, rate)
         return None
 
     def _died(self, system: str, batch: int, options: dict) -> bool:

@@ -133,6 +133,25 @@ def test_of_the_smaller_batches_those_that_died_are_passed_over_and_options_are_
     assert whole == [(16, eager), (16, eager)]
 
 
+@pytest.mark.parametrize("name, quick", [("1.3b 32+32", True), ("30b 64+32", False)])
+def test_where_no_best_batch_is_searched_a_death_halves_it_and_no_variant_is_tried(name, quick):
+    bench = Fake(lambda batch, *_: OOM if batch > 4 else took(1, 1), name=name, quick=quick)
+    bench.fill(1, ["Accelerate"])
+    assert bench.asked[-1][1] == 4
+    assert not any(options or gen_len == bench_throughput.PROBE for *_, gen_len, options in bench.asked)
+
+
+def test_a_batch_is_passed_over_only_where_all_its_whole_runs_died_of_their_size():
+    answers = {8: [took(1, 1), OOM], 4: [FULL_DISK], 2: [OOM, OOM], 1: [OOM]}
+    bench = Fake(lambda batch, *_: answers[batch].pop(0))
+    for batch, runs in answers.items():
+        for _ in range(len(runs)):
+            bench.run("Accelerate", batch, 32, {}, 900)
+    assert [bench._died("Accelerate", batch, {}) for batch in (16, 8, 4, 2, 1)] == [False, False, False, True, True]
+    assert not bench._died("Accelerate", 2, {"share": 0.15}) and not bench._died("transformers", 2, {})
+    assert not Fake(None, restart=lambda run: run["batch"] == 1)._died("Accelerate", 1, {})
+
+
 def test_a_benchmark_that_was_stopped_goes_on():
     first = Fake(lambda *_: took(1, 2))
     first.fill(2, ["ours, full cache", "ours, H2O"])

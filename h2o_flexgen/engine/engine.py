@@ -225,16 +225,16 @@ class Engine:
             attend = partial(self.rule.prefill, cache.rows(begin, end), lengths=lengths)
             hidden = opt.decoder_layer(self.config, w, hidden, attend)
             self.activations.put(k, m, offset, hidden)
-            if memory.resident() > self.ram:  # a layer may take seconds
-                self._release_gaps()
+            self._release_gaps(over=self.ram)  # a layer may take seconds
         if cache is not None:
             self.caches.store_all(j - 1, k, batch.longest)
         else:
             self._retire(step)
 
-    def _release_gaps(self, now: bool = False) -> None:
-        """Micro-batches leave gaps of several times what one of them takes; pages come back at a price."""
-        if now or time.perf_counter() - self._released > GAPS_SECONDS:
+    def _release_gaps(self, over: float = 0, now: bool = False) -> None:
+        """Micro-batches leave gaps of several times what one of them takes; pages come back at a price. Only if the
+        process holds more than `over` bytes."""
+        if (now or time.perf_counter() - self._released > GAPS_SECONDS) and memory.resident() > over:
             self.device.release_gaps()
             self._released = time.perf_counter()
 

@@ -47,9 +47,11 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
     heads = min(B * H, max(1, CHUNK_ELEMENTS.get(q.device.type, 1 << 25) // (chunk * T)))
     slow = is_slow(q)
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    # taken once: blocks of ever other sizes would leave gaps in the heap
+    # taken once: blocks of ever-changing sizes would leave gaps in the heap
     in_fp32 = torch.empty(heads * chunk * T, dtype=torch.float32, device=q.device)
     narrow = in_fp32 if slow or q.dtype == torch.float32 else torch.empty_like(in_fp32, dtype=q.dtype)
+    # of 16-bit logits torch's softmax widens fp16 on CUDA as it goes; for others it would take one more tensor
+    as_they_are = narrow is in_fp32 or (q.is_cuda and q.dtype == torch.float16)
     for a in range(0, B * H, heads):
         b = min(a + heads, B * H)
         few_q, few_k, few_v = (x[a:b].float() if slow else x[a:b] for x in (q, k, v))
@@ -59,9 +61,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
             logits, p = (x[: (b - a) * n * end].view(b - a, n, end) for x in (narrow, in_fp32))
             torch.bmm(few_q[:, begin:end] * D**-0.5, few_k[:, :end].transpose(1, 2), out=logits)
             logits[:, :, begin:end].masked_fill_(above[:n, :n], float("-inf"))
-            # CUDA widens fp16 as it computes; a CPU would take another tensor for it
-            widened = logits if q.is_cuda or narrow is in_fp32 else p.copy_(logits)
-            torch.softmax(widened, -1, dtype=torch.float32, out=p)
+            torch.softmax(logits if as_they_are else p.copy_(logits), -1, dtype=torch.float32, out=p)
             if score is not None and real is None:
                 score[a:b, :end] += p.sum(1)
             elif score is not None:
