@@ -137,8 +137,8 @@ class Engine:
                     self._decode(i, j, group, w)
             del w
             self.weights.release(j)
-            if i == 0:
-                self._release_gaps(now=j == self.num_layers - 1)
+            if i == 0 and (j == self.num_layers - 1 or self._gaps_are_due()):
+                self._release_gaps()
             tokens = 0
             if j == self.num_layers - 1:
                 tokens = sum(len(s.tokens) for b in batches for s in b.sequences) - before
@@ -225,18 +225,20 @@ class Engine:
             attend = partial(self.rule.prefill, cache.rows(begin, end), lengths=lengths)
             hidden = opt.decoder_layer(self.config, w, hidden, attend)
             self.activations.put(k, m, offset, hidden)
-            self._release_gaps(over=self.ram)  # a layer may take seconds
+            if self._gaps_are_due() and memory.resident() > self.ram:  # a layer may take seconds
+                self._release_gaps()
         if cache is not None:
             self.caches.store_all(j - 1, k, batch.longest)
         else:
             self._retire(step)
 
-    def _release_gaps(self, over: float = 0, now: bool = False) -> None:
-        """Micro-batches leave gaps of several times what one of them takes; pages come back at a price. Only if the
-        process holds more than `over` bytes."""
-        if (now or time.perf_counter() - self._released > GAPS_SECONDS) and memory.resident() > over:
-            self.device.release_gaps()
-            self._released = time.perf_counter()
+    def _gaps_are_due(self) -> bool:
+        """Micro-batches leave gaps of several times what one of them takes; pages come back at a price."""
+        return time.perf_counter() - self._released > GAPS_SECONDS
+
+    def _release_gaps(self) -> None:
+        self.device.release_gaps()
+        self._released = time.perf_counter()
 
     def _groups(self, active: list[int]) -> list[list[int]]:
         """The batches that go through a decode step's products together."""
