@@ -428,6 +428,7 @@ class LLM:
             stored_itemsize=max(dtype.itemsize for dtype in self._stored_dtypes),
             converts=self._stored_dtypes != {self.dtype},
             cuda=self.device.is_cuda,
+            bf16=self.dtype == torch.bfloat16,
             dummy=isinstance(self.source, DummyCheckpoint),
         )
 

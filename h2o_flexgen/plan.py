@@ -103,7 +103,8 @@ class Shapes:
         layers: {name: shape} per layer as for `Placement.of`.
         streamed: {name: shape} per layer of what is needed whole (the embedding only gathers rows).
         segments: KV slots per sequence and head, by segment; budget: heavy + recent, or None for a full cache.
-        stored_itemsize: bytes per number in the checkpoint; compute_itemsize: in the computation.
+        stored_itemsize: bytes per number in the checkpoint; compute_itemsize: in the computation; bf16: whether that
+            is in bf16.
     """
 
     config: OPTConfig
@@ -115,6 +116,7 @@ class Shapes:
     stored_itemsize: int
     converts: bool
     cuda: bool
+    bf16: bool
     dummy: bool = False
 
     @property
@@ -392,7 +394,7 @@ def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     H = config.num_attention_heads
     if shapes.budget is not None:
         attention += tokens * H * (4 + 4 + 4 + 8)  # scores; the sort's keys and indices
-    if shapes.budget is not None or shapes.may_widen:  # in chunks
+    if shapes.budget is not None or shapes.may_widen or shapes.bf16:  # by chunks, at least on some processors and cards
         # three copies in (B*H, T, D) shape, and the context; or the rows that are kept
         attention += tokens * 4 * E * size
         attention += _chunk_of_attention(shapes, tokens, P)

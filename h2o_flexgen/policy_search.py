@@ -103,6 +103,7 @@ class Planner:
             stored_itemsize=ITEMSIZE[self.stored],
             converts=dtype != self.stored,
             cuda=self.profile.device == "cuda",
+            bf16=dtype == "bfloat16",
             dummy=self.dummy,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,17 @@ from h2o_flexgen import LLM, Policy
 from h2o_flexgen.engine.engine import Sequence, make_batches
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
-from h2o_flexgen.plan import GROUP_ROWS, HOMEWARD, Workload, batch_sizes, micro_tokens, product_groups, product_rows
+from h2o_flexgen.plan import (
+    GROUP_ROWS,
+    HOMEWARD,
+    Workload,
+    _chunk_of_attention,
+    _prefill_workspace,
+    batch_sizes,
+    micro_tokens,
+    product_groups,
+    product_rows,
+)
 from h2o_flexgen.policy import TIERS
 
 NO_LIMITS = dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60)
@@ -194,3 +206,11 @@ def test_batches_share_products_up_to_a_number_of_rows(sizes):
     for (begin, end), together in zip(groups, rows):
         assert end == begin + 1 or together <= GROUP_ROWS
         assert end == len(sizes) or together + sizes[end] > GROUP_ROWS
+
+
+def test_prompts_by_chunks_are_counted_where_a_card_may_have_no_fused_attention(sizes):
+    llm, P = sizes["facebook/opt-1.3b"], 1000
+    fp16 = replace(llm._count_shapes(Workload((P,), 8), FullCache()), cuda=True, compute_itemsize=2)
+    bf16 = replace(fp16, bf16=True)
+    more = _prefill_workspace(bf16, P, P) - _prefill_workspace(fp16, P, P)
+    assert more >= _chunk_of_attention(bf16, P, P)

@@ -284,7 +284,8 @@ class Lane:
         if self._stream is None:
             job()
             return None
-        with torch.cuda.stream(self._stream):
+        # of a card that is not the thread's own, leaving the stream alone would make a context on card 0
+        with torch.cuda.device(self.device.torch_device), torch.cuda.stream(self._stream):
             self.device.wait(after)
             job()
             return self.device.record()

@@ -123,6 +123,12 @@ class Buffers(TorchDispatchMode):
         return made
 
 
+@pytest.mark.parametrize("capability, fused", [((7, 5), False), ((8, 0), True)])
+def test_on_a_card_without_fused_attention_in_bf16_no_whole_matrix_is_held(monkeypatch, capability, fused):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert attention._has_fused_bf16(torch.device("cuda", 0)) == fused
+
+
 @pytest.mark.parametrize("T", [1, 255, 257, 1000])
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
