@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, SWAPS = Path("/sys/fs/cgroup"), Path("/proc/swaps")
 RESULTS = ROOT / "docs" / "benchmarks"
 sys.path.insert(0, str(ROOT))
 
@@ -200,7 +200,7 @@ class MemoryCap:
     A process must enter before it allocates: what was charged before stays uncharged.
 
     Raises:
-        SystemExit: no cgroup can be made.
+        SystemExit: no cgroup can be made, or swap would get around it.
     """
 
     PREFIX = "h2o_flexgen-"
@@ -217,10 +217,15 @@ class MemoryCap:
                 control.write_text("+memory")
             self.folder = Path(tempfile.mkdtemp(prefix=self.PREFIX, dir=root))
             self._file("memory.limit_in_bytes", "memory.max").write_text(str(nbytes))
-            # without swap, where the kernel counts it
+            # without swap
             swap, limit = self._file("memory.memsw.limit_in_bytes", "memory.swap.max"), nbytes if self.is_v1 else 0
             if swap.exists():
                 swap.write_text(str(limit))
+            elif SWAPS.exists() and len(SWAPS.read_text().splitlines()) > 1:
+                self.__exit__()
+                sys.exit(
+                    "error: this kernel counts no swap, and there is some: a program over its cap would go on there"
+                )
         except OSError as e:
             self.__exit__()
             sys.exit(

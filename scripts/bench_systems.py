@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -248,8 +248,9 @@ def fill(model, folder: str) -> None:
 
 
 def run_flexgen(job: Job) -> dict:
-    """The `flexgen` package through its Python API, CUDA only: everything on the card if the weights leave room there,
-    and otherwise placed as its paper (arXiv 2303.06865, table of policies) places OPT-30B on a card of 16 GB."""
+    """The `flexgen` package through its Python API, CUDA only: everything on the card, without overlap, if the weights
+    leave room there, and otherwise placed as its paper (arXiv 2303.06865, table of policies) places OPT-30B on a card
+    of 16 GB, with attention on the CPU unless the option "cpu_attention" is false."""
     import numpy as np
     from flexgen.compression import CompressionConfig
     from flexgen.flex_opt import OptLM, Policy
@@ -277,18 +278,17 @@ def run_flexgen(job: Job) -> dict:
         gpu_batch_size=size,
         num_gpu_batches=job.batch // size,
         **dict(zip(FLEXGEN_SHARES, percent)),
-        overlap=True,
+        overlap=not on_gpu,
         sep_layer=True,
         pin_weight=True,
-        cpu_cache_compute=False,
+        cpu_cache_compute=not on_gpu and job.options.get("cpu_attention", True),
         attn_sparsity=1.0,
         compress_weight=False,
         comp_weight_config=no_compression,
         compress_cache=False,
         comp_cache_config=no_compression,
     )
-    weights = Path(f"{job.model}-numpy")  # for the runs after this one too
-    as_numpy_files(job.model, weights / "checkpoint-np")
+    weights = flexgen_weights(job.model)
     env = ExecutionEnv.create(str(Path(job.scratch) / "flexgen"))
     try:
         model = OptLM(config, env, str(weights), policy)
@@ -314,13 +314,16 @@ def run_flexgen(job: Job) -> dict:
 FLEXGEN_SHARES = [f"{what}_{where}_percent" for what in ("w", "cache", "act") for where in ("gpu", "cpu")]
 
 
-def as_numpy_files(model: str, folder: Path) -> None:
-    """A checkpoint as FlexGen reads it: one .npy file per parameter, without that ending."""
+def flexgen_weights(model: str) -> Path:
+    """The folder of a checkpoint as FlexGen reads it, made beside it once: one .npy file per parameter, without that
+    ending."""
     import numpy as np
     from safetensors import safe_open
 
+    weights = Path(f"{model}-numpy")
+    folder = weights / "checkpoint-np"
     if folder.exists():
-        return
+        return weights
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -331,6 +334,7 @@ def as_numpy_files(model: str, folder: Path) -> None:
                 with open(partial / short, "wb") as file:
                     np.save(file, tensors.get_tensor(name))
     partial.rename(folder)
+    return weights
 
 
 # ours
@@ -364,7 +368,8 @@ def run_ours(job: Job) -> dict:
     with make() as llm:
         prompts = common.random_prompts(job.batch, job.prompt_len)
         llm.generate(prompts[:1], SamplingParams(max_tokens=2, ignore_eos=True))
-        moved, samples = decode_bytes(llm), disk_samples(job, lambda: settle(llm))
+        moved = decode_bytes(llm)
+        samples = disk_samples(job, lambda: settle(llm)) if decode.reads_disk else []
         outputs = llm.generate(prompts, SamplingParams(max_tokens=job.gen_len, ignore_eos=True))
         assert all(len(o.outputs[0].token_ids) == job.gen_len for o in outputs)
         report = without(llm.report, sum(seconds for _, seconds in samples))
@@ -372,11 +377,9 @@ def run_ours(job: Job) -> dict:
     during = [rate for rate, _ in samples]
     sampled = {what: [r[what] for r in rates] + during * (what == "disk") for what in rates[0]}
     matrices = sum(math.prod(shape) for layer in layers for _, shape in layer.streamed.values() if len(shape) > 1)
-    work = {
-        "disk": moved["disk_to_cpu"],
-        "products": 2 * matrices * job.batch * (job.gen_len - 1),
-        **decode.attended_bytes(),
-    }
+    work = {"products": 2 * matrices * job.batch * (job.gen_len - 1)} | decode.attended_bytes()
+    if decode.reads_disk:
+        work["disk"] = moved["disk_to_cpu"]
     if job.device != "cpu":
         work["bus"] = max(moved["cpu_to_gpu"], moved["gpu_to_cpu"])  # both ways at a time
     seconds = {what: amount / mean(sampled[what]) for what, amount in work.items()}
@@ -394,7 +397,7 @@ def run_ours(job: Job) -> dict:
     }
 
 
-def lowest_tier(percent: list[float], device: str) -> str:
+def lowest_tier(percent: Sequence[float], device: str) -> str:
     """The slowest tier on which a policy puts anything."""
     gpu, cpu = percent[0::2], percent[1::2]
     if any(g + c < 100 for g, c in zip(gpu, cpu)):
@@ -482,6 +485,10 @@ class DecodeWork:
 
         return max(product_rows(self.sizes))
 
+    @property
+    def reads_disk(self) -> bool:
+        return lowest_tier(self.policy.percent, self.job.device) == "disk"
+
     def layout(self, batch: int):
         """The cache of one layer."""
         import torch
@@ -504,13 +511,11 @@ class DecodeWork:
 
 
 def machine_rates(decode: DecodeWork) -> dict[str, float]:
-    """Bytes per second from disk and over the bus (with CUDA), flops per second of products, and bytes of K and V per
-    second of attention, wherever it runs."""
+    """Bytes per second from disk (if any come from there) and over the bus (with CUDA), flops per second of products,
+    and bytes of K and V per second of attention, wherever it runs."""
     job = decode.job
-    rates = {
-        "disk": disk_rate(job.model),
-        "products": product_rate(decode.config, job.dtype, job.device, decode.rows),
-    }
+    rates = {"disk": disk_rate(job.model)} if decode.reads_disk else {}
+    rates["products"] = product_rate(decode.config, job.dtype, job.device, decode.rows)
     for what in decode.attended_bytes():
         rates[what] = attention_rate(decode, job.device if what == "attention" else "cpu")
     return rates | ({} if job.device == "cpu" else {"bus": bus_rate()})

@@ -32,7 +32,7 @@ from pathlib import Path
 import bench_common as common
 import torch
 from bench_common import MemoryCap
-from bench_systems import Job
+from bench_systems import Job, fits_in_ram, flexgen_weights
 from make_tables import throughput
 from throughput_rows import NOT_BUILT, died_of_its_size, is_superseded, is_swept, speed, summarise, table_runs
 
@@ -97,7 +97,7 @@ SYSTEMS = {
         tweaks=(EAGER, {"share": 0.25}, {"share": 0.15}),
     ),
     "ZeRO-Inference": System("ZeRO-Inference", "deepspeed", tweaks=(EAGER, {"threads": 2}, {"buffers": 4})),
-    "FlexGen": System("FlexGen", "flexgen"),
+    "FlexGen": System("FlexGen", "flexgen", tweaks=({"cpu_attention": False},)),
     "ours, full cache": System("ours", "h2o_flexgen"),
     "ours, H2O": System("ours", "h2o_flexgen", ({"h2o": True},)),
 }
@@ -136,6 +136,9 @@ class Row:
         return all(getattr(self, k) == other[k] for k in ("model", "prompt_len", "gen_len", "cap", "device"))
 
 
+#: GiB: what is sold as 16 GB
+CARD = 14.9
+
 #: near the H2O paper's batches on a card of 16 GB (its table of throughputs), from which to look
 PUBLISHED = {
     "6.7b": {
@@ -172,7 +175,7 @@ ROWS = {
             f"facebook/opt-{size}",
             512,
             gen,
-            16,
+            CARD,
             prompts,
             "cuda",
             systems=tuple(s for s in SYSTEMS if s != "transformers" or size == "6.7b"),
@@ -286,6 +289,8 @@ class Bench:
             options=options | ({"hardware": str(self.profile)} if runner == "ours" else {}),
             kv_budget=self.kv_budget if options.get("h2o") else None,
         )
+        if runner == "FlexGen":  # they are converted before the clock runs
+            flexgen_weights(job.model)
         return self._finish(job, limit)
 
     def _finish(self, job: Job, limit: float) -> dict:
@@ -349,7 +354,8 @@ class Bench:
             print(f"{self.name}: DeepSpeed's operators are built (minutes, once)", flush=True)
             model = write_checkpoint("facebook/opt-125m", self.folder / "small", self.dtype)
             job = Job("ZeRO-Inference", str(model), str(self.scratch), self.dtype, self.row.device, 4, 2, 1)
-            tiers = ("cpu",) if self.row.device == "cuda" else ("cpu", "nvme")
+            whole = replace(job, model=str(self.checkpoint))
+            tiers = ("cpu",) if self.row.device == "cuda" and fits_in_ram(whole) else ("cpu", "nvme")
             runs = [self._finish(replace(job, options={"offload": tier}), 1800) for tier in tiers]
             self._built = "; ".join(run["failed"] for run in runs if "failed" in run)
         return self._built
@@ -385,14 +391,14 @@ class Bench:
         return (batch, self._tweaked(system, batch, options, rate)) if rate else None
 
     def _tweaked(self, system: str, batch: int, options: dict, rate: float) -> dict:
-        """The options with the tweak that makes a rate the best, if it is clearly better."""
-        tried = [(NOISE * rate, options)]
+        """The options with the tweak that makes a rate the best, if it is clearly better, and so on beside that one."""
         tweaks = [t for t in SYSTEMS[system].tweaks if not t.keys() & options]
-        tweaks = [t for t in tweaks if self._could_hold(batch, t.get("share", 0))]
+        tweaks = [t for t in tweaks if self._could_hold(batch, t.get("share", options.get("share", 0)))]
         if not any(r["system"] == system and r.get("lowest_tier") == "disk" for r in self.runs):
             tweaks = [t for t in tweaks if not t.keys() & OF_THE_DISK]
-        tried += [(self._probe(system, batch, options | tweak)[0], options | tweak) for tweak in tweaks]
-        return max(tried, key=lambda pair: pair[0])[1]
+        tried = [(self._probe(system, batch, options | tweak)[0], options | tweak) for tweak in tweaks]
+        best = max(tried, key=lambda pair: pair[0], default=(0.0, options))
+        return self._tweaked(system, batch, best[1], best[0]) if best[0] > NOISE * rate else options
 
     def _grow(self, system: str, options: dict) -> tuple[float, int]:
         """The best rate while the batch is doubled until it fails or slows down, and its batch."""
@@ -554,9 +560,10 @@ def why(code: int, killed: bool, output: str) -> str:
     if code in (-9, 137):
         return "killed (out of memory)" if killed else "killed"
     lines = [line for line in output.splitlines() if line.strip()]
-    # warnings may come behind the error
-    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return f"exit code {code}: {(errors or lines or [''])[-1][:200]}"
+    # behind the error may come warnings, and what could not be cleaned up; torch marks what a rank printed
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b", line)]
+    of_size = [line for line in errors if died_of_its_size(line)]
+    return f"exit code {code}: {(of_size or errors or lines or [''])[-1][:200]}"
 
 
 def is_result(run: dict) -> bool:

@@ -10,7 +10,7 @@ overlap  from a profiler's trace: how much of the copies' time runs beside kerne
 tests    tests/gpu through pytest
 bench    OPT-6.7B with random weights under a 16 GB cap, 512 + 32 tokens, full cache against H2O; then a few layers as
          wide as OPT-30B's under a cap they do not fit. Each run to its end, never extrapolated
-matrix   only if asked for, it takes as long as all others: OPT-6.7B 512 + 32 in 16 GiB by scripts/bench_throughput.py,
+matrix   only if asked for, it takes as long as all others: OPT-6.7B 512 + 32 in 16 GB by scripts/bench_throughput.py,
          one run of ours and of every peer that is installed (Accelerate, DeepSpeed, FlexGen)
 """
 

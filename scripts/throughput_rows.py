@@ -109,7 +109,7 @@ def _of_system(system: str, data: dict) -> dict:
 
 
 def _key(run: dict) -> tuple:
-    return run["batch"], run["gen_len"], json.dumps(run["options"])
+    return run["batch"], run["gen_len"], json.dumps(run["options"], sort_keys=True)
 
 
 def _predicted(run: dict) -> float:

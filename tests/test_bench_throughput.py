@@ -14,7 +14,7 @@ import pytest
 import torch
 from bench_throughput import ROWS, Bench, TimeIsOver, is_result, why
 from safetensors.torch import save_file
-from throughput_rows import summarise
+from throughput_rows import died_of_its_size, summarise
 
 OOM = {"failed": "killed (out of memory)"}
 FULL_DISK = {"failed": "exit code 1: OSError: [Errno 28] No space left on device"}
@@ -59,6 +59,16 @@ def test_a_batch_is_doubled_until_it_slows_down_and_options_must_be_clearly_fast
     assert probes == [(16, {}), (32, {}), (64, {}), (32, {"attention": "eager"})]
     faster = Fake(lambda batch, gen_len, options: took(0.5 if options else 1.0, 0.0), restart=ALL)
     assert faster.best("transformers")[1] == {"attention": "eager"}
+
+
+def test_variants_that_are_clearly_faster_are_tried_together():
+    eager, small, large = {"attention": "eager"}, {"share": 0.15}, {"share": 0.25}
+    seconds = {(): 1.0, ("attention",): 0.9, ("share",): 0.8, ("attention", "share"): 0.7}
+    bench = Fake(lambda batch, _, options: took(seconds[tuple(sorted(options))], 0) if batch == 16 else OOM)
+    bench.fill(1, ["Accelerate"])
+    tried = [options for _, batch, gen_len, options in bench.asked if batch == 16 and gen_len == 8]
+    assert tried == [{}, eager, large, small, eager | large]
+    assert bench.asked[-1] == ("Accelerate", 16, 32, eager | large)
 
 
 def test_a_batch_is_halved_until_it_runs_and_a_system_that_never_does_is_left_out():
@@ -415,6 +425,11 @@ def test_what_ended_a_process_is_told_in_words():
     assert why(1, False, "a\nb\n\n") == "exit code 1: b"
     error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
     assert why(1, False, f"{error}\n[rank0]: a warning at exit\n") == f"exit code 1: {error}"
+    of_a_rank = f"[rank0]: Traceback (most recent call last):\n[rank0]:   in forward\n[rank0]: {error}\n"
+    behind = (
+        "TypeError: 'NoneType' object is not callable\n[rank0]:[W1] Warning: destroy_process_group() was not called"
+    )
+    assert died_of_its_size(why(1, False, of_a_rank + behind))
 
 
 @pytest.mark.parametrize(
@@ -507,9 +522,11 @@ def test_the_lowest_tier_is_that_of_the_policy(percent, device, tier):
 
 def test_a_checkpoint_is_written_as_flexgen_reads_it(tmp_path):
     tensors = {f"model.decoder.{n}": torch.randn(2, 3).half() for n in ("embed_tokens.weight", "final_layer_norm.bias")}
-    save_file(tensors, tmp_path / "model.safetensors")
-    bench_systems.as_numpy_files(str(tmp_path), tmp_path / "np" / "checkpoint-np")
-    written = {path.name: np.load(path) for path in (tmp_path / "np" / "checkpoint-np").iterdir()}
+    model = tmp_path / "checkpoint"
+    model.mkdir()
+    save_file(tensors, model / "model.safetensors")
+    weights = bench_systems.flexgen_weights(str(model))
+    written = {path.name: np.load(path) for path in (weights / "checkpoint-np").iterdir()}
     assert set(written) == {"decoder.embed_tokens.weight", "decoder.layer_norm.bias"}
     assert np.array_equal(written["decoder.layer_norm.bias"], tensors["model.decoder.final_layer_norm.bias"].numpy())
 
@@ -531,6 +548,7 @@ def test_the_cap_is_a_memory_cgroup_of_either_version(tmp_path, monkeypatch, v1)
     root.mkdir(exist_ok=True)
     (tmp_path / "cgroup.subtree_control").write_text("cpu")
     monkeypatch.setattr(bench_common, "CGROUPS", tmp_path)
+    monkeypatch.setattr(bench_common, "SWAPS", tmp_path / "swaps")
     limit, peak, events = (
         ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")
         if v1
@@ -551,6 +569,24 @@ def test_the_cap_is_a_memory_cgroup_of_either_version(tmp_path, monkeypatch, v1)
     (root / "h2o_flexgen-left").mkdir()
     bench_common.MemoryCap.sweep()
     assert not (root / "h2o_flexgen-left").exists() and folder.exists()  # not what is in use: here, by files
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_where_swap_would_get_around_the_cap_nothing_runs(tmp_path, monkeypatch, counted):
+    monkeypatch.setattr(bench_common, "CGROUPS", tmp_path)
+    monkeypatch.setattr(bench_common, "SWAPS", tmp_path / "swaps")
+    (tmp_path / "swaps").write_text("Filename Type Size\n/swapfile file 8388604\n")
+    (tmp_path / "cgroup.subtree_control").write_text("memory")
+    folder = tmp_path / "h2o_flexgen-made"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **_: str(folder))
+    if counted:
+        (folder / "memory.swap.max").touch()
+        bench_common.MemoryCap(1 << 30)
+        assert (folder / "memory.swap.max").read_text() == "0"
+    else:
+        with pytest.raises(SystemExit, match="counts no swap"):
+            bench_common.MemoryCap(1 << 30)
 
 
 def test_without_the_right_to_make_a_cgroup_nothing_runs_uncapped(tmp_path, monkeypatch):
