@@ -32,7 +32,7 @@ from pathlib import Path
 import bench_common as common
 import torch
 from bench_common import MemoryCap
-from bench_systems import Job, fits_in_ram, flexgen_weights
+from bench_systems import Job, fits_in_ram
 from make_tables import throughput
 from throughput_rows import NOT_BUILT, died_of_its_size, is_superseded, is_swept, speed, summarise, table_runs
 
@@ -68,7 +68,7 @@ class System:
         runner: its name in bench_systems.
         package: what has to be installed.
         placements: options; for each of them the batch is doubled. `on_cuda`: those there.
-        tweaks: options to try at the best batch.
+        tweaks: options to try at the best batch, and beside those that are taken; what takes memory last.
     """
 
     runner: str
@@ -86,8 +86,8 @@ class System:
 
 
 EAGER = {"attention": "eager"}
-#: options that do nothing where no weights come from disk
-OF_THE_DISK = {"threads", "buffers"}
+#: options that do something only where a system reads from that tier
+OF_TIER = {"threads": "disk", "buffers": "disk", "cpu_attention": "RAM"}
 SYSTEMS = {
     "transformers": System("transformers", "transformers", tweaks=(EAGER,)),
     "Accelerate": System(
@@ -289,8 +289,6 @@ class Bench:
             options=options | ({"hardware": str(self.profile)} if runner == "ours" else {}),
             kv_budget=self.kv_budget if options.get("h2o") else None,
         )
-        if runner == "FlexGen":  # they are converted before the clock runs
-            flexgen_weights(job.model)
         return self._finish(job, limit)
 
     def _finish(self, job: Job, limit: float) -> dict:
@@ -354,8 +352,9 @@ class Bench:
             print(f"{self.name}: DeepSpeed's operators are built (minutes, once)", flush=True)
             model = write_checkpoint("facebook/opt-125m", self.folder / "small", self.dtype)
             job = Job("ZeRO-Inference", str(model), str(self.scratch), self.dtype, self.row.device, 4, 2, 1)
-            whole = replace(job, model=str(self.checkpoint))
-            tiers = ("cpu",) if self.row.device == "cuda" and fits_in_ram(whole) else ("cpu", "nvme")
+            tiers = ("cpu", "nvme")
+            if self.row.device == "cuda" and fits_in_ram(replace(job, model=str(self.checkpoint))):
+                tiers = ("cpu",)
             runs = [self._finish(replace(job, options={"offload": tier}), 1800) for tier in tiers]
             self._built = "; ".join(run["failed"] for run in runs if "failed" in run)
         return self._built
@@ -394,26 +393,26 @@ class Bench:
         """The options with the tweak that makes a rate the best, if it is clearly better, and so on beside that one."""
         tweaks = [t for t in SYSTEMS[system].tweaks if not t.keys() & options]
         tweaks = [t for t in tweaks if self._could_hold(batch, t.get("share", options.get("share", 0)))]
-        if not any(r["system"] == system and r.get("lowest_tier") == "disk" for r in self.runs):
-            tweaks = [t for t in tweaks if not t.keys() & OF_THE_DISK]
+        tiers = {None} | {r.get("lowest_tier") for r in self.runs if r["system"] == system}
+        tweaks = [t for t in tweaks if all(OF_TIER.get(option) in tiers for option in t)]
         tried = [(self._probe(system, batch, options | tweak)[0], options | tweak) for tweak in tweaks]
-        best = max(tried, key=lambda pair: pair[0], default=(0.0, options))
-        return self._tweaked(system, batch, best[1], best[0]) if best[0] > NOISE * rate else options
+        best_rate, best = max(tried, key=lambda pair: pair[0], default=(0.0, options))
+        return self._tweaked(system, batch, best, best_rate) if best_rate > NOISE * rate else options
 
     def _grow(self, system: str, options: dict) -> tuple[float, int]:
         """The best rate while the batch is doubled until it fails or slows down, and its batch."""
         rates: dict[int, float] = {}
         start = batch = self.row.start.get(system, START)
         while self._could_hold(batch):
-            rates[batch], died_of_its_size = self._probe(system, batch, options)
+            rates[batch], too_large = self._probe(system, batch, options)
             if rates[batch] <= rates.get(batch // 2, 0):
                 break
             batch *= 2
         batch = start
         # a smaller batch is no help to what died of something else
-        while not any(rates.values()) and batch > 1 and (not rates or died_of_its_size):
+        while not any(rates.values()) and batch > 1 and (not rates or too_large):
             batch //= 2
-            rates[batch], died_of_its_size = self._probe(system, batch, options)
+            rates[batch], too_large = self._probe(system, batch, options)
         return max(((rate, batch) for batch, rate in rates.items()), default=(0.0, 1))
 
     def _could_hold(self, batch: int, share: float = 0) -> bool:
@@ -460,7 +459,7 @@ class Bench:
 
     def _next(self, system: str, batch: int, options: dict) -> tuple[int, dict] | None:
         """What to run when a whole run died of its size, though its first tokens did not: less, if there is less."""
-        for tweak in SYSTEMS[system].tweaks:
+        for tweak in reversed(SYSTEMS[system].tweaks):  # those that take memory stand last
             if tweak.items() <= options.items():
                 return batch, {k: v for k, v in options.items() if k not in tweak}
         while batch > 1:

@@ -65,6 +65,8 @@ class Results:
 def machine() -> dict:
     import torch
 
+    from h2o_flexgen.offload.memory import ram_available
+
     gpu = torch.cuda.get_device_properties(0)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -79,6 +81,7 @@ def machine() -> dict:
         "processor": cpu,
         "cores": cores,
         "ram_bytes": ram,
+        "ram_available_bytes": ram_available(),  # some virtual machines get theirs only as they use it
         "huge_pages": huge.read_text().strip() if huge.exists() else None,
         "kernel": platform.release(),
     }

@@ -53,7 +53,7 @@ def died_of_its_size(failed: str) -> bool:
     """Whether a run died for want of memory or of time, which a smaller one might not."""
     if failed.startswith(NOT_BUILT):
         return False
-    words = ("out of memory", "not enough memory", "memoryerror", "bad_alloc")
+    words = ("out of memory", "not enough memory", "allocate memory", "memoryerror", "bad_alloc")
     return failed.startswith("no end after") or any(w in failed.lower() for w in words)
 
 
@@ -119,7 +119,7 @@ def _predicted(run: dict) -> float:
 
 
 def _failure(run: dict, gen_len: int) -> str:
-    details = [f"batch {run['batch']}", *(f"{k} {v}" for k, v in run["options"].items())]
+    details = [f"batch {run['batch']}", *(f"{k} {v}" for k, v in sorted(run["options"].items()))]
     if run["gen_len"] != gen_len:
         details.append(f"first {run['gen_len']} tokens")
     return f"{', '.join(details)}: {run['failed']}"

@@ -71,6 +71,26 @@ def test_variants_that_are_clearly_faster_are_tried_together():
     assert bench.asked[-1] == ("Accelerate", 16, 32, eager | large)
 
 
+def test_of_variants_that_die_together_the_one_that_takes_memory_goes_first():
+    both, one = {"threads": 2, "buffers": 4}, {"threads": 2}
+
+    def answer(batch, gen_len, options):
+        if batch > 16 or (gen_len == 32 and "buffers" in options):
+            return OOM
+        return took(1 - 0.1 * len(options) * ("attention" not in options), 0)
+
+    bench = Fake(answer)
+    bench.fill(1, ["ZeRO-Inference"])
+    assert [options for *_, gen_len, options in bench.asked if gen_len == 32] == [both, one]
+
+
+@pytest.mark.parametrize("tier, tried", [("GPU", set()), ("RAM", {"cpu_attention"})])
+def test_what_does_something_on_another_tier_only_is_not_tried(tier, tried):
+    bench = Fake(lambda batch, *_: took(1, 1, lowest_tier=tier) if batch <= 2 else OOM, name="cuda 6.7b 512+32")
+    bench.best("FlexGen")
+    assert set().union(*(options for *_, options in bench.asked)) == tried
+
+
 def test_a_batch_is_halved_until_it_runs_and_a_system_that_never_does_is_left_out():
     small = Fake(lambda batch, gen_len, options: took(1, 1) if batch <= 2 else OOM)
     assert small.best("ZeRO-Inference") == (2, {})
@@ -439,6 +459,7 @@ def test_what_ended_a_process_is_told_in_words():
         ("Accelerate", "killed (out of memory)", True),
         ("Accelerate", "exit code 1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", True),
         ("Accelerate", "exit code 1: RuntimeError: DefaultCPUAllocator: not enough memory: you tried", True),
+        ("Accelerate", "exit code 1: RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried", True),
         ("Accelerate", "killed", False),
         ("ZeRO-Inference", "its operators cannot be built (a compiler): no end after 1800 s", False),
         ("ZeRO-Inference", "no end after 1800 s", True),

@@ -12,14 +12,14 @@ from h2o_flexgen.plan import CHUNK_ELEMENTS, QUERY_CHUNK
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q, k, v (B, H, T, D) -> context (B, H, T, D). Padding on the right cannot be seen by a real query."""
-    if q.dtype == torch.bfloat16 and not is_slow(q) and not _has_fused_bf16(q.device):
+    if q.dtype == torch.bfloat16 and not is_slow(q) and not _torch_is_best(q.device):
         return _chunked(q, k, v, None)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _has_fused_bf16(device: torch.device) -> bool:
-    """Whether torch's attention is the best there is. Where a CPU multiplies bf16, products of chunks run up to twice
-    as fast; cards older than sm_80 have none for bf16, and torch would hold fp32 (T, T) matrices of the whole batch."""
+def _torch_is_best(device: torch.device) -> bool:
+    """Whether torch's own attention over a prompt in bf16 is the best. Where a CPU multiplies bf16, products of chunks
+    run up to twice as fast; on cards older than sm_80 torch would hold fp32 (T, T) matrices of the whole batch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

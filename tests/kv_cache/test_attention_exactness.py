@@ -123,10 +123,15 @@ class Buffers(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("capability, fused", [((7, 5), False), ((8, 0), True)])
-def test_on_a_card_without_fused_attention_in_bf16_no_whole_matrix_is_held(monkeypatch, capability, fused):
+@pytest.mark.parametrize("capability, chunked", [((7, 5), True), ((8, 0), False)])
+def test_a_card_without_fused_attention_in_bf16_takes_a_prompt_by_chunks(monkeypatch, capability, chunked):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert attention._has_fused_bf16(torch.device("cuda", 0)) == fused
+    card = attention._torch_is_best(torch.device("cuda", 0))
+    monkeypatch.setattr(attention, "is_slow", lambda x: False)
+    monkeypatch.setattr(attention, "_torch_is_best", lambda device: card)
+    monkeypatch.setattr(attention, "_chunked", lambda *_: "chunked")
+    q = torch.ones(1, 1, 3, 4, dtype=torch.bfloat16)
+    assert (attention.causal_attention(q, q, q) == "chunked") is chunked
 
 
 @pytest.mark.parametrize("T", [1, 255, 257, 1000])
