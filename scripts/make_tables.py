@@ -30,8 +30,9 @@ def load(name: str) -> dict | list[dict]:
 def for_readme(rows: list[dict]) -> list[dict]:
     """Every row once: of the machine that has measured all its systems oftenest, among equals the latest."""
 
-    def rank(data: dict) -> tuple[int, str]:
-        return rounds(data), max((run["date"] for run in table_runs(data)), default="")
+    def rank(data: dict) -> tuple[int, str, str]:
+        days = [run["date"] for run in table_runs(data)]
+        return rounds(data), max(days, default=""), min(days, default="")  # ended on one day: the one begun later
 
     chosen: dict[tuple, dict] = {}
     for data in sorted(rows, key=rank, reverse=True):

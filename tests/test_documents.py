@@ -61,6 +61,9 @@ def test_the_readme_shows_a_row_where_it_was_measured_oftenest():
     swept = row("opt-1.3b 32 32", "d", "2026-10-30", 3)
     swept["runs"].append(made("ours, H2O", 32, "2026-11-03") | {"options": {"block": [8, 1]}})
     assert make_tables.for_readme([oftener, swept]) == [oftener]
+    longer = row("opt-1.3b 32 32", "d", "2026-11-02", 1)  # ended on the day of new[0], begun before it
+    longer["runs"].append(made("died", 32, "2026-11-01") | {"failed": "killed"})
+    assert make_tables.for_readme([longer, new[0]]) == [new[0]]
     unfinished = row("opt-1.3b 32 32", "c", "2026-11-03", 0)
     assert make_tables.for_readme([unfinished, *old]) == old
     assert make_tables.for_readme([]) == []
