@@ -32,7 +32,7 @@ from pathlib import Path
 import bench_common as common
 import torch
 from bench_common import MemoryCap
-from bench_systems import Job, fits_in_ram
+from bench_systems import Job, disk_rate, fits_in_ram
 from make_tables import throughput
 from throughput_rows import NOT_BUILT, died_of_its_size, is_superseded, is_swept, speed, summarise, table_runs
 
@@ -289,7 +289,11 @@ class Bench:
             options=options | ({"hardware": str(self.profile)} if runner == "ours" else {}),
             kv_budget=self.kv_budget if options.get("h2o") else None,
         )
-        return self._finish(job, limit)
+        if SYSTEMS[system].is_ours or gen_len < row.gen_len:
+            return self._finish(job, limit)
+        # ours measures it itself, during the job too; here nothing may come between a peer's steps
+        before = disk_rate(job.model)
+        return self._finish(job, limit) | {"disk_before_and_after": [before, disk_rate(job.model)]}
 
     def _finish(self, job: Job, limit: float) -> dict:
         """What a job in a process of its own comes to."""

@@ -432,6 +432,21 @@ def test_a_system_that_dies_is_a_result_without_paths_of_this_machine(tmp_path, 
     assert capsys.readouterr().err == (says.format(folder="SCRATCH") + "\n" if code == 1 else "")
 
 
+@pytest.mark.parametrize(
+    "system, gen_len, seen",
+    [("Accelerate", 32, ["rate", "run", "rate"]), ("Accelerate", 8, ["run"]), ("ours, full cache", 32, ["run"])],
+)
+def test_the_disk_is_measured_before_and_after_whole_runs_of_peers(tmp_path, monkeypatch, system, gen_len, seen):
+    did = []
+    monkeypatch.setattr(bench_throughput, "disk_rate", lambda folder: did.append("rate") or len(did))
+    monkeypatch.setattr(Bench, "_finish", lambda *_: did.append("run") or took(1, 1))
+    bench = Bench("1.3b 32+32", ROWS["1.3b 32+32"], tmp_path)
+    bench.checkpoint = bench.profile = tmp_path
+    run = bench.run(system, 4, gen_len, {}, 900)
+    assert did == seen
+    assert run.get("disk_before_and_after") == ([1, 3] if "rate" in seen else None)
+
+
 @pytest.mark.parametrize("name", list(ROWS))
 def test_the_budget_is_a_fifth_of_prompt_and_output(name):
     row = ROWS[name]
