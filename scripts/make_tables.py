@@ -271,7 +271,7 @@ def rates(summaries: list[tuple[dict, dict[str, dict]]]) -> str:
             speed, (low, high) = s["tokens_per_s"], s["range"]
             spread = f" ({low:.2f} to {high:.2f})" if s["runs"] > 1 else ""
             times = [f"{s['prefill_seconds']:.1f}", f"{s['decode_seconds']:.1f}", f"{speed:.2f}{spread}"]
-            factor = f"{best / speed:.1f}x" if best else ""
+            factor = f"{best / speed:.{1 if best >= speed else 2}f}x" if best else ""
             lines.append([*start, s["batch"], s["lowest_tier"], *times, factor, s["runs"]])
     header = [
         "job",
@@ -289,7 +289,7 @@ def rates(summaries: list[tuple[dict, dict[str, dict]]]) -> str:
 
 
 def bound(data: dict, name: str, s: dict) -> list:
-    guess, part = f"{s['predicted_over_measured']:.2f}", f"{1 / s['decode_over_floor']:.0%}"
+    guess, part = f"{s['predicted_over_measured']:.2f}", f"{1 / s['decode_over_floor']:.1%}"
     read = f"{s['decode_read_bytes'] / (data['row']['gen_len'] - 1) / 1e9:.2f}"
     job = [job_text(data["row"]), cap_text(data["row"]), name]
     return [*job, policy_text(s["policy"]), guess, read, s["bound_by"], part]
