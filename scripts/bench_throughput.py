@@ -394,12 +394,17 @@ class Bench:
         return (batch, self._tweaked(system, batch, options, rate)) if rate else None
 
     def _tweaked(self, system: str, batch: int, options: dict, rate: float) -> dict:
-        """The options with the tweak that makes a rate the best, if it is clearly better, and so on beside that one."""
+        """The options with the tweak, or with all tweaks that do no harm, that makes a rate the best, if it is clearly
+        better, and so on beside these."""
         tweaks = [t for t in SYSTEMS[system].tweaks if not t.keys() & options]
         tweaks = [t for t in tweaks if self._could_hold(batch, t.get("share", options.get("share", 0)))]
         tiers = {None} | {r.get("lowest_tier") for r in self.runs if r["system"] == system}
         tweaks = [t for t in tweaks if all(OF_TIER.get(option) in tiers for option in t)]
         tried = [(self._probe(system, batch, options | tweak)[0], options | tweak) for tweak in tweaks]
+        faster = sorted((pair for pair in tried if pair[0] > rate), key=lambda pair: pair[0], reverse=True)
+        together = {k: v for _, found in reversed(faster) for k, v in found.items()}  # of two shares the better one
+        if together not in (options, {}, *(found for _, found in tried)):
+            tried.append((self._probe(system, batch, together)[0], together))
         best_rate, best = max(tried, key=lambda pair: pair[0], default=(0.0, options))
         return self._tweaked(system, batch, best, best_rate) if best_rate > NOISE * rate else options
 

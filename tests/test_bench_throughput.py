@@ -71,6 +71,21 @@ def test_variants_that_are_clearly_faster_are_tried_together():
     assert bench.asked[-1] == ("Accelerate", 16, 32, eager | large)
 
 
+@pytest.mark.parametrize("together", [0.92, 0.96])
+def test_variants_that_are_a_little_faster_are_tried_together(together):
+    eager, small, large = {"attention": "eager"}, {"share": 0.15}, {"share": 0.25}
+    seconds = {(): 1.0, ("attention",): 0.98, ("share",): 0.97, ("attention", "share"): together}
+
+    def answer(batch, _, options):
+        slower = 0.01 * (options.get("share") == 0.25)
+        return took(seconds[tuple(sorted(options))] + slower, 0) if batch == 16 else OOM
+
+    bench = Fake(answer)
+    assert bench.best("Accelerate")[1] == (eager | small if together == 0.92 else {})
+    tried = [options for _, batch, _, options in bench.asked if batch == 16]
+    assert tried == [{}, eager, large, small, eager | small]
+
+
 def test_of_variants_that_die_together_the_one_that_takes_memory_goes_first():
     both, one = {"threads": 2, "buffers": 4}, {"threads": 2}
 
