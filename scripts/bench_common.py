@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CGROUPS, SWAPS = Path("/sys/fs/cgroup"), Path("/proc/swaps")
 RESULTS = ROOT / "docs" / "benchmarks"
+#: a folder, locked by the one benchmark that runs on this machine
+LOCK = Path(tempfile.gettempdir())
 sys.path.insert(0, str(ROOT))
 
 
@@ -111,9 +113,12 @@ def write_json(path: Path, data: dict) -> None:
 
 
 def stored(name: str) -> dict:
-    """What docs/benchmarks/NAME.json holds; nothing if there is no such file."""
+    """What docs/benchmarks/NAME.json holds; nothing if there is no such file. Raises SystemExit if it is damaged."""
     path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as e:
+        sys.exit(f"error: docs/benchmarks/{path.name} is damaged ({e}): restore it, or move it away")
 
 
 def made_elsewhere(data: dict) -> str | None:
@@ -207,6 +212,7 @@ class MemoryCap:
 
     def __init__(self, nbytes: int | None):
         self.folder: Path | None = None
+        self.kills_before = oom_kills()
         if nbytes is None:
             return
         root = self.root()
@@ -215,7 +221,7 @@ class MemoryCap:
             control = root / "cgroup.subtree_control"
             if not self.is_v1 and "memory" not in control.read_text().split():
                 control.write_text("+memory")
-            self.folder = Path(tempfile.mkdtemp(prefix=self.PREFIX, dir=root))
+            self.folder = Path(tempfile.mkdtemp(prefix=f"{self.PREFIX}{os.getpid()}-", dir=root))
             self._file("memory.limit_in_bytes", "memory.max").write_text(str(nbytes))
             # without swap
             swap, limit = self._file("memory.memsw.limit_in_bytes", "memory.swap.max"), nbytes if self.is_v1 else 0
@@ -240,10 +246,11 @@ class MemoryCap:
 
     @classmethod
     def sweep(cls) -> None:
-        """Remove what killed benchmarks left; a cgroup with a process inside stays."""
+        """Remove what killed benchmarks left: of processes that live no more, with no process inside."""
         for folder in cls.root().glob(f"{cls.PREFIX}*"):
-            with suppress(OSError):
-                folder.rmdir()
+            if not Path("/proc", folder.name.removeprefix(cls.PREFIX).split("-")[0]).exists():
+                with suppress(OSError):
+                    folder.rmdir()
 
     def _file(self, v1: str, v2: str) -> Path:
         return self.folder / (v1 if self.is_v1 else v2)
@@ -262,9 +269,9 @@ class MemoryCap:
         return int(path.read_text()) if path.exists() else None
 
     def killed(self) -> bool:
-        """Whether the kernel killed a process at the cap. True without a cap: it was the machine's memory."""
+        """Whether the kernel killed a process at the cap, or without one for want of the machine's memory."""
         if self.folder is None:
-            return True
+            return oom_kills() != self.kills_before
         counts = dict(
             line.split() for line in self._file("memory.oom_control", "memory.events").read_text().splitlines()
         )
@@ -279,21 +286,26 @@ class MemoryCap:
                 self.folder.rmdir()
 
 
+def oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory since it started."""
+    counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return int(counts.get("oom_kill", 0))
+
+
 @contextmanager
 def alone() -> Iterator[None]:
-    """One benchmark of a working copy at a time: two would disturb each other's timings, and of two that write the
-    same file each would undo what the other has added.
+    """One benchmark of a machine at a time: two would disturb each other's timings, and of two that write the same
+    file each would undo what the other has added.
 
     Raises:
         SystemExit: another one runs.
     """
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    lock = os.open(RESULTS, os.O_RDONLY)
+    lock = os.open(LOCK, os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            sys.exit("error: another benchmark of this working copy runs")
+            sys.exit("error: another benchmark runs on this machine, and would disturb this one's timings")
         yield
     finally:
         os.close(lock)

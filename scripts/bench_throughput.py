@@ -98,8 +98,8 @@ SYSTEMS = {
     ),
     "ZeRO-Inference": System("ZeRO-Inference", "deepspeed", tweaks=(EAGER, {"threads": 2}, {"buffers": 4})),
     "FlexGen": System("FlexGen", "flexgen", tweaks=({"cpu_attention": False},)),
-    "ours, full cache": System("ours", "h2o_flexgen"),
-    "ours, H2O": System("ours", "h2o_flexgen", ({"h2o": True},)),
+    "ours, full cache": System("ours", "pulp"),
+    "ours, H2O": System("ours", "pulp", ({"h2o": True},)),
 }
 
 #: FlexGen itself needs CUDA
@@ -354,6 +354,7 @@ class Bench:
         went wrong, or nothing."""
         if self._built is None:
             print(f"{self.name}: DeepSpeed's operators are built (minutes, once)", flush=True)
+            forget_killed_builds()
             model = write_checkpoint("facebook/opt-125m", self.folder / "small", self.dtype)
             job = Job("ZeRO-Inference", str(model), str(self.scratch), self.dtype, self.row.device, 4, 2, 1)
             tiers = ("cpu", "nvme")
@@ -457,14 +458,19 @@ class Bench:
         """Whole runs of all systems, in turns. One that dies of something else than its size is left out from there:
         the next benchmark, which may find it mended, goes on with it."""
         best = {system: self.best(system) for system in systems}
-        for _ in range(runs):
-            for system in systems:
+        left = dict.fromkeys(systems, runs)
+        while any(left.values()):
+            for system in filter(left.get, systems):
+                left[system] -= 1
                 while best[system] is not None:
                     batch, options = best[system]
                     run = self.run(system, batch, self.row.gen_len, options, self.row.limits[1])
                     if "failed" not in run:
                         break
                     best[system] = self._next(system, batch, options) if is_result(run) else None
+                    left[system] = runs - 1  # runs alike
+                if best[system] is None:
+                    left[system] = 0
 
     def _next(self, system: str, batch: int, options: dict) -> tuple[int, dict] | None:
         """What to run when a whole run died of its size, though its first tokens did not: less, if there is less."""
@@ -554,6 +560,14 @@ def write_checkpoint(model: str, folder: Path, dtype: str) -> Path:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     os.sync()
     return folder
+
+
+def forget_killed_builds() -> None:
+    """torch waits without end for a build whose process was killed: its lock stays. What is locked while this benchmark
+    has the machine for itself, nobody builds."""
+    where = os.environ.get("TORCH_EXTENSIONS_DIR") or Path("~/.cache/torch_extensions").expanduser()
+    for lock in Path(where).rglob("lock"):
+        lock.unlink(missing_ok=True)
 
 
 def drop_page_cache(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The benchmark of systems side by side: what it runs, what it keeps, and what it makes of the runs. No system runs."""
 
+import os
 import subprocess
 from contextlib import nullcontext
 from functools import cache
@@ -43,6 +44,7 @@ class Fake(Bench):
 @pytest.fixture(autouse=True)
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_common, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_common, "LOCK", tmp_path)
     monkeypatch.setattr(bench_common, "commit", cache(lambda: "0" * 12))
     return tmp_path
 
@@ -159,6 +161,48 @@ def test_a_whole_run_that_dies_runs_again_without_its_options_and_then_smaller()
     found = summarise(bench_common.stored(bench.file))["transformers"]
     assert found["batch"] == 32 and found["runs"] == 1
     assert found["failed"] == ["batch 64, attention eager: killed (out of memory)", "batch 64: killed (out of memory)"]
+
+
+def test_where_a_whole_run_dies_after_others_the_smaller_batch_runs_as_often_as_asked():
+    def answers():
+        whole = iter([took(1, 1), OOM, took(1, 1), took(1, 1), took(1, 1)])
+        return lambda batch, gen_len, _: OOM if batch > 4 else took(1, 1) if gen_len == 8 else next(whole)
+
+    def whole(bench):
+        return [batch for _, batch, gen_len, _ in bench.asked if gen_len == 32]
+
+    first, stopped = Fake(answers()), Fake(answers(), restart=ALL)
+    first.fill(3, ["transformers"])
+    assert whole(first) == [4, 4, 2, 2, 2]
+    stopped.fill(1, ["transformers"])
+    stopped.fill(1, ["transformers"])
+    after = Fake(lambda *_: took(1, 1))
+    after.fill(3, ["transformers"])
+    assert whole(stopped) + whole(after) == [4, 4, 2, 2, 2]
+
+
+def test_a_damaged_file_of_results_is_told_by_name(results):
+    (results / "throughput_1.3b_32_32_x.json").write_text('{"row": ')
+    with pytest.raises(SystemExit, match="throughput_1.3b_32_32_x.json is damaged"):
+        Fake(None)
+
+
+def test_what_a_killed_build_has_locked_is_built_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "py311_cpu" / "async_io").mkdir(parents=True)
+    for name in ("lock", "async_io.so"):
+        (tmp_path / "py311_cpu" / "async_io" / name).touch()
+    bench_throughput.forget_killed_builds()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["async_io.so"]
+
+
+def test_without_a_cap_a_kill_is_for_want_of_memory_only_if_the_kernel_says_so(monkeypatch):
+    kills = 3
+    monkeypatch.setattr(bench_common, "oom_kills", lambda: kills)
+    with bench_common.MemoryCap(None) as cap:
+        assert not cap.killed()
+        kills = 4
+        assert cap.killed()
 
 
 def test_of_the_smaller_batches_those_that_died_are_passed_over_and_options_are_tried_at_the_one_that_runs():
@@ -617,9 +661,11 @@ def test_the_cap_is_a_memory_cgroup_of_either_version(tmp_path, monkeypatch, v1)
         for count in (0, 1):
             (folder / events).write_text(f"under_oom 0\noom_kill {count}\n")
             assert cap.killed() == bool(count)
-    (root / "h2o_flexgen-left").mkdir()
+    left, waits = root / "h2o_flexgen-4294967295-a", root / f"h2o_flexgen-{os.getpid()}-a"
+    left.mkdir()
+    waits.mkdir()
     bench_common.MemoryCap.sweep()
-    assert not (root / "h2o_flexgen-left").exists() and folder.exists()  # not what is in use: here, by files
+    assert not left.exists() and waits.exists() and folder.exists()  # not what is in use, or will be
 
 
 @pytest.mark.parametrize("counted", [True, False])
