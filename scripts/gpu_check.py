@@ -11,7 +11,8 @@ tests    tests/gpu through pytest
 bench    OPT-6.7B with random weights under a 16 GB cap, 512 + 32 tokens, full cache against H2O; then a few layers as
          wide as OPT-30B's under a cap they do not fit. Each run to its end, never extrapolated
 matrix   only if asked for, it takes as long as all others: OPT-6.7B 512 + 32 in 16 GB by scripts/bench_throughput.py,
-         one run of ours and of every peer that is installed (Accelerate, DeepSpeed, FlexGen)
+         one run of ours (needs the package pulp) and of every peer that is installed (Accelerate, DeepSpeed,
+         FlexGen), these with a published batch: looking for the best one takes longer
 """
 
 from __future__ import annotations
