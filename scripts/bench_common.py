@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CGROUPS, SWAPS = Path("/sys/fs/cgroup"), Path("/proc/swaps")
+CGROUPS, SWAPS, VMSTAT = Path("/sys/fs/cgroup"), Path("/proc/swaps"), Path("/proc/vmstat")
 RESULTS = ROOT / "docs" / "benchmarks"
 #: a folder, locked by the one benchmark that runs on this machine
 LOCK = Path(tempfile.gettempdir())
@@ -212,8 +212,8 @@ class MemoryCap:
 
     def __init__(self, nbytes: int | None):
         self.folder: Path | None = None
-        self.kills_before = oom_kills()
         if nbytes is None:
+            self.kills_before = oom_kills(VMSTAT)
             return
         root = self.root()
         self.is_v1 = root != CGROUPS
@@ -271,11 +271,8 @@ class MemoryCap:
     def killed(self) -> bool:
         """Whether the kernel killed a process at the cap, or without one for want of the machine's memory."""
         if self.folder is None:
-            return oom_kills() != self.kills_before
-        counts = dict(
-            line.split() for line in self._file("memory.oom_control", "memory.events").read_text().splitlines()
-        )
-        return counts.get("oom_kill", "1") != "0"
+            return oom_kills(VMSTAT) != self.kills_before
+        return oom_kills(self._file("memory.oom_control", "memory.events")) != 0
 
     def __enter__(self) -> MemoryCap:
         return self
@@ -286,10 +283,10 @@ class MemoryCap:
                 self.folder.rmdir()
 
 
-def oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory since it started."""
-    counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-    return int(counts.get("oom_kill", 0))
+def oom_kills(path: Path) -> int | None:
+    """Processes killed for want of memory that the kernel counts in a file; None if it does not, as older ones."""
+    counts = dict(line.split() for line in path.read_text().splitlines())
+    return int(counts["oom_kill"]) if "oom_kill" in counts else None
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import ctypes
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -289,7 +288,7 @@ def run_flexgen(job: Job) -> dict:
         compress_cache=False,
         comp_cache_config=no_compression,
     )
-    weights = flexgen_weights(job.model)
+    weights = flexgen_weights(job.model, job.scratch)
     env = ExecutionEnv.create(str(Path(job.scratch) / "flexgen"))
     try:
         model = OptLM(config, env, str(weights), policy)
@@ -315,9 +314,9 @@ def run_flexgen(job: Job) -> dict:
 FLEXGEN_SHARES = [f"{what}_{where}_percent" for what in ("w", "cache", "act") for where in ("gpu", "cpu")]
 
 
-def flexgen_weights(model: str) -> Path:
+def flexgen_weights(model: str, scratch: str) -> Path:
     """The folder of a checkpoint as FlexGen reads it, made beside it once: one .npy file per parameter, without that
-    ending."""
+    ending. Until it is whole it lies in `scratch`, which the benchmark removes whatever happens."""
     import numpy as np
     from safetensors import safe_open
 
@@ -325,19 +324,16 @@ def flexgen_weights(model: str) -> Path:
     folder = weights / "checkpoint-np"
     if folder.exists():
         return weights
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = Path(scratch) / folder.name
     partial.mkdir(parents=True)
-    try:
-        for shard in sorted(Path(model).glob("*.safetensors")):
-            with safe_open(shard, "np") as tensors:
-                for name in tensors.keys():
-                    short = name.removeprefix("model.").replace("decoder.final_layer_norm", "decoder.layer_norm")
-                    with open(partial / short, "wb") as file:
-                        np.save(file, tensors.get_tensor(name))
-        partial.rename(folder)
-    finally:  # where the disk is too small for both, the other systems need it
-        shutil.rmtree(partial, ignore_errors=True)
+    for shard in sorted(Path(model).glob("*.safetensors")):
+        with safe_open(shard, "np") as tensors:
+            for name in tensors.keys():
+                short = name.removeprefix("model.").replace("decoder.final_layer_norm", "decoder.layer_norm")
+                with open(partial / short, "wb") as file:
+                    np.save(file, tensors.get_tensor(name))
+    weights.mkdir(exist_ok=True)
+    partial.rename(folder)
     return weights
 
 

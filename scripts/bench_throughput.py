@@ -402,9 +402,9 @@ class Bench:
         tiers = {None} | {r.get("lowest_tier") for r in self.runs if r["system"] == system}
         tweaks = [t for t in tweaks if all(OF_TIER.get(option) in tiers for option in t)]
         tried = [(self._probe(system, batch, options | tweak)[0], options | tweak) for tweak in tweaks]
-        faster = sorted((pair for pair in tried if pair[0] > rate), key=lambda pair: pair[0], reverse=True)
-        together = {k: v for _, found in reversed(faster) for k, v in found.items()}  # of two shares the better one
-        if together not in (options, {}, *(found for _, found in tried)):
+        faster = sorted((pair for pair in reversed(tried) if pair[0] > rate), key=lambda pair: pair[0])
+        together = {k: v for _, found in faster for k, v in found.items()}  # of two shares the better one
+        if faster and together not in [found for _, found in tried]:
             tried.append((self._probe(system, batch, together)[0], together))
         best_rate, best = max(tried, key=lambda pair: pair[0], default=(0.0, options))
         return self._tweaked(system, batch, best, best_rate) if best_rate > NOISE * rate else options
@@ -461,16 +461,19 @@ class Bench:
         left = dict.fromkeys(systems, runs)
         while any(left.values()):
             for system in filter(left.get, systems):
-                left[system] -= 1
-                while best[system] is not None:
-                    batch, options = best[system]
-                    run = self.run(system, batch, self.row.gen_len, options, self.row.limits[1])
-                    if "failed" not in run:
-                        break
-                    best[system] = self._next(system, batch, options) if is_result(run) else None
-                    left[system] = runs - 1  # runs alike
-                if best[system] is None:
-                    left[system] = 0
+                ran = self._come_through(system, best[system])
+                alike = left[system] if ran == best[system] else runs  # what another one died of counts no more
+                best[system], left[system] = ran, alike - 1 if ran else 0
+
+    def _come_through(self, system: str, tried: tuple[int, dict] | None) -> tuple[int, dict] | None:
+        """The batch and options of a whole run that comes to its end, with less where one dies of its size."""
+        while tried is not None:
+            batch, options = tried
+            run = self.run(system, batch, self.row.gen_len, options, self.row.limits[1])
+            if "failed" not in run:
+                break
+            tried = self._next(system, batch, options) if is_result(run) else None
+        return tried
 
     def _next(self, system: str, batch: int, options: dict) -> tuple[int, dict] | None:
         """What to run when a whole run died of its size, though its first tokens did not: less, if there is less."""

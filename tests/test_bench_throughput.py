@@ -198,7 +198,7 @@ def test_what_a_killed_build_has_locked_is_built_again(tmp_path, monkeypatch):
 
 def test_without_a_cap_a_kill_is_for_want_of_memory_only_if_the_kernel_says_so(monkeypatch):
     kills = 3
-    monkeypatch.setattr(bench_common, "oom_kills", lambda: kills)
+    monkeypatch.setattr(bench_common, "oom_kills", lambda path: kills)
     with bench_common.MemoryCap(None) as cap:
         assert not cap.killed()
         kills = 4
@@ -620,7 +620,7 @@ def test_a_checkpoint_is_written_as_flexgen_reads_it(tmp_path):
     model = tmp_path / "checkpoint"
     model.mkdir()
     save_file(tensors, model / "model.safetensors")
-    weights = bench_systems.flexgen_weights(str(model))
+    weights = bench_systems.flexgen_weights(str(model), str(tmp_path / "run"))
     written = {path.name: np.load(path) for path in (weights / "checkpoint-np").iterdir()}
     assert set(written) == {"decoder.embed_tokens.weight", "decoder.layer_norm.bias"}
     assert np.array_equal(written["decoder.layer_norm.bias"], tensors["model.decoder.final_layer_norm.bias"].numpy())
