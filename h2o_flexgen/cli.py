@@ -7,18 +7,13 @@ import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
 
-from h2o_flexgen.errors import Interrupted, UserError
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.interrupts import STOPPING, interrupt
 from h2o_flexgen.policy import GIB, TIERS, KVBudget
 from h2o_flexgen.search.budget import MIN_HH_RATIO, check_floor
-
-#: what ends a job and lets it keep what it has; SIGHUP: its terminal has gone
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: seconds that clearing up has before one more signal ends the process at once
-PATIENCE = 10
 
 
 class Parser(argparse.ArgumentParser):
@@ -134,20 +129,6 @@ def warn(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         pass
-
-
-def interrupt(signum, frame) -> None:
-    """Handler of the signals that end a job: raises Interrupted."""
-    end = time.monotonic() + PATIENCE
-
-    def again(signum, frame) -> None:  # must not disturb the clearing up, unless that does not end
-        if time.monotonic() > end:
-            os._exit(128 + signum)
-
-    for s in STOPPING:
-        if signal.getsignal(s) is interrupt:
-            signal.signal(s, again)
-    raise Interrupted(signum)
 
 
 class Lossy:

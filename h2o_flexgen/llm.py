@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from h2o_flexgen import interrupts
 from h2o_flexgen.engine.engine import Engine, Sequence, make_batches
 from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
@@ -346,30 +347,40 @@ class LLM:
         current: list[Sequence] = []
         bar = engine = None
         try:
-            self._open(policy)
-            weights = self._load_weights(policy, placement)
-            pinned = self.device.pinned_count()
-            caches, activations = self._stores(policy, placement, rule, workload)
-            total = len(sequences) * params.max_tokens
-            bar = tqdm(total=total, unit="tok", desc="generating", disable=not self.progress, smoothing=0.1)
-            engine = Engine(
-                self.config, self.device, self.dtype, rule, weights, caches, activations, params, self.eos_ids, plan.ram
-            )
-            before = self._moved(None, None)
-            for output in outputs.values():
-                if output.error is not None and on_output is not None:
-                    on_output(output)
-            engine.on_finished = lambda finished: emit([s for s in finished if s.finish_reason != "error"])
-            for n, current in enumerate(blocks):
-                engine.on_progress = self._progress(bar, n, len(blocks))
-                batches = make_batches(current, policy.gpu_batch_size, policy.prefill_tokens)
-                engine.run(batches, is_last=n + 1 == len(blocks))
-                if n == 0 and all(s.finish_reason == "error" for s in current):
-                    engine.explain_broken(whole_job=len(blocks) == 1)
-                emit(current)
-                bar.total -= sum(params.max_tokens - len(s.tokens) for s in current)  # stopped early
-                bar.refresh()
-            self.report = self._report(policy, placement, rule, workload, params, sequences, engine, before)
+            with interrupts.deferred():
+                self._open(policy)
+                weights = self._load_weights(policy, placement)
+                pinned = self.device.pinned_count()
+                caches, activations = self._stores(policy, placement, rule, workload)
+                total = len(sequences) * params.max_tokens
+                bar = tqdm(total=total, unit="tok", desc="generating", disable=not self.progress, smoothing=0.1)
+                engine = Engine(
+                    self.config,
+                    self.device,
+                    self.dtype,
+                    rule,
+                    weights,
+                    caches,
+                    activations,
+                    params,
+                    self.eos_ids,
+                    plan.ram,
+                )
+                before = self._moved(None, None)
+                for output in outputs.values():
+                    if output.error is not None and on_output is not None:
+                        on_output(output)
+                engine.on_finished = lambda finished: emit([s for s in finished if s.finish_reason != "error"])
+                for n, current in enumerate(blocks):
+                    engine.on_progress = self._progress(bar, n, len(blocks))
+                    batches = make_batches(current, policy.gpu_batch_size, policy.prefill_tokens)
+                    engine.run(batches, is_last=n + 1 == len(blocks))
+                    if n == 0 and all(s.finish_reason == "error" for s in current):
+                        engine.explain_broken(whole_job=len(blocks) == 1)
+                    emit(current)
+                    bar.total -= sum(params.max_tokens - len(s.tokens) for s in current)  # stopped early
+                    bar.refresh()
+                self.report = self._report(policy, placement, rule, workload, params, sequences, engine, before)
         except BaseException as e:
             for s in current:
                 s.finish_reason = s.finish_reason or "abort"

@@ -10,7 +10,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from h2o_flexgen.cli import STOPPING  # noqa: E402
+from h2o_flexgen.interrupts import STOPPING  # noqa: E402
 
 tqdm.monitor_interval = 0  # its thread comes with the first bar of a process: tests count threads
 settings.register_profile("exact", deadline=None, derandomize=True, max_examples=100)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from h2o_flexgen import interrupts
 from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.errors import UserError
@@ -123,6 +124,7 @@ class Engine:
         start = self._released = time.perf_counter()
         phase = "prefill"
         for i, j, active in self.schedule.layers():
+            interrupts.check()
             if j == 0 and i == 1:
                 start = self._lap(phase, start)
                 phase = "decode"
@@ -205,6 +207,7 @@ class Engine:
         if j == self.num_layers - 1:  # no cache takes a slot to be filled any more
             self._prefetch(step)
         for m, (begin, end) in enumerate(batch.micro):
+            interrupts.check()
             offset = begin * batch.longest * self.config.hidden_size * self.dtype.itemsize
             lengths = batch.lengths[begin:end]
             if j == 0:
@@ -274,6 +277,7 @@ class Engine:
     def _attend(self, step: Step, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
         """Attention of one batch, whose cache is home again, or on its way, when this returns."""
         i, j, k = step
+        interrupts.check()
         cache = self.caches.get(j - 1, k, self._held(k, i))
         # a cache that is used where it lies calls the query to it
         q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
@@ -289,6 +293,7 @@ class Engine:
     def _choose(self, i: int, w: opt.Weights, sequences: list[Sequence], hidden: Tensor) -> None:
         """Append the token of step i to every sequence that still runs. hidden: (B, E), contiguous."""
         for at in range(0, len(sequences), HEAD_ROWS):
+            interrupts.check()
             rows = sequences[at : at + HEAD_ROWS]
             logits = opt.logits(self.config, w, hidden[at : at + HEAD_ROWS])
             tokens, logprobs = sample(logits, self.params, [s.index for s in rows], i)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.device import as_numpy, convert
 from h2o_flexgen.offload.disk import DiskIO, File, cache_root, wait
@@ -136,6 +137,7 @@ def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
     count = prod(stored.shape)
     buffer = torch.empty(min(PART, count), dtype=stored.dtype)
     for at in range(0, count, PART):
+        interrupts.check()
         part = buffer[: count - at]
         wait(io.read(stored.file, as_numpy(part), stored.offset + at * stored.dtype.itemsize))
         yield at, part
@@ -178,6 +180,7 @@ class DummyCheckpoint:
             for name in names:
                 count, offset = prod(self.shapes[name]), offsets[name]
                 for at in range(0, count, self.POOL):
+                    interrupts.check()
                     part = self._slice(name, min(self.POOL, count - at))
                     wait(io.write(file, as_numpy(part), offset + at * self.dtype.itemsize))
                     bar.update(part.numel() * self.dtype.itemsize)

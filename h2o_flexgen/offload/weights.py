@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen import interrupts
 from h2o_flexgen.cpu import can_pack, pack
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.checkpoint import PART, Checkpoint, DummyCheckpoint, Stored, bar_of_bytes, parts_of
@@ -78,6 +79,7 @@ class WeightStore:
         on_device = dict(zip(away, self.device.buffers([sizes[name] for name in away])))
         with bar_of_bytes("loading weights", sum(sizes.values()), progress) as bar:
             for name, shape in names:
+                interrupts.check()
                 data = on_device[name] if name in on_device else self.device.host_buffer(sizes[name])
                 tensor = data.view(self.dtype).view(shape)
                 source.read(name, tensor, self.io)

@@ -1,0 +1,71 @@
+"""Signals that end a job early, and where they may strike.
+
+An exception must not come anywhere: between two lines of a lock's Python code it leaves the lock taken, or gives it
+back twice, and the job hangs, or ends in a traceback and loses what it has. So while a job of the command line loads
+and runs, a signal waits for the next `check`: at every tensor that is loaded, every layer, every micro-batch of prefill
+and every batch's attention.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from h2o_flexgen.errors import Interrupted
+
+#: what ends a job and lets it keep what it has; SIGHUP: its terminal has gone
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: seconds after which a signal waits no longer: a slow disk must not lose a job what it has
+WAITING = 5
+#: seconds that clearing up has before one more signal ends the process at once
+PATIENCE = 10
+
+_deferred = False
+_waiting: int | None = None  # the signal that waits
+
+
+def interrupt(signum, frame) -> None:
+    """Handler of the signals that end a job: raises Interrupted, now or at the next `check`."""
+    global _waiting
+    if not _deferred:
+        _strike(signum)
+    if _waiting is None:
+        _waiting = signum
+        signal.signal(signal.SIGALRM, lambda signum, frame: check())
+        signal.setitimer(signal.ITIMER_REAL, WAITING)
+
+
+def check() -> None:
+    """Raises Interrupted if a signal waits."""
+    if _waiting is not None:
+        _strike(_waiting)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Inside, signals wait for a `check`; the end is one."""
+    global _deferred
+    _deferred = True
+    try:
+        yield
+    finally:
+        _deferred = False
+        check()
+
+
+def _strike(signum: int) -> None:
+    global _waiting
+    _waiting = None
+    end = time.monotonic() + PATIENCE
+
+    def again(signum, frame) -> None:  # must not disturb the clearing up, unless that does not end
+        if time.monotonic() > end:
+            os._exit(128 + signum)
+
+    for s in STOPPING:
+        if signal.getsignal(s) is interrupt:
+            signal.signal(s, again)
+    raise Interrupted(signum)
