@@ -85,6 +85,8 @@ class System:
         return self.on_cuda if device == "cuda" and self.on_cuda else self.placements
 
 
+#: of DeepSpeed, those that ZeRO-Inference builds, on a card or not
+OPERATORS = ("async_io", "deepspeed_shm_comm", "pin_memory", "utils")
 EAGER = {"attention": "eager"}
 #: options that do something only where a system reads from that tier
 OF_TIER = {"threads": "disk", "buffers": "disk", "cpu_attention": "RAM"}
@@ -566,11 +568,12 @@ def write_checkpoint(model: str, folder: Path, dtype: str) -> Path:
 
 
 def forget_killed_builds() -> None:
-    """torch waits without end for a build whose process was killed: its lock stays. What is locked while this benchmark
-    has the machine for itself, nobody builds."""
+    """torch waits without end for a build whose process was killed: its lock stays. DeepSpeed's operators nobody else
+    builds while this benchmark has the machine for itself."""
     where = os.environ.get("TORCH_EXTENSIONS_DIR") or Path("~/.cache/torch_extensions").expanduser()
-    for lock in Path(where).rglob("lock"):
-        lock.unlink(missing_ok=True)
+    for name in OPERATORS:
+        for lock in Path(where).rglob(f"{name}/lock"):
+            lock.unlink(missing_ok=True)
 
 
 def drop_page_cache(folder: Path) -> None:
