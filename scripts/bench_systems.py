@@ -551,8 +551,8 @@ def bus_rate() -> float:
 
 
 def disk_rate(folder: str, piece: int = 64 << 20, least: int = 2 << 30) -> float:
-    """Bytes per second of reading a checkpoint alone, as the engine reads weights, past the page cache: at least so
-    many, in such pieces, two at a time."""
+    """Bytes per second of reading a checkpoint alone, as the engine reads, past the page cache: at least so many, in
+    such pieces, two at a time."""
     from h2o_flexgen.offload.device import Device, as_numpy
     from h2o_flexgen.offload.disk import DiskIO, File, wait
 
@@ -561,17 +561,14 @@ def disk_rate(folder: str, piece: int = 64 << 20, least: int = 2 << 30) -> float
     piece = min(piece, size >> 12 << 12)
     # two pieces at a time, so that the disk does not pause between them
     buffers, io, file = [as_numpy(Device("cpu").buffer(piece)) for _ in range(2)], DiskIO(), File(path)
-    io.large_later = True
     pieces = -(-least // piece)  # from the start again, if the file is short
-    coming = [io.read(file, buffer, 0, True, later=True) for buffer in buffers]
-    while coming:  # threads and the buffers' pages come before the clock runs
-        wait(coming.pop())
+    coming = []
     begin = time.perf_counter()
     for n in range(pieces):
         if len(coming) == 2:
             wait(coming.pop(0))
         at = n % (size // piece) * piece
-        coming.append(io.read(file, buffers[n % 2], at, True, later=True))
+        coming.append(io.read(file, buffers[n % 2], at, True))
     for reads in coming:
         wait(reads)
     seconds = time.perf_counter() - begin
