@@ -47,10 +47,13 @@ def check() -> None:
 @contextmanager
 def deferred() -> Iterator[None]:
     """Inside, signals wait for a `check`; the end is one."""
-    global _deferred
+    global _deferred, _waiting
     _deferred = True
     try:
         yield
+    except Interrupted:
+        _waiting = None
+        raise
     finally:
         _deferred = False
         check()
@@ -58,7 +61,6 @@ def deferred() -> Iterator[None]:
 
 def _strike(signum: int) -> None:
     global _waiting
-    _waiting = None
     end = time.monotonic() + PATIENCE
 
     def again(signum, frame) -> None:  # must not disturb the clearing up, unless that does not end
@@ -68,4 +70,8 @@ def _strike(signum: int) -> None:
     for s in STOPPING:
         if signal.getsignal(s) is interrupt:
             signal.signal(s, again)
+    if _waiting is not None:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an interpreter that ends has no handler for it any more
+        if not _deferred:  # inside, what struck may have become another error, or been swallowed: checks raise it again
+            _waiting = None
     raise Interrupted(signum)

@@ -331,6 +331,7 @@ def test_while_a_block_runs_a_signal_waits_for_the_next_check(handled):
         check()
         reached.append("end")
     assert reached == ["check"] and raised.value.signum == signal.SIGTERM
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)  # or it would strike while the process ends
     check()
     signal.raise_signal(signal.SIGINT)  # clearing up is not disturbed
 
@@ -346,6 +347,17 @@ def test_the_end_of_a_job_is_a_check(handled):
         raise ValueError
     with pytest.raises(ValueError), deferred():
         raise ValueError
+
+
+def test_what_a_strike_has_become_is_an_interrupt_again_at_the_end(handled):
+    """As a RuntimeError, where it hit the code of a lock."""
+    with pytest.raises(Interrupted), deferred():
+        signal.raise_signal(signal.SIGTERM)
+        try:
+            check()
+        except Interrupted:
+            raise RuntimeError("cannot release un-acquired lock") from None
+    check()
 
 
 def test_a_signal_does_not_wait_for_a_disk_that_hangs(handled, monkeypatch):
