@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
 
+from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.interrupts import STOPPING, interrupt
 from h2o_flexgen.policy import GIB, TIERS, KVBudget
 from h2o_flexgen.search.budget import MIN_HH_RATIO, check_floor
 
@@ -159,9 +159,7 @@ class Lossy:
 
 def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
     """Run a command to its end; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
-    for s in STOPPING:
-        if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN:  # ignored: it is nohup's job
-            signal.signal(s, interrupt)
+    interrupts.take_over()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 must not end a job

@@ -27,6 +27,13 @@ _deferred = False
 _waiting: int | None = None  # the signal that waits
 
 
+def take_over() -> None:
+    """Let the signals that end a job do so by `interrupt`."""
+    for s in STOPPING:
+        if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN:  # ignored: it is nohup's job
+            signal.signal(s, interrupt)
+
+
 def interrupt(signum, frame) -> None:
     """Handler of the signals that end a job: raises Interrupted, now or at the next `check`."""
     global _waiting

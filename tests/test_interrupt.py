@@ -30,7 +30,7 @@ from cli_tools import (
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import Interrupted
-from h2o_flexgen.interrupts import STOPPING, check, deferred, interrupt
+from h2o_flexgen.interrupts import STOPPING, check, deferred, take_over
 from h2o_flexgen.offload.disk import OffloadFolder
 
 pytest_plugins = ["cli_tools"]
@@ -101,6 +101,11 @@ SIGNALS = list(STOPPING)
 def in_a_terminal():
     """These tests may run under nohup, which the jobs of theirs must not take to be their own."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture
+def handled():
+    take_over()
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
@@ -305,20 +310,12 @@ def test_stopped_before_the_model_is_there(cli, model, monkeypatch, number):
     assert (code, out, err) == (128 + number, "", "interrupted\n")
 
 
-def test_a_signal_during_the_clearing_up_is_ignored():
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
+def test_a_signal_during_the_clearing_up_is_ignored(handled):
     with pytest.raises(Interrupted) as raised:
         signal.raise_signal(signal.SIGTERM)
     assert raised.value.signum == signal.SIGTERM
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
-
-
-@pytest.fixture
-def handled():
-    for number in STOPPING:
-        signal.signal(number, interrupt)
 
 
 def test_while_a_block_runs_a_signal_waits_for_the_next_check(handled):
@@ -340,8 +337,7 @@ def test_the_end_of_a_job_is_a_check(handled):
     """Also where it ends in an error: who asked the job to stop is told that it has."""
     with pytest.raises(Interrupted), deferred():
         signal.raise_signal(signal.SIGHUP)
-    for number in STOPPING:
-        signal.signal(number, interrupt)
+    take_over()
     with pytest.raises(Interrupted), deferred():
         signal.raise_signal(signal.SIGHUP)
         raise ValueError
