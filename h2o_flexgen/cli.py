@@ -12,8 +12,8 @@ from contextlib import redirect_stderr
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.planning.budget import MIN_HH_RATIO, check_floor
 from h2o_flexgen.policy import GIB, TIERS, KVBudget
-from h2o_flexgen.search.budget import MIN_HH_RATIO, check_floor
 
 
 class Parser(argparse.ArgumentParser):

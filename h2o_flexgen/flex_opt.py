@@ -19,8 +19,8 @@ from pathlib import Path
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable, is_held, write_text
+from h2o_flexgen.planning.budget import MIN_HH_RATIO, describe_curve, largest_free
 from h2o_flexgen.policy import Policy, gib
-from h2o_flexgen.search.budget import MIN_HH_RATIO, describe_curve, largest_free
 
 #: modules of the standard library whose source text makes the built-in prompts
 _PROMPT_MODULES = (

@@ -25,10 +25,10 @@ import torch
 from tqdm import tqdm
 
 from h2o_flexgen import cli
-from h2o_flexgen.cpu import linear
 from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
+from h2o_flexgen.kernels.linear import linear
 from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
@@ -36,8 +36,8 @@ from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, cache_root, default_root, wait
 from h2o_flexgen.offload.kv_store import KVStore
-from h2o_flexgen.plan import KV_SLOTS, prefill_pairs, requests
-from h2o_flexgen.search.profile import LINKS, Link, Profile
+from h2o_flexgen.planning.profile import LINKS, Link, Profile
+from h2o_flexgen.sizes import KV_SLOTS, prefill_pairs, requests
 
 #: hidden sizes and rows of the matrix products that are timed
 HIDDEN = {

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.engine.engine import Engine, Sequence, make_batches
+from h2o_flexgen.engine.runner import Engine, Sequence, make_batches
 from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.hardware import load_or_measure
@@ -29,12 +29,15 @@ from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.plan import KV_SLOTS, Placement, Shapes, Workload, batch_sizes, micro_tokens, plan_policy
-from h2o_flexgen.policy import MARGIN, KVBudget, Plan, Policy, cap_limits, check_cpu_cap, read_policy
-from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, size_budget
-from h2o_flexgen.search.cost import CostModel, Prediction
-from h2o_flexgen.search.profile import Profile
-from h2o_flexgen.search.search import Search
+from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, size_budget
+from h2o_flexgen.planning.cost import CostModel, Prediction
+from h2o_flexgen.planning.memory import Plan, Shapes, plan_policy
+from h2o_flexgen.planning.placement import Placement
+from h2o_flexgen.planning.planner import cap_limits, check_cpu_cap
+from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.search import Search
+from h2o_flexgen.policy import MARGIN, KVBudget, Policy, read_policy
+from h2o_flexgen.sizes import KV_SLOTS, Workload, batch_sizes, micro_tokens
 
 #: sequences computed at once where everything lies in RAM: more make a processor's products no faster
 RESIDENT_BATCH = 64

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_json
 
 TIERS = ("gpu", "cpu", "disk")
@@ -176,99 +176,3 @@ def read_policy(path: str | Path) -> tuple[Policy, KVBudget | None]:
     if not wanted or not all(isinstance(n, int) for n in budget.values()):
         raise UserError(f'the policy {path}: \'kv_budget\' must hold "heavy" and "recent" slots, or be null')
     return policy, KVBudget.from_size(budget["heavy"], budget["recent"])
-
-
-def cap_limits(there: dict[str, int], caps: dict[str, int | None], shared: bool) -> dict[str, int]:
-    """What may be planned for on each tier: what is there, within what the user allows. `shared`: gpu and cpu are the
-    same RAM, whose whole is the limit "ram"."""
-    limits = {tier: nbytes if caps[tier] is None else min(nbytes, caps[tier]) for tier, nbytes in there.items()}
-    return limits | ({"ram": there["cpu"]} if shared else {})
-
-
-def check_cpu_cap(caps: dict[str, int | None], shared: bool, searched: bool) -> None:
-    """Raises UserError for a cap that a search would never come near: where gpu and cpu are the same RAM (`shared`), it
-    puts nothing on the cpu tier."""
-    if searched and shared and caps["cpu"] is not None:
-        raise UserError(
-            "--cpu-mem does nothing here: without CUDA the RAM is the gpu tier, so use --gpu-mem; the cpu tier is a "
-            "second pool in RAM for --percent"
-        )
-
-
-@dataclass
-class Plan:
-    """The bytes that a policy needs on each tier, known before anything is allocated.
-
-    `items` holds (tier, what, bytes). `shared` says that gpu and cpu are the same RAM (no CUDA), so
-    that their sum is held against the RAM that is there.
-    """
-
-    items: list[tuple[str, str, int]] = field(default_factory=list)
-    limits: dict[str, int] = field(default_factory=dict)
-    shared: bool = False
-
-    def add(self, tier: str, what: str, nbytes: float) -> None:
-        if nbytes:
-            self.items.append((tier, what, int(nbytes)))
-
-    def needed(self, tier: str) -> int:
-        return sum(nbytes for t, _, nbytes in self.items if t == tier)
-
-    @property
-    def ram(self) -> float:
-        """Bytes of RAM that the process may hold in a job on the CPU; infinite with CUDA."""
-        if not self.shared:
-            return float("inf")
-        return min(self.limits["ram"], self.limits["gpu"] + self.needed("cpu"))
-
-    def shortfall(self) -> tuple[str, int, int] | None:
-        """The first tier that is too small, with the bytes needed and there, or None."""
-        if self.shared:
-            ram = self.needed("gpu") + self.needed("cpu")
-            if ram > self.limits["ram"]:
-                return "ram", ram, self.limits["ram"]
-        for tier in TIERS:
-            if tier in self.limits and self.needed(tier) > self.limits[tier]:
-                return tier, self.needed(tier), self.limits[tier]
-        return None
-
-    def missing(self) -> int:
-        """Bytes beyond the limits, of all tiers."""
-        needed = {tier: self.needed(tier) for tier in TIERS}
-        if self.shared:
-            needed["ram"] = needed["gpu"] + needed["cpu"]
-        return sum(max(0, needed[tier] - limit) for tier, limit in self.limits.items() if tier in needed)
-
-    def check(self) -> None:
-        """Raises PlanError, naming the tier, the bytes needed and there, and what to change."""
-        short = self.shortfall()
-        if short is None:
-            return
-        tier, needed, limit = short
-        name = "RAM (the gpu and cpu tiers together)" if tier == "ram" else f"the {tier} tier"
-        largest = max(
-            (item for item in self.items if item[0] == tier or (tier == "ram" and item[0] != "disk")),
-            key=lambda item: item[2],
-        )
-        advice = {
-            "disk": "free disk space or name another --offload-dir",
-            "gpu": "lower the gpu percentages, --gpu-batch-size or the KV budget",
-            "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
-            "ram": "move weights or cache to disk with --percent, or lower the batch sizes or the KV budget",
-        }[tier]
-        raise PlanError(
-            f"{name} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
-            f"({limit} bytes); most goes to {largest[1]} ({gib(largest[2])}): {advice}"
-        )
-
-    def describe(self) -> str:
-        """A table for people: every item, then each tier against its limit."""
-        lines = ["memory plan:"]
-        lines += [f"  {tier:<5}{gib(nbytes):>12}  {what}" for tier, what, nbytes in self.items]
-        for tier in TIERS:
-            limit = self.limits.get(tier)
-            lines.append(f"  {tier:<5}{gib(self.needed(tier)):>12}  of {gib(limit) if limit is not None else '?'}")
-        if self.shared and "ram" in self.limits:
-            both = self.needed("gpu") + self.needed("cpu")
-            lines.append(f"  RAM  {gib(both):>12}  of {gib(self.limits['ram'])}, gpu and cpu together")
-        return "\n".join(lines)

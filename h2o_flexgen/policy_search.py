@@ -16,11 +16,13 @@ from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable, read_json, write_text
 from h2o_flexgen.models.config import OPTConfig
-from h2o_flexgen.plan import Shapes, Workload
-from h2o_flexgen.policy import MARGIN, TIERS, KVBudget, Policy, cap_limits, check_cpu_cap, gib
-from h2o_flexgen.search.budget import MIN_HH_RATIO, BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
-from h2o_flexgen.search.profile import ITEMSIZE, Profile
-from h2o_flexgen.search.search import Candidate, Search
+from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
+from h2o_flexgen.planning.memory import Shapes
+from h2o_flexgen.planning.planner import cap_limits, check_cpu_cap
+from h2o_flexgen.planning.profile import ITEMSIZE, Profile
+from h2o_flexgen.planning.search import Candidate, Search
+from h2o_flexgen.policy import MARGIN, TIERS, KVBudget, Policy, gib
+from h2o_flexgen.sizes import Workload
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 def machine(ram_cap: int | None = None) -> dict:
     """The machine in words."""
-    from h2o_flexgen.cpu import has_bf16
     from h2o_flexgen.hardware import machine as found
+    from h2o_flexgen.kernels.linear import has_bf16
 
     m = found()
     cap = None if ram_cap is None else round(ram_cap / 2**30, 2)

@@ -158,7 +158,7 @@ def bench_gemm(args) -> None:
     import torch
     import torch.nn.functional as F
 
-    from h2o_flexgen.cpu import can_pack, pack
+    from h2o_flexgen.kernels.linear import can_pack, pack
     from h2o_flexgen.models import opt
     from h2o_flexgen.models.config import OPTConfig
 

@@ -24,9 +24,9 @@ from bench_common import ROOT, MemoryCap
 from h2o_flexgen import policy_search
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.models.config import OPTConfig
-from h2o_flexgen.plan import Workload
+from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.policy import GIB, MARGIN, KVBudget, Policy
-from h2o_flexgen.search.profile import Profile
+from h2o_flexgen.sizes import Workload
 
 T4 = ROOT / "policies" / "hardware" / "t4-16gb.json"
 

@@ -343,7 +343,7 @@ def flexgen_weights(model: str, scratch: str) -> Path:
 def run_ours(job: Job) -> dict:
     """With the policy that the search finds for the job, or in one block of a given shape."""
     from h2o_flexgen import LLM, KVBudget, SamplingParams
-    from h2o_flexgen.plan import Workload
+    from h2o_flexgen.sizes import Workload
 
     size, batches = job.options.get("block", (None, None))
     make = partial(
@@ -407,7 +407,7 @@ def lowest_tier(percent: Sequence[float], device: str) -> str:
 
 def decode_bytes(llm) -> dict[str, int]:
     """Filled by the next job with the bytes that its decode steps move, by link."""
-    from h2o_flexgen.engine.engine import Engine
+    from h2o_flexgen.engine.runner import Engine
 
     moved, before, original = Counter(), Counter(), Engine._lap
 
@@ -475,14 +475,14 @@ class DecodeWork:
     @property
     def sizes(self) -> list[int]:
         """The batches of a full block."""
-        from h2o_flexgen.plan import batch_sizes
+        from h2o_flexgen.sizes import batch_sizes
 
         return batch_sizes(self.job.batch, self.policy)
 
     @property
     def rows(self) -> int:
         """That go through a product at once."""
-        from h2o_flexgen.plan import product_rows
+        from h2o_flexgen.sizes import product_rows
 
         return max(product_rows(self.sizes))
 
@@ -581,7 +581,7 @@ def product_rate(config, dtype: str, device: str, rows: int) -> float:
     """Flops per second of the matrix products of a decoder layer for so many rows, with nothing between them."""
     import torch
 
-    from h2o_flexgen.cpu import linear
+    from h2o_flexgen.kernels.linear import linear
 
     hidden, ffn = config.hidden_size, config.ffn_dim
     like = {"dtype": getattr(torch, dtype), "device": device}

@@ -276,7 +276,7 @@ def worker_overlap(arguments: dict) -> dict:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from h2o_flexgen.engine.engine import Engine
+    from h2o_flexgen.engine.runner import Engine
     from h2o_flexgen.policy import Policy
 
     with profile(activities=[ProfilerActivity.CUDA]):  # the first trace of a process may lack its first kernels

@@ -7,11 +7,11 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from h2o_flexgen.models.config import OPTConfig
-from h2o_flexgen.plan import Workload
+from h2o_flexgen.planning.profile import Link, Profile
+from h2o_flexgen.planning.search import Search
 from h2o_flexgen.policy import GIB, KVBudget
 from h2o_flexgen.policy_search import Planner, profile_limits
-from h2o_flexgen.search.profile import Link, Profile
-from h2o_flexgen.search.search import Search
+from h2o_flexgen.sizes import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 T4 = Profile.from_file(ROOT / "policies" / "hardware" / "t4-16gb.json")

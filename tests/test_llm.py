@@ -11,7 +11,7 @@ import zoo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, plan
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, sizes
 from h2o_flexgen.engine import sampling
 
 ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
@@ -186,7 +186,7 @@ def cut(tokens, ends):
 @pytest.mark.parametrize("cpu_cache_compute", [False, True])
 @pytest.mark.parametrize("segment", [1, 5, 16])
 def test_a_full_cache_of_many_segments(tiny, run, monkeypatch, percent, cpu_cache_compute, segment):
-    monkeypatch.setattr(plan, "SEGMENT", segment)
+    monkeypatch.setattr(sizes, "SEGMENT", segment)
     model = tiny()
     prompts = model.clear_cut_prompts(LENGTHS, 24)
     outputs = run(
@@ -232,7 +232,7 @@ def test_one_eos_token_in_the_config_is_enough(tiny, run, tmp_path):
 
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_DISK], ids=str)
 def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path, percent, monkeypatch):
-    from h2o_flexgen.engine.engine import Engine
+    from h2o_flexgen.engine.runner import Engine
 
     model = tiny()
     prompts = model.clear_cut_prompts([20, 19, 12, 11, 4, 3], 24)
@@ -266,7 +266,7 @@ def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path,
 @pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
 def test_tokens_do_not_depend_on_which_batches_share_products(tiny, run, monkeypatch, percent, budget, rows):
     """Of five batches of two and one, none share them, two do, or the last one joins the two before it."""
-    monkeypatch.setattr("h2o_flexgen.plan.GROUP_ROWS", rows)
+    monkeypatch.setattr("h2o_flexgen.sizes.GROUP_ROWS", rows)
     model = tiny()
     prompts = model.clear_cut_prompts([20, 19, 12, 11, 9, 8, 6, 4, 3], 20, [budget or (None, None)])
     outputs = run(model, prompts, 20, budget, percent=percent, gpu_batch_size=2, num_gpu_batches=5)
@@ -403,7 +403,7 @@ def healthy_prompts(model, token, lengths, max_tokens, budget):
     ids=["gpu", "cpu", "cpu_attention", "disk", "disk_micro", "mixed_one_by_one"],
 )
 def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, policy, budget, token, overlap):
-    monkeypatch.setattr(plan, "SEGMENT", 4)
+    monkeypatch.setattr(sizes, "SEGMENT", 4)
     model = poisoned(token)
     prompts = healthy_prompts(model, token, LENGTHS, 18, budget)
     bad = {1: 16, 4: 3, 7: 0, 8: 9}  # prompt: where the token stands
@@ -429,7 +429,7 @@ def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, policy, bu
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=["gpu", "cpu", "disk"])
 def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypatch, percent):
     """It is computed until its batch leaves: what it leaves behind must not reach who comes next into its slots."""
-    monkeypatch.setattr(plan, "SEGMENT", 4)
+    monkeypatch.setattr(sizes, "SEGMENT", 4)
     model = poisoned(7)
     prompts = healthy_prompts(model, 7, [20, 19, 9, 8], 18, None)
 
@@ -439,7 +439,7 @@ def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypa
             tokens[indices.index(1)] = 7  # ends this sequence, and is what it is computed with from then on
         return tokens, logprobs
 
-    monkeypatch.setattr("h2o_flexgen.engine.engine.sample", sample)
+    monkeypatch.setattr("h2o_flexgen.engine.runner.sample", sample)
     with LLM(str(model.folder), Policy(2, 1, percent), device="cpu", dtype="float32", progress=False) as llm:
         llm.eos_ids = frozenset([7])
         outputs = llm.generate(prompts, SamplingParams(max_tokens=18))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 
-from h2o_flexgen import plan
+from h2o_flexgen import sizes
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
 from h2o_flexgen.offload.kv_store import log_rows
 
@@ -104,7 +104,7 @@ LONG = 42
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
-    monkeypatch.setattr(plan, "SEGMENT", 8)
+    monkeypatch.setattr(sizes, "SEGMENT", 8)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])

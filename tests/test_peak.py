@@ -11,9 +11,9 @@ import pytest
 from cli_tools import FP32, ON_DISK, ON_GPU, end, percent, start, wide
 
 from h2o_flexgen import LLM, Policy, SamplingParams
-from h2o_flexgen.engine import engine
+from h2o_flexgen.engine import runner as engine
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.policy import Plan
+from h2o_flexgen.planning.memory import Plan
 
 pytest_plugins = ["cli_tools"]
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from h2o_flexgen import KVBudget, Policy, UserError
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.policy import GIB, Plan, gib, read_policy
+from h2o_flexgen.planning.memory import Plan
+from h2o_flexgen.policy import GIB, gib, read_policy
 
 
 @st.composite

@@ -14,9 +14,9 @@ from h2o_flexgen.cli import make_budget
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import FullCache
 from h2o_flexgen.offload import memory
-from h2o_flexgen.plan import Workload
+from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.policy import GIB, Policy, read_policy
-from h2o_flexgen.search.profile import Profile
+from h2o_flexgen.sizes import Workload
 
 T4_FILE = ROOT / "policies" / "hardware" / "t4-16gb.json"
 FIELDS = {"policy", "kv_budget", "predicted", "memory_bytes", "bound_by", "command"}

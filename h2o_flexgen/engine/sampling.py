@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.plan import SAMPLE_ROWS
+from h2o_flexgen.sizes import SAMPLE_ROWS
 
 #: colder than this nothing but the most likely token has a chance, and dividing by it would overflow
 GREEDY_BELOW = 1e-6

@@ -8,9 +8,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv_cache.attention import cached_attention, causal_attention
+from h2o_flexgen.kernels.attention import cached_attention, causal_attention
 from h2o_flexgen.kv_cache.base import CacheRule, KVTensors
-from h2o_flexgen.plan import full_segments
+from h2o_flexgen.sizes import full_segments
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv_cache.attention import cached_attention, causal_attention_with_scores
+from h2o_flexgen.kernels.attention import cached_attention, causal_attention_with_scores
 from h2o_flexgen.kv_cache.base import CacheRule, KVTensors
 
 _LATE = torch.iinfo(torch.int32).max

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.cpu import linear
+from h2o_flexgen.kernels.linear import linear
 from h2o_flexgen.models.config import OPTConfig
 
 #: OPT's position table starts with two rows that no token uses

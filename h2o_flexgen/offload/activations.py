@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.plan import HOMEWARD
+from h2o_flexgen.sizes import HOMEWARD
 
 Key = tuple[int, int]
 

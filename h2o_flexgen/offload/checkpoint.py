@@ -22,7 +22,7 @@ from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.device import as_numpy, convert
 from h2o_flexgen.offload.disk import DiskIO, File, cache_root, wait
-from h2o_flexgen.plan import aligned
+from h2o_flexgen.sizes import aligned
 
 #: numbers that are read at once where a tensor must be converted
 PART = 1 << 22

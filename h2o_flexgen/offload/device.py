@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cpu import has_bf16
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels.linear import has_bf16
 from h2o_flexgen.offload import memory
-from h2o_flexgen.plan import PAGE, aligned
+from h2o_flexgen.sizes import PAGE, aligned
 
 #: bytes to whose multiples torch's CUDA allocator cuts its memory
 CUDA_ALIGN = 512

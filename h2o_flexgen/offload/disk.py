@@ -19,7 +19,7 @@ import numpy as np
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import sweep
-from h2o_flexgen.plan import PAGE, REQUEST, THREADS, request_bytes
+from h2o_flexgen.sizes import PAGE, REQUEST, THREADS, request_bytes
 
 
 class File:

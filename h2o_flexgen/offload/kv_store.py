@@ -22,7 +22,7 @@ from torch import Tensor
 
 from h2o_flexgen.offload.device import Device, Lane, Slots, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.plan import PAGE, aligned, disk_span, kv_slots, log_rows
+from h2o_flexgen.sizes import PAGE, aligned, disk_span, kv_slots, log_rows
 
 Key = tuple[int, int]
 

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.cpu import can_pack, pack
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels.linear import can_pack, pack
 from h2o_flexgen.offload.checkpoint import PART, Checkpoint, DummyCheckpoint, Stored, bar_of_bytes, parts_of
 from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
-from h2o_flexgen.plan import PAGE, aligned, slot_span
+from h2o_flexgen.sizes import PAGE, aligned, slot_span
 
 Spec = dict[str, tuple[str, tuple[int, ...]]]
 

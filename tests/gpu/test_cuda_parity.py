@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, plan
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -18,7 +18,7 @@ GEN = 24
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
-    monkeypatch.setattr(plan, "SEGMENT", 8)
+    monkeypatch.setattr(sizes, "SEGMENT", 8)
 
 
 POLICIES = {

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen import plan
+from h2o_flexgen import sizes
 from h2o_flexgen.kv_cache import FullCache, KVLayout
-from h2o_flexgen.plan import PAGE, disk_span
+from h2o_flexgen.sizes import PAGE, disk_span
 
 
 @given(
@@ -27,7 +27,7 @@ def test_every_token_is_attended_to_and_nothing_else(B, H, D, segment, steps, da
     q, k, v = (torch.randn(B, H, T + steps, D, generator=generator) for _ in range(3))
     rule = FullCache()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SEGMENT", segment)
+        patch.setattr(sizes, "SEGMENT", segment)
         layout = KVLayout(B, H, rule.segments(T, steps + 1), D, torch.float32, False)
         assert layout.slots == T + steps
         cache = layout.view(torch.zeros(layout.kv_bytes, dtype=torch.uint8))
@@ -54,9 +54,9 @@ def test_slots_are_those_of_the_text_without_its_last_token(prompt, gen):
     segments = FullCache().segments(prompt, gen)
     assert sum(segments) == prompt + gen - 1
     assert segments[0] == prompt
-    assert all(0 < s <= plan.LARGEST_SEGMENT for s in segments[1:])
+    assert all(0 < s <= sizes.LARGEST_SEGMENT for s in segments[1:])
     for n, size in enumerate(segments[1:], 1):
-        assert size <= max(plan.SEGMENT, sum(segments[:n]) / 8), "too much of it is empty at first"
+        assert size <= max(sizes.SEGMENT, sum(segments[:n]) / 8), "too much of it is empty at first"
     assert len(segments) < 32
 
 

@@ -10,7 +10,7 @@ import zoo
 from transformers.models.opt import modeling_opt
 
 from h2o_flexgen import UserError
-from h2o_flexgen.kv_cache.attention import causal_attention
+from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPT_SIZES, OPTConfig
 

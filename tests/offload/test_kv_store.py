@@ -13,7 +13,7 @@ from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder
 from h2o_flexgen.offload.kv_store import KVStore
-from h2o_flexgen.plan import KV_SLOTS, PAGE
+from h2o_flexgen.sizes import KV_SLOTS, PAGE
 
 PIECES, SLOTS, HELD = 8, 16, 4
 LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, dtype=torch.float32, scored=False)

@@ -16,7 +16,7 @@ from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, File
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.plan import HOMEWARD
+from h2o_flexgen.sizes import HOMEWARD
 
 pytest_plugins = ["cli_tools"]
 

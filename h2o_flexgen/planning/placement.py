@@ -7,15 +7,52 @@ next (error diffusion), so that every layer costs the same I/O.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from math import prod
 
 import numpy as np
 
-from h2o_flexgen.policy import TIERS
+from h2o_flexgen.policy import TIERS, Policy
 
 #: a layer with more pieces than this is placed piece by piece instead of by trying every assignment
 _MOST_TRIED = 7
+
+
+@dataclass
+class Placement:
+    """Homes of all pieces under a policy.
+
+    Attributes:
+        weights: tier by tensor name; vectors (biases, norms: 0.03 % of the bytes) stay on the compute device.
+        cache: tier by (decoder layer, batch).
+        activations: tier by batch.
+    """
+
+    weights: dict[str, str]
+    cache: dict[tuple[int, int], str]
+    activations: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        layers: list[dict[str, tuple[int, ...]]],
+        num_decoder: int,
+        batches: int,
+        weights: dict[str, str] | None = None,
+    ) -> Placement:
+        """`layers`: {name: shape} of everything each layer needs, embedding first, head last. `weights`: their homes,
+        if they are known from another policy with the same percentages."""
+        if weights is None:
+            matrices = [{n: prod(s) for n, s in layer.items() if len(s) > 1} for layer in layers]
+            weights = {n: "gpu" for layer in layers for n, s in layer.items() if len(s) == 1}
+            weights |= place_weights(matrices, policy.fractions("weights"))
+        keys = [(layer, k) for layer in range(num_decoder) for k in range(batches)]
+        cache = spread(keys, policy.fractions("cache"))
+        activations = spread(range(batches), policy.fractions("activations"))
+        return cls(weights, cache, [activations[k] for k in range(batches)])
 
 
 class Diffusion:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from machines import T4, laptop, search
 
 from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.planning.budget import BudgetPoint, budget_choices, largest_free, size_budget
 from h2o_flexgen.policy import KVBudget, Policy
-from h2o_flexgen.search.budget import BudgetPoint, budget_choices, largest_free, size_budget
 
 few = settings(max_examples=5)
 jobs = st.fixed_dictionaries(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.plan import PRODUCT_ROWS, PRODUCT_SLICE
+from h2o_flexgen.sizes import PRODUCT_ROWS, PRODUCT_SLICE
 
 #: up to so many rows torch's own products in 16 bits are faster; up to so many it pays to multiply from the left
 FEWEST, FEW = 7, 256

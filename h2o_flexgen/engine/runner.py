@@ -23,7 +23,7 @@ from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.plan import HEAD_ROWS, product_groups
+from h2o_flexgen.sizes import HEAD_ROWS, product_groups
 
 #: least time between two times that prefill gives back gaps in the heap
 GAPS_SECONDS = 0.25

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h2o_flexgen.kv_cache import attention
-from h2o_flexgen.plan import _chunk_of_attention
+from h2o_flexgen.kernels import attention
+from h2o_flexgen.planning.memory import _chunk_of_attention
 
 
 def naive(q, k, v, n):

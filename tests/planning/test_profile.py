@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from machines import laptop
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.search.profile import Profile, between
+from h2o_flexgen.planning.profile import Profile, between
 
 
 def test_a_profile_survives_a_file(tmp_path):

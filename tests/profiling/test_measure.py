@@ -13,9 +13,9 @@ from machines import laptop
 from h2o_flexgen import hardware
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.search.profile import Profile
+from h2o_flexgen.planning.profile import Profile
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture

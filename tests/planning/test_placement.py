@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.models.opt import layers as opt_layers
-from h2o_flexgen.placement import Diffusion, place_weights, spread
-from h2o_flexgen.plan import Placement
+from h2o_flexgen.planning.placement import Diffusion, Placement, place_weights, spread
 from h2o_flexgen.policy import TIERS, Policy
 
 

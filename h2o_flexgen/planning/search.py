@@ -17,10 +17,12 @@ from pathlib import Path
 
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.files import sweep
-from h2o_flexgen.plan import Placement, Shapes, Workload, batch_sizes, kv_slots, plan_policy, workspace_bytes
-from h2o_flexgen.policy import TIERS, Plan, Policy, gib
-from h2o_flexgen.search.cost import Away, Batches, CostModel, Prediction
-from h2o_flexgen.search.profile import Profile
+from h2o_flexgen.planning.cost import Away, Batches, CostModel, Prediction
+from h2o_flexgen.planning.memory import Plan, Shapes, plan_policy, workspace_bytes
+from h2o_flexgen.planning.placement import Placement
+from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.policy import TIERS, Policy, gib
+from h2o_flexgen.sizes import Workload, batch_sizes, kv_slots
 
 try:  # here, not where it is used: pulp keeps exceptions of its import, which hold the frames that imported it
     import pulp

@@ -1,98 +1,115 @@
-"""Bytes per tier of a policy, before anything is allocated. Pure Python over shapes: the memory check and the
-policy search count with the same functions.
-"""
+"""The memory plan: the bytes that a policy needs on every tier, counted from shapes before anything is allocated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isqrt, prod
+from dataclasses import dataclass, field
+from math import prod
 
+from h2o_flexgen.errors import PlanError
 from h2o_flexgen.models.config import OPTConfig
-from h2o_flexgen.placement import place_weights, spread
-from h2o_flexgen.policy import Plan, Policy
+from h2o_flexgen.planning.placement import Placement
+from h2o_flexgen.policy import TIERS, Policy, gib
+from h2o_flexgen.sizes import (
+    CHUNK_ELEMENTS,
+    HEAD_ROWS,
+    HOMEWARD,
+    PRODUCT_ROWS,
+    PRODUCT_SLICE,
+    QUERY_CHUNK,
+    SAMPLE_ROWS,
+    SORTING,
+    Workload,
+    aligned,
+    batch_sizes,
+    disk_span,
+    kv_slots,
+    log_rows,
+    micro_tokens,
+    product_rows,
+    slot_span,
+)
 
-PAGE = 4096
-#: a disk request; larger ones are read no faster, smaller ones cost processor time (docs/benchmarks/disk.json)
-REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
-#: that keep the disk's queue full
-THREADS = 4
-#: the most pieces of a streaming cache on the device at once
-KV_SLOTS = 3
-#: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
-#: still empty in the last segment is attended to like the rest, and every segment takes two more products.
-SEGMENT, LARGEST_SEGMENT = 32, 128
-#: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
-TOKEN = 72
-#: micro-batches whose hidden states may be on their way home at once
-HOMEWARD = 2
-#: rows that go through the head at once, and of their logits those that are turned into tokens at once
-HEAD_ROWS, SAMPLE_ROWS = 128, 16
-#: bytes for each logit that is sorted
-SORTING = {"cpu": 30, "cuda": 50}
-#: rows that go through the products of a decode step together, if their batches are smaller: the rate of products grows
-#: up to about so many (the README has it)
-GROUP_ROWS = 128
-#: attention over prompts: probabilities held at once (what stays in a processor's cache, or fills a GPU), and queries
-#: of one chunk; measured on 2 cores in bf16, prompts of 64 to 2048 tokens: 256 queries are within 10 % of the best
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-QUERY_CHUNK = 256
-#: bytes of weights and rows of tokens in float32 at once, on a processor that multiplies nothing narrower
-PRODUCT_SLICE, PRODUCT_ROWS = 4 << 20, 512
 #: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What a job asks for: prompt lengths in tokens, longest first, and the output length."""
-
-    prompt_lens: tuple[int, ...]
-    gen_len: int
-
-    @property
-    def longest(self) -> int:
-        return self.prompt_lens[0]
-
-    @property
-    def output_bytes(self) -> int:
-        """RAM that the outputs hold to the job's end."""
-        return TOKEN * len(self.prompt_lens) * self.gen_len
-
-
 @dataclass
-class Placement:
-    """Homes of all pieces under a policy.
+class Plan:
+    """The bytes that a policy needs on each tier, known before anything is allocated.
 
-    Attributes:
-        weights: tier by tensor name; vectors (biases, norms: 0.03 % of the bytes) stay on the compute device.
-        cache: tier by (decoder layer, batch).
-        activations: tier by batch.
+    `items` holds (tier, what, bytes). `shared` says that gpu and cpu are the same RAM (no CUDA), so
+    that their sum is held against the RAM that is there.
     """
 
-    weights: dict[str, str]
-    cache: dict[tuple[int, int], str]
-    activations: list[str]
+    items: list[tuple[str, str, int]] = field(default_factory=list)
+    limits: dict[str, int] = field(default_factory=dict)
+    shared: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        policy: Policy,
-        layers: list[dict[str, tuple[int, ...]]],
-        num_decoder: int,
-        batches: int,
-        weights: dict[str, str] | None = None,
-    ) -> Placement:
-        """`layers`: {name: shape} of everything each layer needs, embedding first, head last. `weights`: their homes,
-        if they are known from another policy with the same percentages."""
-        if weights is None:
-            matrices = [{n: prod(s) for n, s in layer.items() if len(s) > 1} for layer in layers]
-            weights = {n: "gpu" for layer in layers for n, s in layer.items() if len(s) == 1}
-            weights |= place_weights(matrices, policy.fractions("weights"))
-        keys = [(layer, k) for layer in range(num_decoder) for k in range(batches)]
-        cache = spread(keys, policy.fractions("cache"))
-        activations = spread(range(batches), policy.fractions("activations"))
-        return cls(weights, cache, [activations[k] for k in range(batches)])
+    def add(self, tier: str, what: str, nbytes: float) -> None:
+        if nbytes:
+            self.items.append((tier, what, int(nbytes)))
+
+    def needed(self, tier: str) -> int:
+        return sum(nbytes for t, _, nbytes in self.items if t == tier)
+
+    @property
+    def ram(self) -> float:
+        """Bytes of RAM that the process may hold in a job on the CPU; infinite with CUDA."""
+        if not self.shared:
+            return float("inf")
+        return min(self.limits["ram"], self.limits["gpu"] + self.needed("cpu"))
+
+    def shortfall(self) -> tuple[str, int, int] | None:
+        """The first tier that is too small, with the bytes needed and there, or None."""
+        if self.shared:
+            ram = self.needed("gpu") + self.needed("cpu")
+            if ram > self.limits["ram"]:
+                return "ram", ram, self.limits["ram"]
+        for tier in TIERS:
+            if tier in self.limits and self.needed(tier) > self.limits[tier]:
+                return tier, self.needed(tier), self.limits[tier]
+        return None
+
+    def missing(self) -> int:
+        """Bytes beyond the limits, of all tiers."""
+        needed = {tier: self.needed(tier) for tier in TIERS}
+        if self.shared:
+            needed["ram"] = needed["gpu"] + needed["cpu"]
+        return sum(max(0, needed[tier] - limit) for tier, limit in self.limits.items() if tier in needed)
+
+    def check(self) -> None:
+        """Raises PlanError, naming the tier, the bytes needed and there, and what to change."""
+        short = self.shortfall()
+        if short is None:
+            return
+        tier, needed, limit = short
+        name = "RAM (the gpu and cpu tiers together)" if tier == "ram" else f"the {tier} tier"
+        largest = max(
+            (item for item in self.items if item[0] == tier or (tier == "ram" and item[0] != "disk")),
+            key=lambda item: item[2],
+        )
+        advice = {
+            "disk": "free disk space or name another --offload-dir",
+            "gpu": "lower the gpu percentages, --gpu-batch-size or the KV budget",
+            "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
+            "ram": "move weights or cache to disk with --percent, or lower the batch sizes or the KV budget",
+        }[tier]
+        raise PlanError(
+            f"{name} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
+            f"({limit} bytes); most goes to {largest[1]} ({gib(largest[2])}): {advice}"
+        )
+
+    def describe(self) -> str:
+        """A table for people: every item, then each tier against its limit."""
+        lines = ["memory plan:"]
+        lines += [f"  {tier:<5}{gib(nbytes):>12}  {what}" for tier, what, nbytes in self.items]
+        for tier in TIERS:
+            limit = self.limits.get(tier)
+            lines.append(f"  {tier:<5}{gib(self.needed(tier)):>12}  of {gib(limit) if limit is not None else '?'}")
+        if self.shared and "ram" in self.limits:
+            both = self.needed("gpu") + self.needed("cpu")
+            lines.append(f"  RAM  {gib(both):>12}  of {gib(self.limits['ram'])}, gpu and cpu together")
+        return "\n".join(lines)
 
 
 @dataclass
@@ -168,100 +185,6 @@ class Shapes:
             budget=rule.budget if rule.scored else None,
             **sizes,
         )
-
-
-def full_segments(prompt_len: int, gen_len: int) -> tuple[int, ...]:
-    """Slots of a full cache, by segment: the prompt's, and what it grows by."""
-    sizes, left = [prompt_len], gen_len - 1  # the last token is never attended to
-    while left > 0:
-        size = max(SEGMENT, sum(sizes) // 8 // SEGMENT * SEGMENT)
-        sizes.append(min(size, LARGEST_SEGMENT, left))
-        left -= sizes[-1]
-    return tuple(sizes)
-
-
-def log_rows(segments: Sequence[int]) -> int:
-    """Tokens the log of a cache piece on disk holds. A cache that grows is folded by whole segments. One that does not
-    is written anew: reading n/2 rows a step and writing slots/n balance at sqrt(2 slots)."""
-    return max(segments[1:], default=max(1, isqrt(2 * segments[0])))
-
-
-def kv_slots(overlap: bool, on_disk: bool) -> int:
-    """Buffers through which pieces of a cache visit the device: one that is used, and one that comes or leaves; where
-    they come from disk one more, so that it has something to read while the products of a layer use none."""
-    if not overlap:
-        return 1
-    return KV_SLOTS if on_disk else 2
-
-
-def micro_tokens(policy: Policy, longest: int, batch: int) -> int:
-    """The most tokens, padding included, of a prefill micro-batch of prompts of up to `longest` tokens; a single
-    sequence may exceed `policy.prefill_tokens`."""
-    return max(longest, min(policy.prefill_tokens, batch * longest))
-
-
-def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
-    """Sequences per batch of the first, largest block."""
-    left = min(num_prompts, policy.block_size)
-    sizes = []
-    while left > 0:
-        sizes.append(min(left, policy.gpu_batch_size))
-        left -= sizes[-1]
-    return sizes
-
-
-def product_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Which batches of so many sequences go through the products of a decode step together: (begin, end) of each group,
-    of one batch or of at most GROUP_ROWS sequences. One group of more rows saves compute less than it costs: fewer
-    pieces of cache come beside the products."""
-    groups, rows = [], 0
-    for n, size in enumerate(sizes):
-        if groups and rows + size <= GROUP_ROWS:
-            groups[-1] = groups[-1][0], n + 1
-            rows += size
-        else:
-            groups.append((n, n + 1))
-            rows = size
-    return groups
-
-
-def product_rows(sizes: Sequence[int]) -> list[int]:
-    """Sequences of each group."""
-    return [sum(sizes[begin:end]) for begin, end in product_groups(sizes)]
-
-
-def prefill_pairs(length: int) -> int:
-    """Pairs of query and key that attention over a prompt computes for one head: chunks of queries, each over all
-    keys up to its end."""
-    ends = [min(begin + QUERY_CHUNK, length) for begin in range(0, length, QUERY_CHUNK)]
-    return sum((end - begin) * end for begin, end in zip([0, *ends], ends))
-
-
-def aligned(nbytes: int) -> int:
-    """Up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
-
-
-def disk_span(segments: Sequence[int], row: int) -> int:
-    """Bytes on disk of a cache piece of so many slots, `row` bytes each, and of its log: the piece and every row of the
-    log take whole pages, as direct reads and writes want them."""
-    return aligned(sum(segments) * row) + log_rows(segments) * aligned(row)
-
-
-def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> int:
-    """How large the requests are in which so many bytes are read or written: cut so that every thread has a part, but
-    not smaller than LEAST_REQUEST."""
-    return min(most, max(LEAST_REQUEST, aligned(-(-nbytes // threads))))
-
-
-def requests(nbytes: int) -> int:
-    """How many requests that is."""
-    return -(-nbytes // request_bytes(nbytes))
-
-
-def slot_span(nbytes: int) -> int:
-    """Room for a tensor at any phase within a page, in whole pages."""
-    return aligned(nbytes) + PAGE
 
 
 def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: Placement, baseline: int) -> Plan:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from h2o_flexgen.errors import PlanError, UserError
-from h2o_flexgen.plan import Shapes
+from h2o_flexgen.planning.memory import Shapes
 from h2o_flexgen.policy import KVBudget, Policy
 
 T = TypeVar("T")

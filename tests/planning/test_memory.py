@@ -10,21 +10,20 @@ from hypothesis import strategies as st
 from machines import percents
 
 from h2o_flexgen import LLM, Policy
-from h2o_flexgen.engine.engine import Sequence, make_batches
+from h2o_flexgen.engine.runner import Sequence, make_batches
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
-from h2o_flexgen.plan import (
+from h2o_flexgen.planning.memory import _chunk_of_attention, _prefill_workspace
+from h2o_flexgen.policy import TIERS
+from h2o_flexgen.sizes import (
     GROUP_ROWS,
     HOMEWARD,
     Workload,
-    _chunk_of_attention,
-    _prefill_workspace,
     batch_sizes,
     micro_tokens,
     product_groups,
     product_rows,
 )
-from h2o_flexgen.policy import TIERS
 
 NO_LIMITS = dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60)
 RULES = [FullCache(), HeavyHitterCache(50, 50), HeavyHitterCache(5, 400)]

@@ -15,10 +15,12 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
-from h2o_flexgen.plan import (
+from h2o_flexgen.planning.memory import Shapes
+from h2o_flexgen.planning.placement import Placement
+from h2o_flexgen.planning.profile import LINKS, Profile
+from h2o_flexgen.policy import Policy
+from h2o_flexgen.sizes import (
     HEAD_ROWS,
-    Placement,
-    Shapes,
     Workload,
     batch_sizes,
     full_segments,
@@ -27,8 +29,6 @@ from h2o_flexgen.plan import (
     product_rows,
     requests,
 )
-from h2o_flexgen.policy import Policy
-from h2o_flexgen.search.profile import LINKS, Profile
 
 #: the batches of a block: sequences, and tokens of the longest prompt
 Batches = Sequence[tuple[int, int]]

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen import cpu
-from h2o_flexgen.kv_cache import attention
+from h2o_flexgen.kernels import attention
+from h2o_flexgen.kernels import linear as cpu
 
 pytest_plugins = ["cli_tools"]
 

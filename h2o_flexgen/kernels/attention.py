@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.cpu import is_slow
-from h2o_flexgen.plan import CHUNK_ELEMENTS, QUERY_CHUNK
+from h2o_flexgen.kernels.linear import is_slow
+from h2o_flexgen.sizes import CHUNK_ELEMENTS, QUERY_CHUNK
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

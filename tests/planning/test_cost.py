@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from machines import T4, laptop, percents, search
 
 from h2o_flexgen.models.config import OPTConfig
-from h2o_flexgen.plan import Workload
+from h2o_flexgen.planning.cost import Away, _coming
+from h2o_flexgen.planning.profile import Link
 from h2o_flexgen.policy import KVBudget, Policy
 from h2o_flexgen.policy_search import Planner
-from h2o_flexgen.search.cost import Away, _coming
-from h2o_flexgen.search.profile import Link
+from h2o_flexgen.sizes import Workload
 
 ALL_GPU = (100, 0, 100, 0, 100, 0)
 few = settings(max_examples=40)

@@ -1,0 +1,1 @@
+"""The arithmetic: matrix products and attention, as plain functions of tensors."""
