@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import signal
@@ -131,6 +132,13 @@ def warn(text: str) -> None:
         pass
 
 
+class _ToStderr(logging.Handler):
+    """What the library has to say, as the commands' own warnings."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warn(self.format(record))
+
+
 class Lossy:
     """A stream whose disk may be full: what it has no room for is lost, and ends no job."""
 
@@ -160,6 +168,9 @@ class Lossy:
 def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
     """Run a command to its end; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
     interrupts.take_over()
+    logger = logging.getLogger("h2o_flexgen")
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        logger.addHandler(_ToStderr())
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 must not end a job

@@ -6,19 +6,15 @@ python -m h2o_flexgen.flex_opt --model facebook/opt-30b --hh-ratio 0.2
 from __future__ import annotations
 
 import argparse
-import codecs
-import errno
-import fcntl
-import itertools
 import json
-import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_writable, is_held, write_text
+from h2o_flexgen.files import check_writable, write_text
+from h2o_flexgen.jobs.input import read_prompts
+from h2o_flexgen.jobs.output import OutputFile, row_of
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, describe_curve, largest_free
 from h2o_flexgen.policy import Policy, gib
 
@@ -114,44 +110,6 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | s
     )
 
 
-def read_prompts(path: str) -> list[str | list[int] | UserError]:
-    """Rows of an input file; a row that is no prompt becomes the error that says why."""
-    try:
-        text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-    except OSError as e:
-        raise UserError(f"cannot read --input-file {path}: {e.strerror}") from None
-    lines = [line for line in text.splitlines() if line.strip()]  # of bytes: a text may hold other line separators
-    if not lines:
-        raise UserError(f"--input-file {path} holds no prompts")
-    if not any(map(_decode, lines)):
-        raise UserError(f"cannot read --input-file {path}: it is not UTF-8 text")
-    return [_parse_row(line) for line in lines]
-
-
-def _decode(line: bytes) -> str | None:
-    try:
-        return line.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _parse_row(line: bytes) -> str | list[int] | UserError:
-    if (text := _decode(line)) is None:
-        return UserError("not UTF-8 text")
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        return UserError(f"not JSON: {e}")
-    if not isinstance(row, dict):
-        return UserError("not a JSON object")
-    if "prompt_token_ids" in row:
-        ids = row["prompt_token_ids"]
-        return ids if isinstance(ids, list) else UserError("prompt_token_ids must be a list of token ids")
-    if "prompt" not in row:
-        return UserError('neither "prompt" nor "prompt_token_ids"')
-    return row["prompt"] if isinstance(row["prompt"], str) else UserError("prompt must be a text")
-
-
 def builtin_prompts(llm, count: int, length: int) -> list[list[int]]:
     """`count` prompts of exactly `length` tokens: what stands before the body of a function of the standard library,
     repeated if it is too short; random ids for a model without tokenizer."""
@@ -189,106 +147,6 @@ def _source_before_a_body(module: str, which: int, least: int) -> str:
     ends = [end for end in ends if end >= least] or ends or [len(text)]
     again, at = divmod(which, len(ends))
     return text[: ends[at] - 7 * again]  # more prompts than functions: end a little earlier
-
-
-class OutputFile:
-    """Rows as they finish go to PATH.partial; at the end, or on an interrupt, PATH is put in place whole and in
-    input order. So a killed job leaves the rows it had, and an error touches nothing. Rows for which there is no space
-    wait in memory until there is."""
-
-    def __init__(self, path: str):
-        check_writable("--output-file", Path(path))
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise UserError(f"--output-file {path} is not a file")
-        self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
-        self.partial = self.path.with_name(self.path.name + ".partial")
-        self._check_free()
-        self.rows: dict[int, dict] = {}
-        self.waiting: dict[int, bytes] = {}
-        self._file = None
-        self._warned = self._whole = False
-
-    def _check_free(self) -> None:
-        if is_held(self.partial):
-            raise UserError(f"--output-file {self.path}: another job is writing it")
-
-    def add(self, row: dict) -> None:
-        self.rows[row["index"]] = row
-        self.waiting[row["index"]] = json.dumps(row).encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what waits, if that can be done now."""
-        if not self.waiting:
-            return
-        try:
-            if self._file is None:
-                self._check_free()
-                self._set_aside(self.partial, "rows of a job that was killed are kept in")
-                self._file = open(self.partial, "wb", buffering=0)
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for index in list(self.waiting):
-                self._write(self.waiting[index])
-                del self.waiting[index]
-        except OSError as e:
-            if not self._warned:
-                cli.warn(f"cannot write {self.partial}: {e.strerror}; the job goes on, its rows wait in memory")
-            self._warned = True
-
-    def _write(self, line: bytes) -> None:
-        size = self._file.tell()
-        try:
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            self._file.truncate(size)  # half a row is none
-            self._file.seek(size)
-            raise
-
-    def where(self) -> str:
-        """Where what is finished can be had, if nothing can be put in place."""
-        self.flush()
-        return f"{len(self.rows) - len(self.waiting)} of {len(self.rows)} finished rows are in {self.partial}"
-
-    @staticmethod
-    def _set_aside(path: Path, why: str) -> None:
-        """Rename a file that would be overwritten, if it is there."""
-        if path.exists():
-            names = (path.with_name(f"{path.name}~{n or ''}") for n in itertools.count())
-            kept = next(name for name in names if not name.exists())
-            os.replace(path, kept)
-            cli.warn(f"{why} {kept}")
-
-    def finish(self, whole: bool) -> None:
-        """Put the rows there are in place, if there are any. May be called again where it was interrupted. `whole`:
-        they are all; fewer do not replace a file that is there, but set it aside."""
-        if not self.rows:
-            return
-        self._whole |= whole
-        sorted_file = self.path.with_name(self.path.name + ".sorted")
-        try:
-            text = "".join(json.dumps(self.rows[index]) + "\n" for index in sorted(self.rows))
-            sorted_file.write_text(text, encoding="utf-8")
-            if not self._whole:
-                self._set_aside(self.path, "the output file of an earlier job is kept in")
-            os.replace(sorted_file, self.path)
-        except OSError as e:
-            sorted_file.unlink(missing_ok=True)
-            raise UserError(f"cannot write {self.path}: {e.strerror}; {self.where()}") from None
-        self.waiting.clear()
-        with suppress(OSError):
-            if self._file is not None:
-                self._file.close()
-            self.partial.unlink(missing_ok=True)
-
-
-def row_of(index: int, output) -> dict:
-    """An output as a row of the output file."""
-    if output.error is not None:
-        return {"index": index, "error": output.error}
-    done = output.outputs[0]
-    return {"index": index, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
 
 
 def rate(tokens_per_s: float) -> str:

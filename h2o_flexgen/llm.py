@@ -17,14 +17,14 @@ from h2o_flexgen import interrupts
 from h2o_flexgen.engine.runner import Engine, Sequence, make_batches
 from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.hardware import load_or_measure
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.models.source import find_model, load_tokenizer
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
-from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, sweep_conversions
+from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
+from h2o_flexgen.offload.convert import sweep_conversions
 from h2o_flexgen.offload.device import Device, Lane
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root
 from h2o_flexgen.offload.kv_store import KVStore
@@ -37,6 +37,7 @@ from h2o_flexgen.planning.planner import cap_limits, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Search
 from h2o_flexgen.policy import MARGIN, KVBudget, Policy, read_policy
+from h2o_flexgen.profiling.measure import load_or_measure
 from h2o_flexgen.sizes import KV_SLOTS, Workload, batch_sizes, micro_tokens
 
 #: sequences computed at once where everything lies in RAM: more make a processor's products no faster

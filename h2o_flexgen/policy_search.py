@@ -310,10 +310,10 @@ def this_machine(args: argparse.Namespace) -> Profile:
 
     from transformers import AutoTokenizer  # noqa: F401  a job holds it
 
-    from h2o_flexgen.hardware import load_or_measure
     from h2o_flexgen.offload import memory
     from h2o_flexgen.offload.device import Device
     from h2o_flexgen.offload.disk import default_root
+    from h2o_flexgen.profiling.measure import load_or_measure
 
     device = Device(args.device)
     if device.is_cuda:

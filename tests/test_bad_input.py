@@ -31,7 +31,7 @@ from cli_tools import (
 from safetensors.torch import save_file
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.flex_opt import OutputFile
+from h2o_flexgen.jobs.output import OutputFile
 from h2o_flexgen.models import source
 from h2o_flexgen.offload.checkpoint import Checkpoint
 from h2o_flexgen.offload.disk import File

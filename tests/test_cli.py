@@ -31,6 +31,7 @@ from cli_tools import (
 from h2o_flexgen import flex_opt
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
+from h2o_flexgen.jobs.output import OutputFile
 from h2o_flexgen.models import source
 from h2o_flexgen.policy import GIB, Policy
 
@@ -340,7 +341,7 @@ def test_a_batch_takes_the_prompts_there_are_up_to_32(cli, model, tmp_path, coun
 
 def test_rows_of_every_killed_job_are_kept(tmp_path, capsys):
     for n in range(3):
-        killed = flex_opt.OutputFile(str(tmp_path / "out.jsonl"))
+        killed = OutputFile(str(tmp_path / "out.jsonl"))
         killed.add({"index": n})
         killed._file.close()  # and with it its lock
     kept = [tmp_path / f"out.jsonl.partial{end}" for end in ("~", "~1", "")]

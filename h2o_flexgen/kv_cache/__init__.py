@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.kv_cache.base import CacheRule, KVLayout, KVTensors
 from h2o_flexgen.kv_cache.full import FullCache
 from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache
+from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
+from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.policy import KVBudget
 
 __all__ = ["CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "KVTensors", "rule_for"]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.attention import cached_attention, causal_attention
-from h2o_flexgen.kv_cache.base import CacheRule, KVTensors
+from h2o_flexgen.kv_cache.layout import KVTensors
+from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.sizes import full_segments
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.attention import cached_attention, causal_attention_with_scores
-from h2o_flexgen.kv_cache.base import CacheRule, KVTensors
+from h2o_flexgen.kv_cache.layout import KVTensors
+from h2o_flexgen.kv_cache.rule import CacheRule
 
 _LATE = torch.iinfo(torch.int32).max
 

@@ -15,7 +15,7 @@ from cli_tools import ON_CPU, ON_DISK, ON_GPU, TINY, percent, tiny_state, write_
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload import checkpoint
+from h2o_flexgen.offload import checkpoint, convert
 from h2o_flexgen.offload.checkpoint import Checkpoint
 from h2o_flexgen.offload.disk import DiskIO
 
@@ -253,8 +253,8 @@ def home(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def loads(monkeypatch) -> list[str]:
     """Names of the shards that were unpickled."""
-    seen, real = [], checkpoint._load_bin
-    monkeypatch.setattr(checkpoint, "_load_bin", lambda shard: seen.append(shard.name) or real(shard))
+    seen, real = [], convert._load_bin
+    monkeypatch.setattr(convert, "_load_bin", lambda shard: seen.append(shard.name) or real(shard))
     return seen
 
 
@@ -289,7 +289,7 @@ def test_another_bin_in_the_same_place_is_converted_anew(tmp_path, home, loads):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, UserError("garbage")])
 def test_a_conversion_that_is_interrupted_leaves_nothing(tmp_path, home, monkeypatch, error):
     folder = write_bins(tmp_path / "model", tiny_state())
-    real, calls = checkpoint._load_bin, iter(range(10))
+    real, calls = convert._load_bin, iter(range(10))
 
     def interrupted(shard):
         if next(calls) == 1:
@@ -298,7 +298,7 @@ def test_a_conversion_that_is_interrupted_leaves_nothing(tmp_path, home, monkeyp
         return real(shard)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_load_bin", interrupted)
+        patch.setattr(convert, "_load_bin", interrupted)
         with pytest.raises(error if isinstance(error, type) else type(error)):
             Checkpoint(folder)
     assert folders(home) == []
@@ -341,7 +341,7 @@ def test_a_converted_file_that_has_gone_is_told(tmp_path, home):
 def test_a_bin_is_converted_a_part_at_a_time(tmp_path, home, monkeypatch, generate, reference):
     """A shard need not fit into RAM: no file takes more than a part, or one tensor."""
     folder, state = write_bins(tmp_path / "model", tiny_state()), tiny_state()
-    monkeypatch.setattr(checkpoint, "CONVERTED_BYTES", 5000)
+    monkeypatch.setattr(convert, "CONVERTED_BYTES", 5000)
     found = Checkpoint(folder)
     (made,) = folders(home)
     sizes = [path.stat().st_size for path in (home / made).iterdir()]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from machines import laptop
 
-from h2o_flexgen import hardware
+from h2o_flexgen import hardware as command
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.profiling import measure as hardware
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -49,7 +50,7 @@ def test_kept_profiles_can_be_read(path):
 def test_the_command_writes_a_profile(quick, tmp_path):
     out = tmp_path / "profile.json"
     options = ["--device", "cpu", "--dtype", "float32", "--offload-dir", str(tmp_path / "offload")]
-    assert hardware.main(["-o", str(out), *options]) == 0
+    assert command.main(["-o", str(out), *options]) == 0
     assert Profile.from_file(out).dtype == "float32"
 
 
@@ -114,12 +115,12 @@ def test_waiting_for_a_processor_is_counted_and_told(quick, monkeypatch, tmp_pat
     for n, text in enumerate(["3000000000 1000000000 17", "1000000000 0 1"]):
         (tmp_path / str(n)).mkdir()
         (tmp_path / str(n) / "schedstat").write_text(text + "\n")
-    counted = hardware._scheduled(tmp_path)
+    counted = hardware.scheduled(tmp_path)
     assert counted == (4.0, 1.0)
-    assert hardware._scheduled(tmp_path / "none") == (0.0, 0.0)
+    assert hardware.scheduled(tmp_path / "none") == (0.0, 0.0)
     for before, crowded, said in [((0.0, 0.0), 0.2, 0), ((2.0, 0.0), 1 / 3, 1), (counted, 0.0, 0)]:
         answers = iter([before, counted])
-        monkeypatch.setattr(hardware, "_scheduled", answers.__next__)
+        monkeypatch.setattr(hardware, "scheduled", answers.__next__)
         profile = hardware.measure(Device("cpu"), torch.float32, tmp_path / "offload", progress=False)
         assert profile.crowded == pytest.approx(crowded)
         assert capsys.readouterr().err.count("waiting for a processor") == said
@@ -144,8 +145,8 @@ def test_a_folder_that_cannot_be_written(quick, tmp_path):
 
 
 def test_errors_of_the_command_are_one_line(quick, tmp_path, capsys):
-    assert hardware.main(["--device", "abacus"]) == 2
+    assert command.main(["--device", "abacus"]) == 2
     assert "unknown device" in capsys.readouterr().err
     options = ["--device", "cpu", "--dtype", "float32", "--offload-dir", str(tmp_path)]
-    assert hardware.main(["-o", "/nowhere/profile.json", *options]) == 2
+    assert command.main(["-o", "/nowhere/profile.json", *options]) == 2
     assert "the folder /nowhere does not exist" in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""The tensors of a cache and what a cache rule must do with them.
+"""How the cache of one (layer, batch), a KV block, lies in memory, and its tensors.
 
-Shapes: B sequences, H KV heads, S slots of a segment, T prompt tokens (padded on the right), D head size.
+Shapes: B sequences, H KV heads, S slots of a segment, D head size.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from itertools import accumulate
 import numpy as np
 import torch
 from torch import Tensor
-
-from h2o_flexgen.models.config import OPTConfig
 
 
 @dataclass
@@ -134,47 +132,3 @@ class KVLayout:
             return KVTensors(ks, vs)
         score, position = (half.view(self.batch, self.heads, -1) for half in meta[: self.meta_bytes].chunk(2))
         return KVTensors(ks, vs, score.view(torch.float32), position.view(torch.int32))
-
-
-class CacheRule:
-    """A rule says which tokens a cache keeps. Subclasses are dataclasses whose docstring says what is kept,
-    why, and from which paper. All methods are pure functions of tensors but for the cache they fill."""
-
-    #: whether the cache carries scores and positions
-    scored = False
-
-    def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
-        """Slots per sequence and head, by segment, for prompts of up to `prompt_len` and outputs of `gen_len`."""
-        raise NotImplementedError
-
-    def layout(self, config: OPTConfig, dtype: torch.dtype, batch: int, prompt_len: int, gen_len: int) -> KVLayout:
-        """The cache of a layer for a batch of so many sequences."""
-        segments = self.segments(prompt_len, gen_len)
-        return KVLayout(batch, config.num_attention_heads, segments, config.head_dim, dtype, self.scored)
-
-    def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        """Causal attention over the prompts, and fill the cache with what is kept of them.
-
-        Args:
-            q, k, v: (B, H, T, D); sequence b has lengths[b] tokens, what follows is padding.
-            lengths: (B,) int64, on the CPU.
-
-        Returns:
-            The context (B, H, T, D); rows of padding hold nothing of use.
-        """
-        raise NotImplementedError
-
-    def decode(
-        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of one new token per sequence, and put it into the cache.
-
-        Args:
-            q, k, v: (B, H, 1, D).
-            lengths: (B,) int64 prompt lengths, on the CPU.
-            step: 1 for the first decode step; the new token's position is lengths + step - 1.
-
-        Returns:
-            The context (B, H, 1, D), and the slots (B, H) int64 into which the new token went.
-        """
-        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Jobs from file to file: rows in, rows out."""

@@ -1,0 +1,117 @@
+"""Output files: JSON lines that survive a kill -9 and a full disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import check_writable, is_held
+
+log = logging.getLogger(__name__)
+
+
+class OutputFile:
+    """Rows as they finish go to PATH.partial; at the end, or on an interrupt, PATH is put in place whole and in
+    input order. So a killed job leaves the rows it had, and an error touches nothing. Rows for which there is no space
+    wait in memory until there is."""
+
+    def __init__(self, path: str):
+        check_writable("--output-file", Path(path))
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UserError(f"--output-file {path} is not a file")
+        self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        self._check_free()
+        self.rows: dict[int, dict] = {}
+        self.waiting: dict[int, bytes] = {}
+        self._file = None
+        self._warned = self._whole = False
+
+    def _check_free(self) -> None:
+        if is_held(self.partial):
+            raise UserError(f"--output-file {self.path}: another job is writing it")
+
+    def add(self, row: dict) -> None:
+        self.rows[row["index"]] = row
+        self.waiting[row["index"]] = json.dumps(row).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, if that can be done now."""
+        if not self.waiting:
+            return
+        try:
+            if self._file is None:
+                self._check_free()
+                self._set_aside(self.partial, "rows of a job that was killed are kept in")
+                self._file = open(self.partial, "wb", buffering=0)
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for index in list(self.waiting):
+                self._write(self.waiting[index])
+                del self.waiting[index]
+        except OSError as e:
+            if not self._warned:
+                log.warning("cannot write %s: %s; the job goes on, its rows wait in memory", self.partial, e.strerror)
+            self._warned = True
+
+    def _write(self, line: bytes) -> None:
+        size = self._file.tell()
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(size)  # half a row is none
+            self._file.seek(size)
+            raise
+
+    def where(self) -> str:
+        """Where what is finished can be had, if nothing can be put in place."""
+        self.flush()
+        return f"{len(self.rows) - len(self.waiting)} of {len(self.rows)} finished rows are in {self.partial}"
+
+    @staticmethod
+    def _set_aside(path: Path, why: str) -> None:
+        """Rename a file that would be overwritten, if it is there."""
+        if path.exists():
+            names = (path.with_name(f"{path.name}~{n or ''}") for n in itertools.count())
+            kept = next(name for name in names if not name.exists())
+            os.replace(path, kept)
+            log.warning("%s %s", why, kept)
+
+    def finish(self, whole: bool) -> None:
+        """Put the rows there are in place, if there are any. May be called again where it was interrupted. `whole`:
+        they are all; fewer do not replace a file that is there, but set it aside."""
+        if not self.rows:
+            return
+        self._whole |= whole
+        sorted_file = self.path.with_name(self.path.name + ".sorted")
+        try:
+            text = "".join(json.dumps(self.rows[index]) + "\n" for index in sorted(self.rows))
+            sorted_file.write_text(text, encoding="utf-8")
+            if not self._whole:
+                self._set_aside(self.path, "the output file of an earlier job is kept in")
+            os.replace(sorted_file, self.path)
+        except OSError as e:
+            sorted_file.unlink(missing_ok=True)
+            raise UserError(f"cannot write {self.path}: {e.strerror}; {self.where()}") from None
+        self.waiting.clear()
+        with suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+            self.partial.unlink(missing_ok=True)
+
+
+def row_of(index: int, output) -> dict:
+    """An output as a row of the output file."""
+    if output.error is not None:
+        return {"index": index, "error": output.error}
+    done = output.outputs[0]
+    return {"index": index, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
