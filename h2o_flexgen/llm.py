@@ -25,7 +25,7 @@ from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
 from h2o_flexgen.offload.convert import sweep_conversions
-from h2o_flexgen.offload.device import Device, Lane
+from h2o_flexgen.offload.device import Device, TransferQueue
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
@@ -38,7 +38,7 @@ from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Search
 from h2o_flexgen.policy import MARGIN, KVBudget, Policy, read_policy
 from h2o_flexgen.profiling.measure import load_or_measure
-from h2o_flexgen.sizes import KV_SLOTS, Workload, batch_sizes, micro_tokens
+from h2o_flexgen.sizes import KV_BUFFERS, Workload, batch_sizes, micro_tokens
 
 #: sequences computed at once where everything lies in RAM: more make a processor's products no faster
 RESIDENT_BATCH = 64
@@ -190,7 +190,7 @@ class LLM:
         self._at_start = self._baseline = memory.baseline()
         self.folder: OffloadFolder | None = None
         self._io: DiskIO | None = None
-        self._lanes: dict[str, Lane] = {}
+        self._queues: dict[str, TransferQueue] = {}
         self._weights: WeightStore | None = None
         self._weights_key = None
 
@@ -214,13 +214,13 @@ class LLM:
 
     def close(self) -> None:
         """Give memory, threads and the offload folder back; the next `generate` starts anew."""
-        for lane in self._lanes.values():
+        for lane in self._queues.values():
             lane.close()
         if self._io is not None:
             self._io.close()
         self._weights = self._weights_key = None
         self._io = None
-        self._lanes = {}
+        self._queues = {}
         self.device.unpin()
         self.device.release_cached()
         if self.folder is not None:
@@ -536,12 +536,12 @@ class LLM:
     # stores
 
     def _open(self, policy: Policy) -> None:
-        if self._lanes and self._lanes["weights"].overlap != policy.overlap:
+        if self._queues and self._queues["weights"].overlap != policy.overlap:
             self.close()
         if self._io is None:
             self._io = DiskIO()
-            workers = {"weights": 1, "cache": KV_SLOTS, "activations": 1, "store": 1}
-            self._lanes = {name: Lane(self.device, name, policy.overlap, n) for name, n in workers.items()}
+            workers = {"weights": 1, "cache": KV_BUFFERS, "activations": 1, "store": 1}
+            self._queues = {name: TransferQueue(self.device, name, policy.overlap, n) for name, n in workers.items()}
 
     def _make_file(self, name: str, nbytes: int):
         if self.folder is None:
@@ -562,7 +562,7 @@ class LLM:
                 placement.weights,
                 self.source,
                 self._io,
-                self._lanes["weights"],
+                self._queues["weights"],
                 self._make_file,
                 self.direct_reads,
                 self.progress,
@@ -581,8 +581,8 @@ class LLM:
             layouts,
             placement.cache,
             self._io,
-            self._lanes["cache"],
-            self._lanes["store"],
+            self._queues["cache"],
+            self._queues["store"],
             self._make_file,
             policy.cpu_cache_compute,
         )
@@ -595,8 +595,8 @@ class LLM:
             [b * longest * row for b in sizes],
             piece,
             self._io,
-            self._lanes["activations"],
-            self._lanes["store"],
+            self._queues["activations"],
+            self._queues["store"],
             self._make_file,
         )
         return caches, activations

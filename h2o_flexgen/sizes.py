@@ -14,14 +14,14 @@ REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
 #: that keep the disk's queue full
 THREADS = 4
 #: the most pieces of a streaming cache on the device at once
-KV_SLOTS = 3
+KV_BUFFERS = 3
 #: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
 #: still empty in the last segment is attended to like the rest, and every segment takes two more products.
 SEGMENT, LARGEST_SEGMENT = 32, 128
 #: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
 TOKEN = 72
 #: micro-batches whose hidden states may be on their way home at once
-HOMEWARD = 2
+WRITE_BACKS = 2
 #: rows that go through the head at once, and of their logits those that are turned into tokens at once
 HEAD_ROWS, SAMPLE_ROWS = 128, 16
 #: bytes for each logit that is sorted
@@ -34,7 +34,7 @@ GROUP_ROWS = 128
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 QUERY_CHUNK = 256
 #: bytes of weights and rows of tokens in float32 at once, on a processor that multiplies nothing narrower
-PRODUCT_SLICE, PRODUCT_ROWS = 4 << 20, 512
+WIDEN_BYTES, WIDEN_ROWS = 4 << 20, 512
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ def full_segments(prompt_len: int, gen_len: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def log_rows(segments: Sequence[int]) -> int:
+def wal_rows(segments: Sequence[int]) -> int:
     """Tokens the log of a cache piece on disk holds. A cache that grows is folded by whole segments. One that does not
     is written anew: reading n/2 rows a step and writing slots/n balance at sqrt(2 slots)."""
     return max(segments[1:], default=max(1, isqrt(2 * segments[0])))
 
 
-def kv_slots(overlap: bool, on_disk: bool) -> int:
+def kv_buffers(overlap: bool, on_disk: bool) -> int:
     """Buffers through which pieces of a cache visit the device: one that is used, and one that comes or leaves; where
     they come from disk one more, so that it has something to read while the products of a layer use none."""
     if not overlap:
         return 1
-    return KV_SLOTS if on_disk else 2
+    return KV_BUFFERS if on_disk else 2
 
 
 def micro_tokens(policy: Policy, longest: int, batch: int) -> int:
@@ -94,7 +94,7 @@ def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
     return sizes
 
 
-def product_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
+def matmul_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Which batches of so many sequences go through the products of a decode step together: (begin, end) of each group,
     of one batch or of at most GROUP_ROWS sequences. One group of more rows saves compute less than it costs: fewer
     pieces of cache come beside the products."""
@@ -109,9 +109,9 @@ def product_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return groups
 
 
-def product_rows(sizes: Sequence[int]) -> list[int]:
+def matmul_rows(sizes: Sequence[int]) -> list[int]:
     """Sequences of each group."""
-    return [sum(sizes[begin:end]) for begin, end in product_groups(sizes)]
+    return [sum(sizes[begin:end]) for begin, end in matmul_groups(sizes)]
 
 
 def prefill_pairs(length: int) -> int:
@@ -126,10 +126,10 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def disk_span(segments: Sequence[int], row: int) -> int:
+def kv_file_bytes(segments: Sequence[int], row: int) -> int:
     """Bytes on disk of a cache piece of so many slots, `row` bytes each, and of its log: the piece and every row of the
     log take whole pages, as direct reads and writes want them."""
-    return aligned(sum(segments) * row) + log_rows(segments) * aligned(row)
+    return aligned(sum(segments) * row) + wal_rows(segments) * aligned(row)
 
 
 def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> int:
@@ -143,6 +143,6 @@ def requests(nbytes: int) -> int:
     return -(-nbytes // request_bytes(nbytes))
 
 
-def slot_span(nbytes: int) -> int:
+def staging_span(nbytes: int) -> int:
     """Room for a tensor at any phase within a page, in whole pages."""
     return aligned(nbytes) + PAGE

@@ -482,9 +482,9 @@ class DecodeWork:
     @property
     def rows(self) -> int:
         """That go through a product at once."""
-        from h2o_flexgen.sizes import product_rows
+        from h2o_flexgen.sizes import matmul_rows
 
-        return max(product_rows(self.sizes))
+        return max(matmul_rows(self.sizes))
 
     @property
     def reads_disk(self) -> bool:

@@ -8,7 +8,7 @@ import zoo
 
 from h2o_flexgen import sizes
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
-from h2o_flexgen.offload.kv_store import log_rows
+from h2o_flexgen.offload.kv_store import wal_rows
 
 LENGTHS = [5, 17, 9, 21, 1, 12, 3]
 BUDGET = (4, 4)
@@ -119,7 +119,7 @@ def test_tokens_do_not_depend_on_the_policy(tiny, run, policy, overlap, budget):
 
 def test_the_long_outputs_fold_the_logs_of_disk_pieces_several_times():
     assert len(FullCache().segments(max(LENGTHS), LONG)) >= 5
-    assert (LONG - 1) // (log_rows([sum(BUDGET) + 1]) + 1) >= 3
+    assert (LONG - 1) // (wal_rows([sum(BUDGET) + 1]) + 1) >= 3
 
 
 # budgets at their edges

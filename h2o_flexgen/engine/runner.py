@@ -23,7 +23,7 @@ from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.sizes import HEAD_ROWS, product_groups
+from h2o_flexgen.sizes import HEAD_ROWS, matmul_groups
 
 #: least time between two times that prefill gives back gaps in the heap
 GAPS_SECONDS = 0.25
@@ -246,7 +246,7 @@ class Engine:
     def _groups(self, active: list[int]) -> list[list[int]]:
         """The batches that go through a decode step's products together."""
         sizes = [len(self.batches[k].sequences) for k in active]
-        return [active[begin:end] for begin, end in product_groups(sizes)]
+        return [active[begin:end] for begin, end in matmul_groups(sizes)]
 
     def _decode(self, i: int, j: int, group: list[int], w: opt.Weights) -> None:
         """A layer: products of all rows at once, attention batch by batch as their caches come."""

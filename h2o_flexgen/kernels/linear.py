@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.sizes import PRODUCT_ROWS, PRODUCT_SLICE
+from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS
 
 #: up to so many rows torch's own products in 16 bits are faster; up to so many it pays to multiply from the left
 FEWEST, FEW = 7, 256
@@ -64,7 +64,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if rows <= FEWEST or not is_slow(x):
         return F.linear(x, weight, bias)
     out = x.new_empty(rows, len(weight))
-    for some, into in zip(x.reshape(rows, -1).split(PRODUCT_ROWS), out.split(PRODUCT_ROWS)):
+    for some, into in zip(x.reshape(rows, -1).split(WIDEN_ROWS), out.split(WIDEN_ROWS)):
         _widened(into, some, weight, bias)
     return out.view(*x.shape[:-1], -1)
 
@@ -73,7 +73,7 @@ def _widened(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Non
     few = len(x) <= FEW
     wide = {"dtype": torch.float32, "device": x.device}
     x = torch.empty(x.shape[1], len(x), **wide).copy_(x.t()) if few else x.float()
-    part = max(1, PRODUCT_SLICE // (4 * weight.shape[1]))
+    part = max(1, WIDEN_BYTES // (4 * weight.shape[1]))
     buffer = torch.empty(min(part, len(weight)), weight.shape[1], **wide)
     for begin in range(0, len(weight), part):
         end = min(begin + part, len(weight))

@@ -252,7 +252,7 @@ class Device:
         self._stall_events.clear()
 
 
-class Lane:
+class TransferQueue:
     """One direction of traffic: jobs start in order, and run beside compute, at most `workers` at a time.
 
     With `overlap=False` a job runs to its end before `submit` returns.
@@ -352,7 +352,7 @@ def _host_buffer(nbytes: int) -> Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
 
 
-class Slots:
+class StagingBuffers:
     """Device buffers that pieces visit. `busy`: the job that may still use a buffer that has been given back."""
 
     def __init__(self, device: Device, nbytes: int, count: int):

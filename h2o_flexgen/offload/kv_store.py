@@ -20,16 +20,16 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from h2o_flexgen.offload.device import Device, Lane, Slots, copy, finish
+from h2o_flexgen.offload.device import Device, StagingBuffers, TransferQueue, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.sizes import PAGE, aligned, disk_span, kv_slots, log_rows
+from h2o_flexgen.sizes import PAGE, aligned, kv_buffers, kv_file_bytes, wal_rows
 
 Key = tuple[int, int]
 
 
 @dataclass
-class _Piece:
-    home: str
+class _KVBlock:
+    tier: str
     kv: Tensor | None = None  # bytes on the gpu or cpu tier
     meta: Tensor | None = None
     file: File | None = None
@@ -45,8 +45,8 @@ class KVStore:
 
     Args:
         layouts: the largest layout (KVLayout) of each batch of a block.
-        homes: tier of every (layer, batch).
-        load_lane: with several workers the disk has requests for the next piece before one has come.
+        tiers: tier of every (layer, batch).
+        load_queue: with several workers the disk has requests for the next piece before one has come.
         cpu_compute: pieces at home on the cpu tier are used where they are.
     """
 
@@ -55,29 +55,29 @@ class KVStore:
         device: Device,
         num_layers: int,
         layouts: list,
-        homes: dict[Key, str],
+        tiers: dict[Key, str],
         io: DiskIO,
-        load_lane: Lane,
-        store_lane: Lane,
+        load_queue: TransferQueue,
+        store_queue: TransferQueue,
         make_file,
         cpu_compute: bool = False,
     ):
         self.device, self.io = device, io
-        self.load_lane, self.store_lane = load_lane, store_lane
+        self.load_queue, self.store_queue = load_queue, store_queue
         self.cpu_compute = cpu_compute
         self.cpu_to_gpu_bytes = self.gpu_to_cpu_bytes = 0
         self.layouts = self._largest = layouts
-        self.pieces: dict[Key, _Piece] = {}
+        self.pieces: dict[Key, _KVBlock] = {}
         self.file: File | None = None
         self._loading: dict[Key, tuple[int, Future]] = {}
         self._slot_of: dict[Key, int] = {}
 
-        here = [layouts[batch] for (_, batch), home in homes.items() if home == "gpu"]
+        here = [layouts[batch] for (_, batch), home in tiers.items() if home == "gpu"]
         resident = iter(device.buffers([n for layout in here for n in (layout.kv_bytes, layout.meta_bytes)]))
         disk_bytes = 0
-        for (layer, batch), home in homes.items():
+        for (layer, batch), home in tiers.items():
             layout = layouts[batch]
-            piece = _Piece(home)
+            piece = _KVBlock(home)
             if home == "gpu":
                 piece.kv, piece.meta = next(resident), next(resident)
             else:
@@ -86,19 +86,19 @@ class KVStore:
                     piece.kv = device.host_buffer(layout.kv_bytes)
                 else:
                     piece.offset = disk_bytes
-                    disk_bytes += disk_span(layout.segments, layout.row_bytes)
+                    disk_bytes += kv_file_bytes(layout.segments, layout.row_bytes)
             self.pieces[layer, batch] = piece
         if disk_bytes:
             self.file = make_file("kv_cache", disk_bytes)
             for piece in self.pieces.values():
                 piece.file = self.file
 
-        streamed = [layouts[b] for (_, b), home in homes.items() if home != "gpu"]
-        on_disk = [layouts[b] for (_, b), home in homes.items() if home == "disk"]
-        count = kv_slots(load_lane.overlap, bool(on_disk))
+        streamed = [layouts[b] for (_, b), home in tiers.items() if home != "gpu"]
+        on_disk = [layouts[b] for (_, b), home in tiers.items() if home == "disk"]
+        count = kv_buffers(load_queue.overlap, bool(on_disk))
         slot = aligned(max((x.kv_bytes for x in streamed), default=0))
-        landing = max((disk_span(x.segments, x.row_bytes) for x in on_disk), default=0)  # a piece and its log
-        self._kv = Slots(device, slot if device.is_cuda else max(slot, landing), count)
+        landing = max((kv_file_bytes(x.segments, x.row_bytes) for x in on_disk), default=0)  # a piece and its log
+        self._kv = StagingBuffers(device, slot if device.is_cuda else max(slot, landing), count)
         self._meta: list[Tensor] = []
         self._landing = self._kv.buffers
         if device.is_cuda:
@@ -115,18 +115,20 @@ class KVStore:
         self.drain()
         for layout, largest in zip(layouts, self._largest):
             assert layout.kv_bytes <= largest.kv_bytes and layout.meta_bytes <= largest.meta_bytes
-            assert disk_span(layout.segments, layout.row_bytes) <= disk_span(largest.segments, largest.row_bytes)
+            assert kv_file_bytes(layout.segments, layout.row_bytes) <= kv_file_bytes(
+                largest.segments, largest.row_bytes
+            )
         self.layouts = layouts
         for (_, batch), piece in self.pieces.items():
             piece.base = piece.logged = 0
-            if piece.home == "disk" and batch < len(layouts):
+            if piece.tier == "disk" and batch < len(layouts):
                 layout = layouts[batch]
                 heads = layout.heads if layout.scored else 1
-                piece.log = np.empty((log_rows(layout.segments), layout.batch, heads), np.int32)
+                piece.log = np.empty((wal_rows(layout.segments), layout.batch, heads), np.int32)
 
     def streams(self, layer: int, batch: int) -> bool:
         """Whether the piece must come to the device to be used."""
-        home = self.pieces[layer, batch].home
+        home = self.pieces[layer, batch].tier
         return home == "disk" or (home == "cpu" and not self.cpu_compute)
 
     # prefill
@@ -134,7 +136,7 @@ class KVStore:
     def blank(self, layer: int, batch: int):
         """A cache on the device to be filled; `store_all` sends it home."""
         piece, layout = self.pieces[layer, batch], self.layouts[batch]
-        if piece.home == "gpu":
+        if piece.tier == "gpu":
             return layout.view(piece.kv, piece.meta)
         slot, busy = self._kv.take()
         self._slot_of[layer, batch] = slot
@@ -145,20 +147,20 @@ class KVStore:
         """Send a cache that `blank` or `get` gave home; `held` slots are in use, and those before `begin` are as they
         are at home."""
         piece = self.pieces[layer, batch]
-        if piece.home == "gpu":
+        if piece.tier == "gpu":
             return
         slot = self._slot_of.pop((layer, batch))
         layout = self.layouts[batch]
         part = slice(min(layout.bytes_before(begin), piece.base) // PAGE * PAGE, layout.used_bytes(held))
-        job = self.store_lane.submit(lambda: self._store_all(piece, layout, slot, part), after=self.device.record())
+        job = self.store_queue.submit(lambda: self._store_all(piece, layout, slot, part), after=self.device.record())
         piece.stored = job
         self._kv.give_back(slot, job)
 
-    def _store_all(self, piece: _Piece, layout, slot: int, part: slice) -> None:
+    def _store_all(self, piece: _KVBlock, layout, slot: int, part: slice) -> None:
         self._meta_home(piece, layout, slot)
         buffer = self._kv.buffers[slot]
         self.gpu_to_cpu_bytes += part.stop - part.start
-        if piece.home == "cpu":
+        if piece.tier == "cpu":
             copy(piece.kv[part], buffer[part])
             finish(self.device.record())
             return
@@ -177,19 +179,19 @@ class KVStore:
         """Start bringing a piece that streams, and of which `held` slots are in use, to the device; False if it cannot
         be yet: no slot is free, it is still being used, or loading may not overlap."""
         key = (layer, batch)
-        if not self.load_lane.overlap or not self._kv.any_free or key in self._loading or key in self._slot_of:
+        if not self.load_queue.overlap or not self._kv.any_free or key in self._loading or key in self._slot_of:
             return False
         self._fetch(key, held)
         return True
 
     def _fetch(self, key: Key, held: int) -> None:
         (slot, busy), piece, layout = self._kv.take(), self.pieces[key], self.layouts[key[1]]
-        self._loading[key] = (slot, self.load_lane.submit(lambda: self._load(piece, layout, slot, busy, held)))
+        self._loading[key] = (slot, self.load_queue.submit(lambda: self._load(piece, layout, slot, busy, held)))
 
-    def _load(self, piece: _Piece, layout, slot: int, busy: Future | None, held: int) -> None:
+    def _load(self, piece: _KVBlock, layout, slot: int, busy: Future | None, held: int) -> None:
         used = layout.used_bytes(held)
         self.device.wait_for(piece.stored)
-        come = piece.kv if piece.home == "cpu" else self._read(piece, layout, slot, busy, used)
+        come = piece.kv if piece.tier == "cpu" else self._read(piece, layout, slot, busy, used)
         self.device.wait_for(busy)
         if layout.scored and self.device.is_cuda:
             copy(self._meta[slot][: layout.meta_bytes], piece.meta[: layout.meta_bytes])
@@ -199,7 +201,7 @@ class KVStore:
             self.cpu_to_gpu_bytes += used
             self._landing_free[slot] = self.device.record()
 
-    def _read(self, piece: _Piece, layout, slot: int, busy: Future | None, used: int) -> Tensor:
+    def _read(self, piece: _KVBlock, layout, slot: int, busy: Future | None, used: int) -> Tensor:
         """What the file holds of a piece: where it has landed."""
         if not self.device.is_cuda:  # in the slot itself
             self.device.wait_for(busy)
@@ -240,21 +242,21 @@ class KVStore:
             return
         piece, layout = self.pieces[layer, batch], self.layouts[batch]
         # behind the last segment nothing comes any more
-        if piece.home == "disk" and (piece.logged == len(piece.log) or held in layout.ends[:-1]):
+        if piece.tier == "disk" and (piece.logged == len(piece.log) or held in layout.ends[:-1]):
             # of a cache that grows, segments that no token went into stay as they are
             begin = 0 if layout.scored else piece.log[: piece.logged].min(initial=int(slots.min()))
             self.store_all(layer, batch, held, begin)
             return
         slot, computed, freed = self._slot_of.pop((layer, batch)), self.device.record(), None
         if self.device.is_cuda:  # two jobs: the next piece may come into the slot while the token is still on its way
-            freed = self.store_lane.submit(lambda: self._meta_home(piece, layout, slot), after=computed)
+            freed = self.store_queue.submit(lambda: self._meta_home(piece, layout, slot), after=computed)
         self._kv.give_back(slot, freed)
-        piece.stored = self.store_lane.submit(
+        piece.stored = self.store_queue.submit(
             lambda: self._store_token(piece, layout, freed, slots, k, v), after=computed
         )
         self._storing.append(piece.stored)
 
-    def _store_token(self, piece: _Piece, layout, freed: Future | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def _store_token(self, piece: _KVBlock, layout, freed: Future | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
         if freed is not None:
             freed.result()  # without its scores the piece is not home either
         data = self._row_host[: layout.row_bytes]
@@ -265,7 +267,7 @@ class KVStore:
         slots = (slots if layout.scored else slots[:, :1]).to("cpu").numpy()
         finish(self.device.record())
         self.gpu_to_cpu_bytes += layout.row_bytes
-        if piece.home == "cpu":
+        if piece.tier == "cpu":
             layout.vectors(piece.kv[: layout.kv_bytes].numpy())[layout.places(slots)] = layout.vectors(data.numpy())
         else:
             size = aligned(layout.row_bytes)
@@ -274,14 +276,14 @@ class KVStore:
             piece.log[piece.logged] = slots
             piece.logged += 1
 
-    def _meta_home(self, piece: _Piece, layout, slot: int) -> None:
+    def _meta_home(self, piece: _KVBlock, layout, slot: int) -> None:
         if layout.scored and self.device.is_cuda:
             copy(piece.meta[: layout.meta_bytes], self._meta[slot][: layout.meta_bytes])
             self.gpu_to_cpu_bytes += layout.meta_bytes
 
     # slots
 
-    def _view(self, piece: _Piece, layout, slot: int):
+    def _view(self, piece: _KVBlock, layout, slot: int):
         return layout.view(self._kv.buffers[slot], self._meta[slot] if self.device.is_cuda else piece.meta)
 
     def drop(self, layer: int, batch: int) -> None:

@@ -21,9 +21,9 @@ from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import can_pack, pack
 from h2o_flexgen.offload.checkpoint import PART, Checkpoint, DummyCheckpoint, Stored, bar_of_bytes, parts_of
-from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
+from h2o_flexgen.offload.device import Device, TransferQueue, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
-from h2o_flexgen.sizes import PAGE, aligned, slot_span
+from h2o_flexgen.sizes import PAGE, aligned, staging_span
 
 Spec = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -34,7 +34,7 @@ class WeightStore:
     Args:
         layers: per layer the tensors it needs whole, {short name: (name, shape)}.
         gathered: tensors of which only rows are asked for, by `rows`.
-        homes: tier of every tensor by name.
+        tiers: tier of every tensor by name.
         make_file: makes a file in the offload folder (random weights at home on disk need one).
     """
 
@@ -44,22 +44,22 @@ class WeightStore:
         dtype: torch.dtype,
         layers: list[Spec],
         gathered: Spec,
-        homes: dict[str, str],
+        tiers: dict[str, str],
         source: Checkpoint | DummyCheckpoint,
         io: DiskIO,
-        lane: Lane,
+        lane: TransferQueue,
         make_file,
         direct: bool = True,
         progress: bool = True,
     ):
-        self.device, self.dtype, self.layers, self.homes = device, dtype, layers, homes
-        self.io, self.lane, self.direct = io, lane, direct
+        self.device, self.dtype, self.layers, self.tiers = device, dtype, layers, tiers
+        self.io, self.queue, self.direct = io, lane, direct
         self.cpu_to_gpu_bytes = 0
         shapes = {name: shape for spec in (*layers, gathered) for name, shape in spec.values()}
         self.gathered = gathered
-        self.stored = source.on_disk([n for n in shapes if homes[n] == "disk"], make_file, io, progress)
+        self.stored = source.on_disk([n for n in shapes if tiers[n] == "disk"], make_file, io, progress)
         self.resident: dict[str, Tensor] = {}
-        self._load([(n, s) for n, s in shapes.items() if homes[n] != "disk"], source, progress)
+        self._load([(n, s) for n, s in shapes.items() if tiers[n] != "disk"], source, progress)
 
         slot_bytes = max(self._slot_bytes(spec) for spec in layers)
         host_bytes = max(self._host_bytes(spec) for spec in layers)
@@ -75,7 +75,7 @@ class WeightStore:
     def _load(self, names: list[tuple[str, tuple[int, ...]]], source, progress: bool) -> None:
         sizes = {name: prod(shape) * self.dtype.itemsize for name, shape in names}
         packed = self._packed()
-        away = [name for name, _ in names if self.device.is_cuda and self.homes[name] == "gpu"]
+        away = [name for name, _ in names if self.device.is_cuda and self.tiers[name] == "gpu"]
         on_device = dict(zip(away, self.device.buffers([sizes[name] for name in away])))
         with bar_of_bytes("loading weights", sum(sizes.values()), progress) as bar:
             for name, shape in names:
@@ -98,7 +98,7 @@ class WeightStore:
             return set()
         matrices = {name for spec in self.layers for name, shape in spec.values() if len(shape) == 2}
         gathered = {name for name, _ in self.gathered.values()}
-        return {name for name in matrices - gathered if self.homes[name] == "gpu"}
+        return {name for name in matrices - gathered if self.tiers[name] == "gpu"}
 
     def held_bytes(self, cuda: bool) -> int:
         """What is taken while these weights are loaded, of a card's memory or of RAM."""
@@ -108,21 +108,21 @@ class WeightStore:
     # what a layer takes in a slot
 
     def _streams(self, spec: Spec) -> list[tuple[str, str, tuple[int, ...]]]:
-        return [(short, n, shape) for short, (n, shape) in spec.items() if self.homes[n] != "gpu"]
+        return [(short, n, shape) for short, (n, shape) in spec.items() if self.tiers[n] != "gpu"]
 
     def _in_place(self, name: str) -> bool:
         """Read from disk straight into the slot: no bus to cross."""
-        return self.homes[name] == "disk" and not self.device.is_cuda
+        return self.tiers[name] == "disk" and not self.device.is_cuda
 
     def _slot_bytes(self, spec: Spec) -> int:
         return sum(
-            slot_span(self.stored[n].nbytes if self._in_place(n) else prod(shape) * self.dtype.itemsize)
+            staging_span(self.stored[n].nbytes if self._in_place(n) else prod(shape) * self.dtype.itemsize)
             for _, n, shape in self._streams(spec)
         )
 
     def _host_bytes(self, spec: Spec) -> int:
-        names = [n for _, n, _ in self._streams(spec) if self.homes[n] == "disk" and self.device.is_cuda]
-        return sum(slot_span(self.stored[n].nbytes) for n in names)
+        names = [n for _, n, _ in self._streams(spec) if self.tiers[n] == "disk" and self.device.is_cuda]
+        return sum(staging_span(self.stored[n].nbytes) for n in names)
 
     def _converted_bytes(self, spec: Spec) -> int:
         return sum(
@@ -139,7 +139,7 @@ class WeightStore:
 
     def prefetch(self, layer: int) -> None:
         """Start bringing a layer's weights into a slot, if loading may overlap and they are not coming already."""
-        if self.lane.overlap:
+        if self.queue.overlap:
             self._start(layer)
 
     def _start(self, layer: int) -> None:
@@ -155,23 +155,23 @@ class WeightStore:
         for short, name, shape in streams:
             stored = self.stored.get(name)
             if self._in_place(name):
-                span, begin = slot_span(stored.nbytes), at + _begin(stored)
+                span, begin = staging_span(stored.nbytes), at + _begin(stored)
                 views[short] = self._slots[slot][begin : begin + stored.nbytes].view(stored.dtype).view(shape)
                 jobs.append((self._slots[slot][at : at + span], None, stored))
                 at += span
                 continue
             nbytes = prod(shape) * self.dtype.itemsize
             views[short] = self._slots[slot][at : at + nbytes].view(self.dtype).view(shape)
-            at += slot_span(nbytes)
+            at += staging_span(nbytes)
             if stored is None:
                 jobs.append((views[short], self.resident[name], None))
             else:
-                span = slot_span(stored.nbytes)
+                span = staging_span(stored.nbytes)
                 jobs.append((views[short], self._hosts[slot][host_at : host_at + span], stored))
                 host_at += span
         # without CUDA the slot is free now: its reads queue up behind those of the layer before
         reads = None if self.device.is_cuda else self._read_all(jobs)
-        future = self.lane.submit(lambda: self._fill(slot, jobs, reads), after=self._slot_free[slot])
+        future = self.queue.submit(lambda: self._fill(slot, jobs, reads), after=self._slot_free[slot])
         self._loading[layer] = (future, slot, views)
 
     def _read_all(self, jobs: list) -> list[list[Future]]:
@@ -255,7 +255,7 @@ class WeightStore:
     def rows(self, short: str, ids: Tensor) -> Tensor:
         """Rows `ids` (any shape, int64, on the CPU) of a gathered tensor: ids.shape + (width,)."""
         name, shape = self.gathered[short]
-        home = self.homes[name]
+        home = self.tiers[name]
         if home == "gpu":
             return F.embedding(ids.to(self.device.torch_device), self.resident[name])
         unique, inverse = torch.unique(ids, return_inverse=True)

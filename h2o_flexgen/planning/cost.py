@@ -24,9 +24,9 @@ from h2o_flexgen.sizes import (
     Workload,
     batch_sizes,
     full_segments,
-    kv_slots,
+    kv_buffers,
+    matmul_rows,
     prefill_pairs,
-    product_rows,
     requests,
 )
 
@@ -56,7 +56,7 @@ class Held(NamedTuple):
     folded: int
 
 
-class Lane(NamedTuple):
+class Traffic(NamedTuple):
     """Bytes on each link (in the order of LINKS), moved one after the other, and in how many requests from and to
     disk."""
 
@@ -67,8 +67,8 @@ class Lane(NamedTuple):
     reads: float = 0.0
     writes: float = 0.0
 
-    def __add__(self, other: Lane) -> Lane:
-        return Lane(*(a + b for a, b in zip(self, other)))
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(a + b for a, b in zip(self, other)))
 
 
 @dataclass
@@ -76,14 +76,14 @@ class Flows:
     """What one or several layers take: seconds of compute, and the bytes of each lane of the engine."""
 
     compute: float
-    weights_from_cpu: Lane
-    weights_from_disk: Lane
-    load: Lane
-    store: Lane
-    cache: Lane = Lane()  # pieces come beside each other: their reads and their copies each take their time
+    weights_from_cpu: Traffic
+    weights_from_disk: Traffic
+    load: Traffic
+    store: Traffic
+    cache: Traffic = Traffic()  # pieces come beside each other: their reads and their copies each take their time
 
     @property
-    def total(self) -> Lane:
+    def total(self) -> Traffic:
         return self.weights_from_cpu + self.weights_from_disk + self.load + self.store + self.cache
 
 
@@ -172,11 +172,11 @@ class CostModel:
 
     def _product(self, numbers: int, rows: int) -> float:
         """Seconds of the product of `rows` rows and a matrix, or several, of so many numbers."""
-        return 2 * numbers * rows / self.profile.layer_rate(self.shapes.config.hidden_size, rows)
+        return 2 * numbers * rows / self.profile.matmul_rate(self.shapes.config.hidden_size, rows)
 
     def _decode_products(self, sizes: tuple[int, ...]) -> float:
         """A decode step of batches through a decoder layer, without attention."""
-        products = sum(self._product(self.layer_size, rows) for rows in product_rows(sizes))
+        products = sum(self._product(self.layer_size, rows) for rows in matmul_rows(sizes))
         return products + len(sizes) * self.profile.step_seconds
 
     def _attention(self, phase: str, work: float) -> float:
@@ -195,7 +195,7 @@ class CostModel:
 
     def heads_compute(self, sizes: Sequence[int]) -> tuple[float, float]:
         """From the last hidden states of batches to tokens, in prefill and in a decode step."""
-        return sum(map(self._head_compute, sizes)), sum(map(self._head_compute, product_rows(sizes)))
+        return sum(map(self._head_compute, sizes)), sum(map(self._head_compute, matmul_rows(sizes)))
 
     def _head_compute(self, batch: int) -> float:
         parts = [HEAD_ROWS] * (batch // HEAD_ROWS) + [batch % HEAD_ROWS] * (batch % HEAD_ROWS > 0)
@@ -229,20 +229,20 @@ class CostModel:
             return 0.0
         return self.profile.convert_seconds_per_byte * away.disk
 
-    def _weights(self, away: Away) -> tuple[Lane, Lane]:
+    def _weights(self, away: Away) -> tuple[Traffic, Traffic]:
         """`away`: bytes in the type of the computation."""
         read = self.shapes.stored_ratio * away.disk
         reads = away.disk * self._requests_per_byte
-        return Lane(into=away.cpu), Lane(read=read, into=away.disk if self.shapes.cuda else 0.0, reads=reads)
+        return Traffic(into=away.cpu), Traffic(read=read, into=away.disk if self.shapes.cuda else 0.0, reads=reads)
 
-    def _activations(self, policy: Policy, away: Away, nbytes: float) -> tuple[Lane, Lane]:
+    def _activations(self, policy: Policy, away: Away, nbytes: float) -> tuple[Traffic, Traffic]:
         """Hidden states of `nbytes` a sequence, to the device and home, between two layers."""
         bus = 1 if self.shapes.cuda else 0
         crossing = nbytes * (away.cpu + bus * away.disk)
         pieces = self._piece_requests(policy, away, nbytes)
         return (
-            Lane(read=nbytes * away.disk, into=crossing, reads=pieces),
-            Lane(write=nbytes * away.disk, out=crossing, writes=pieces),
+            Traffic(read=nbytes * away.disk, into=crossing, reads=pieces),
+            Traffic(write=nbytes * away.disk, out=crossing, writes=pieces),
         )
 
     def _piece_requests(self, policy: Policy, away: Away, nbytes: float):
@@ -257,7 +257,7 @@ class CostModel:
         shapes = self.shapes
         kept = shapes.slots if shapes.budget is not None else length
         kv, bus = kept * shapes.row_bytes, 1 if shapes.cuda else 0
-        store = Lane(
+        store = Traffic(
             write=cache.disk * kv,
             out=(cache.cpu + bus * cache.disk) * kv + bus * (cache.cpu + cache.disk) * shapes.meta_bytes,
             writes=self._piece_requests(policy, cache, kv),
@@ -275,12 +275,12 @@ class CostModel:
         read = cache.disk * (on_disk + log)
         fold = cache.disk * (held.folds * held.folded * row)
         parts = [on_disk + log] if shapes.budget is not None else [on_disk, log]  # what is read in one go
-        load = Lane(
+        load = Traffic(
             read=read,
             into=moves * cache.cpu * (kv + meta) + cache.disk * (meta + (kv if bus else log + kv - on_disk)),
             reads=sum(self._piece_requests(policy, cache, part) for part in parts),
         )
-        store = Lane(
+        store = Traffic(
             write=cache.disk * row + fold,
             out=moves * cache.cpu * (row + meta) + cache.disk * (row + meta) + bus * fold,
             writes=self._piece_requests(policy, cache, row)
@@ -288,8 +288,8 @@ class CostModel:
         )
         if self._attends_on_cpu(policy):
             size = self.hidden_bytes
-            load, store = load + Lane(into=cache.cpu * size), store + Lane(out=cache.cpu * 3 * size)
-        return Flows(compute, *self._weights(weights), Lane(), store, load)
+            load, store = load + Traffic(into=cache.cpu * size), store + Traffic(out=cache.cpu * 3 * size)
+        return Flows(compute, *self._weights(weights), Traffic(), store, load)
 
     def seconds(self, flows: Flows, overlap: bool) -> dict[str, float]:
         """What the flows take, by resource: the largest of these is the time, with overlap or without."""
@@ -297,10 +297,10 @@ class CostModel:
         read, write, into, out = (1 / links[name].bytes_per_s for name in LINKS)
         each_read, each_write = (links[name].request_seconds for name in ("disk_to_cpu", "cpu_to_disk"))
 
-        def disk(x: Lane):
+        def disk(x: Traffic):
             return x.read * read + x.write * write + x.reads * each_read + x.writes * each_write
 
-        def lane(x: Lane):
+        def in_turn(x: Traffic):
             return disk(x) + x.into * into + x.out * out
 
         # while something computes a link moves less: the time that is missing comes on top
@@ -308,9 +308,9 @@ class CostModel:
         total = flows.total
         # reads from disk run beside copies out of RAM, and of what has been read
         from_disk = disk(flows.weights_from_disk)
-        staged = lane(flows.weights_from_cpu) + flows.weights_from_disk.into * into
+        staged = in_turn(flows.weights_from_cpu) + flows.weights_from_disk.into * into
         if not overlap:
-            rest = flows.compute + lane(flows.load) + lane(flows.store) + lane(flows.cache)
+            rest = flows.compute + in_turn(flows.load) + in_turn(flows.store) + in_turn(flows.cache)
             return {
                 "all in turn (disk)": rest + from_disk,
                 "all in turn": rest + staged,
@@ -331,15 +331,15 @@ class CostModel:
             "gpu to cpu": total.out * out + slow["gpu_to_cpu"],
             "weights from disk": from_disk + slow["disk_to_cpu"],
             "weights": staged + slow["cpu_to_gpu"],
-            "activations in": lane(flows.load),
+            "activations in": in_turn(flows.load),
             "cache from disk": disk(flows.cache),
             "cache to gpu": flows.cache.into * into,
-            "cache and activations out": lane(flows.store),
+            "cache and activations out": in_turn(flows.store),
         }
 
     def held(self, length: int) -> list[Held]:
         """What the caches of a block hold whose longest prompt has `length` tokens, for every kind of decode step."""
-        gen_len, slots, log = self.workload.gen_len, self.shapes.slots, self.shapes.log_rows
+        gen_len, slots, log = self.workload.gen_len, self.shapes.slots, self.shapes.wal_rows
         steps = gen_len - 1
         if steps == 0:
             return []
@@ -414,8 +414,8 @@ class CostModel:
             prefill += spend("prefill", 1, self.prefill_flows(policy, work, length, next_w, nothing, nothing))
         first = next((w for w in away if w != nothing), nothing)  # nothing runs beside the very first
         if policy.overlap:
-            prefill += max(self.seconds(Flows(0.0, *self._weights(first), Lane(), Lane()), True).values())
-        decode, products, groups = 0.0, self._decode_products(tuple(sizes)), len(product_rows(sizes))
+            prefill += max(self.seconds(Flows(0.0, *self._weights(first), Traffic(), Traffic()), True).values())
+        decode, products, groups = 0.0, self._decode_products(tuple(sizes)), len(matmul_rows(sizes))
         for held in self.held(length):
             for (w, next_w, c), n in alike.items():
                 work = self.decode_compute(policy, batches, held.slots, c) + self.conversion(w)
@@ -429,7 +429,7 @@ class CostModel:
         """The part of a layer's cache that cannot come while `groups` of batches compute their products together:
         attention frees the slots."""
         pieces = (cache.disk + (0 if policy.cpu_cache_compute else cache.cpu)) / policy.gpu_batch_size
-        return 1 - kv_slots(True, cache.disk > 0) * groups / pieces if pieces else 0.0
+        return 1 - kv_buffers(True, cache.disk > 0) * groups / pieces if pieces else 0.0
 
     def _weights_away(self, placement: Placement) -> list[Away]:
         size = self.shapes.compute_itemsize

@@ -12,21 +12,21 @@ from h2o_flexgen.policy import TIERS, Policy, gib
 from h2o_flexgen.sizes import (
     CHUNK_ELEMENTS,
     HEAD_ROWS,
-    HOMEWARD,
-    PRODUCT_ROWS,
-    PRODUCT_SLICE,
     QUERY_CHUNK,
     SAMPLE_ROWS,
     SORTING,
+    WIDEN_BYTES,
+    WIDEN_ROWS,
+    WRITE_BACKS,
     Workload,
     aligned,
     batch_sizes,
-    disk_span,
-    kv_slots,
-    log_rows,
+    kv_buffers,
+    kv_file_bytes,
+    matmul_rows,
     micro_tokens,
-    product_rows,
-    slot_span,
+    staging_span,
+    wal_rows,
 )
 
 #: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
@@ -141,8 +141,8 @@ class Shapes:
         return sum(self.segments)
 
     @property
-    def log_rows(self) -> int:
-        return log_rows(self.segments)
+    def wal_rows(self) -> int:
+        return wal_rows(self.segments)
 
     @property
     def row_bytes(self) -> int:
@@ -155,7 +155,7 @@ class Shapes:
         return 8 * self.config.num_attention_heads * self.slots if self.budget is not None else 0
 
     @property
-    def piece_bytes(self) -> int:
+    def block_bytes(self) -> int:
         """The cache of one sequence in one layer."""
         return self.slots * self.row_bytes + self.meta_bytes
 
@@ -213,7 +213,7 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
     plan.add("gpu", "activations of a decode step", sum(batches) * E * size)
     if any(home != "gpu" for home in placement.activations):
         plan.add("gpu", "activation buffers", overlap * piece)
-        plan.add("gpu", "activations on their way home", HOMEWARD * piece * policy.overlap)
+        plan.add("gpu", "activations on their way home", WRITE_BACKS * piece * policy.overlap)
         if shapes.cuda and "disk" in placement.activations:
             plan.add("cpu", "activation staging", 2 * piece)
 
@@ -244,7 +244,7 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     """What computing a layer or the head takes on the device, for batches of so many prompts, the largest first, of up
     to `longest` tokens."""
     prefill = _prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
-    rows = max(product_rows(batches))
+    rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
     head = (min(rows, HEAD_ROWS) * shapes.compute_itemsize + chosen) * shapes.config.vocab_size
@@ -266,8 +266,8 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int
     slot = host = converted = 0
     for layer in shapes.streamed:
         cpu, disk = ([prod(s) for n, s in layer.items() if placement.weights[n] == tier] for tier in ("cpu", "disk"))
-        slot = max(slot, sum(slot_span(n * size) for n in cpu) + sum(slot_span(n * in_place) for n in disk))
-        host = max(host, sum(slot_span(n * shapes.stored_itemsize) for n in disk))
+        slot = max(slot, sum(staging_span(n * size) for n in cpu) + sum(staging_span(n * in_place) for n in disk))
+        host = max(host, sum(staging_span(n * shapes.stored_itemsize) for n in disk))
         converted = max(converted, sum(aligned(n * size) for n in disk))
     plan.add("gpu", "weight slots", overlap * slot)
     if shapes.cuda:
@@ -285,19 +285,19 @@ def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement
     on_disk = 0
     for (_, k), home in placement.cache.items():
         size = batches[k] * row
-        kv[home] += disk_span(shapes.segments, size) if home == "disk" else shapes.slots * size
+        kv[home] += kv_file_bytes(shapes.segments, size) if home == "disk" else shapes.slots * size
         metas["gpu" if home == "gpu" else "cpu"] += batches[k] * meta
         if home == "disk":
             on_disk = max(on_disk, batches[k])
             # the slots of the log's rows
             heads = 1 if shapes.budget is None else shapes.config.num_attention_heads
-            metas["cpu"] += batches[k] * shapes.log_rows * heads * 4
+            metas["cpu"] += batches[k] * shapes.wal_rows * heads * 4
     for tier in kv:
         plan.add(tier, "KV cache", kv[tier] + metas[tier])
     # with CPU attention prefill still fills a cache on the device
     buffers = max((batches[k] for (_, k), home in placement.cache.items() if home != "gpu"), default=0)
-    slots = kv_slots(policy.overlap, on_disk > 0)
-    piece, landing = buffers * shapes.slots * row, disk_span(shapes.segments, on_disk * row)
+    slots = kv_buffers(policy.overlap, on_disk > 0)
+    piece, landing = buffers * shapes.slots * row, kv_file_bytes(shapes.segments, on_disk * row)
     if shapes.cuda:
         plan.add("gpu", "KV slots", slots * (piece + buffers * meta))
         plan.add("cpu", "KV staging", slots * landing + on_disk * shapes.slots * row)
@@ -305,7 +305,7 @@ def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement
         plan.add("gpu", "KV slots", slots * max(piece, landing))
     plan.add("cpu" if shapes.cuda else "gpu", "KV staging of a step", buffers * row)
     if buffers:  # each may hold those of its group
-        plan.add("gpu", "keys and values on their way home", slots * max(product_rows(batches)) * row)
+        plan.add("gpu", "keys and values on their way home", slots * max(matmul_rows(batches)) * row)
 
 
 def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
@@ -336,7 +336,7 @@ def _chunk_of_attention(shapes: Shapes, tokens: int, P: int) -> int:
 
 def _widened(shapes: Shapes, tokens: int) -> int:
     """Of a product's operands and its result, what is in float32 at once."""
-    return (min(tokens, PRODUCT_ROWS) * shapes.config.ffn_dim * 4 + 2 * PRODUCT_SLICE) * shapes.may_widen
+    return (min(tokens, WIDEN_ROWS) * shapes.config.ffn_dim * 4 + 2 * WIDEN_BYTES) * shapes.may_widen
 
 
 def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:

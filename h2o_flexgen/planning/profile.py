@@ -88,7 +88,7 @@ class Profile:
         """Whether other programs took so much of the processors that the rates are not the machine's."""
         return self.crowded > CROWDED
 
-    def layer_rate(self, hidden: int, tokens: int) -> float:
+    def matmul_rate(self, hidden: int, tokens: int) -> float:
         """Flops per second of the matrix products of `tokens` rows in a model of that hidden size."""
         return between({size: between(dict(table), tokens) for size, table in self.layer.items()}, hidden)
 

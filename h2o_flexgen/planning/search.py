@@ -22,7 +22,7 @@ from h2o_flexgen.planning.memory import Plan, Shapes, plan_policy, workspace_byt
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.policy import TIERS, Policy, gib
-from h2o_flexgen.sizes import Workload, batch_sizes, kv_slots
+from h2o_flexgen.sizes import Workload, batch_sizes, kv_buffers
 
 try:  # here, not where it is used: pulp keeps exceptions of its import, which hold the frames that imported it
     import pulp
@@ -279,8 +279,8 @@ class Search:
         shapes, L = self.shapes, self.cost.num_decoder
         B, rings = sum(sizes), 2 if policy.overlap else 1
         W = self.cost.streamed_bytes
-        piece = shapes.piece_bytes
-        log = shapes.log_rows * shapes.row_bytes
+        piece = shapes.block_bytes
+        log = shapes.wal_rows * shapes.row_bytes
         A = B * self.workload.longest * self.cost.hidden_bytes
         (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = (x[kind] for kind in KINDS)
         fixed = self._fixed_bytes(policy)
@@ -290,7 +290,7 @@ class Search:
             gpu += wd * (rings * shapes.stored_ratio * layer + layer)
         else:
             gpu += rings * wd * layer
-        least, most = (kv_slots(policy.overlap, on_disk) for on_disk in (False, True))
+        least, most = (kv_buffers(policy.overlap, on_disk) for on_disk in (False, True))
         visiting = sizes[0] * (piece if shapes.cuda else piece - shapes.meta_bytes)
         gpu += cg * (L * B * piece) + (least * (cc + cd) + (most - least) * cd) * visiting
         cpu = wc * W + cc * (L * B * piece) + cd * (L * B * shapes.meta_bytes) + ac * A
@@ -347,7 +347,7 @@ class Search:
         B = sum(batch_sizes(self.num_prompts, policy))
         whole = (
             self.cost.streamed_bytes,
-            self.cost.num_decoder * B * self.shapes.piece_bytes,
+            self.cost.num_decoder * B * self.shapes.block_bytes,
             B * self.workload.longest * self.cost.hidden_bytes,
         )
         for _ in range(8):

@@ -25,12 +25,12 @@ from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayou
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device, Lane, as_numpy, convert, copy, finish
+from h2o_flexgen.offload.device import Device, TransferQueue, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, cache_root, wait
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.planning.profile import LINKS, Link, Profile
 from h2o_flexgen.profiling.machine import machine, mount_point, scheduled, versions
-from h2o_flexgen.sizes import KV_SLOTS, prefill_pairs, requests
+from h2o_flexgen.sizes import KV_BUFFERS, prefill_pairs, requests
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: b
             "disk": memory.disk_free(offload_root),
         },
         links={name: found.link(name) for name in LINKS},
-        layer={hidden: [(n, found.layer_rate(hidden, n)) for n in TOKENS] for hidden in sizes},
+        layer={hidden: [(n, found.matmul_rate(hidden, n)) for n in TOKENS] for hidden in sizes},
         prefill_attention=rates["prefill"],
         decode_attention=rates["decode"],
         cpu_attention=rates.get("cpu"),
@@ -143,7 +143,7 @@ def _measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: b
         visit_seconds=found.visit_seconds(),
         step_seconds=found("step") + max(found("small", rule) for rule in RULES),
         logit_seconds=found("choose") / (HEAD_TOKENS * VOCABULARY),
-        head_efficiency=found.head_rate() / found.layer_rate(HIDDEN[kind][0], HEAD_TOKENS),
+        head_efficiency=found.head_rate() / found.matmul_rate(HIDDEN[kind][0], HEAD_TOKENS),
         convert_seconds_per_byte=found("convert") / TRANSFER,
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
@@ -175,7 +175,7 @@ class _Measured:
     def __call__(self, *key) -> float:
         return self.seconds[key]
 
-    def layer_rate(self, hidden: int, tokens: int) -> float:
+    def matmul_rate(self, hidden: int, tokens: int) -> float:
         """Flops per second of a decoder layer's products."""
         return 24 * hidden * hidden * tokens / _beyond(self("layer", hidden, tokens), self("step"))
 
@@ -399,7 +399,7 @@ def _links(device: Device, dtype: torch.dtype, offload_root: Path) -> Iterator[t
     hidden = HIDDEN[device.torch_device.type][0]
     work = _layer_call(device, dtype, hidden, HEAD_TOKENS, partial(_layers, device, dtype, hidden))
     folder = OffloadFolder(offload_root)
-    io, lane = DiskIO(), Lane(device, "measure")
+    io, lane = DiskIO(), TransferQueue(device, "measure")
     try:
         file = folder.file("measure", FILE)
         data, target = as_numpy(host), as_numpy(device.host_buffer(TRANSFER))
@@ -477,7 +477,7 @@ def _links(device: Device, dtype: torch.dtype, offload_root: Path) -> Iterator[t
 def _visits(device: Device, dtype: torch.dtype, work: Callable[[], object], io: DiskIO, make_file) -> float:
     """Calls per second of `work` while before each a piece of a full cache comes from disk, and after it goes back."""
     layout, held = VISITED.layout(dtype), VISITED.tokens - 1
-    lanes = [Lane(device, "cache", workers=KV_SLOTS), Lane(device, "store")]
+    lanes = [TransferQueue(device, "cache", workers=KV_BUFFERS), TransferQueue(device, "store")]
     try:
         pieces = [(0, 0), (0, 1)]
         store = KVStore(device, 1, [layout] * 2, dict.fromkeys(pieces, "disk"), io, *lanes, make_file)

@@ -40,7 +40,7 @@ def test_any_parts_give_the_product(shape, into, out, dtype, bias, limits, seed)
     b = torch.randn(out, generator=generator).to(dtype) if bias else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "has_bf16", lambda: False)
-        for name, value in zip(("PRODUCT_SLICE", "PRODUCT_ROWS", "FEW"), limits):
+        for name, value in zip(("WIDEN_BYTES", "WIDEN_ROWS", "FEW"), limits):
             patch.setattr(cpu, name, value)
         patch.setattr(cpu, "FEWEST", 0)
         before = x.clone(), w.clone(), b

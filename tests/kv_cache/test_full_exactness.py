@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen import sizes
 from h2o_flexgen.kv_cache import FullCache, KVLayout
-from h2o_flexgen.sizes import PAGE, disk_span
+from h2o_flexgen.sizes import PAGE, kv_file_bytes
 
 
 @given(
@@ -62,7 +62,7 @@ def test_slots_are_those_of_the_text_without_its_last_token(prompt, gen):
 
 @given(prompt=st.integers(1, 1500), more=st.integers(0, 500), gen=st.integers(1, 1500))
 def test_a_shorter_block_finds_room_on_disk(prompt, more, gen):
-    short, long = (disk_span(FullCache().segments(n, gen), PAGE) for n in (prompt, prompt + more))
+    short, long = (kv_file_bytes(FullCache().segments(n, gen), PAGE) for n in (prompt, prompt + more))
     assert short <= long
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from h2o_flexgen.kv_cache import KVLayout
-from h2o_flexgen.offload.device import Device, Lane
+from h2o_flexgen.offload.device import Device, TransferQueue
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder
 from h2o_flexgen.offload.kv_store import KVStore
-from h2o_flexgen.sizes import KV_SLOTS, PAGE
+from h2o_flexgen.sizes import KV_BUFFERS, PAGE
 
 PIECES, SLOTS, HELD = 8, 16, 4
 LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, dtype=torch.float32, scored=False)
@@ -36,7 +36,7 @@ def gates(monkeypatch):
 def store(tmp_path, gates):
     """All pieces are on disk, each filled with its number."""
     device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
-    lanes = [Lane(device, "cache", workers=KV_SLOTS), Lane(device, "store")]
+    lanes = [TransferQueue(device, "cache", workers=KV_BUFFERS), TransferQueue(device, "store")]
     homes = {(0, k): "disk" for k in range(PIECES)}
     store = KVStore(device, 1, [LAYOUT] * PIECES, homes, io, *lanes, folder.file)
     store.begin_block([LAYOUT] * PIECES)
@@ -69,10 +69,10 @@ def step(store, k: int) -> None:
 def test_as_many_pieces_come_at_once_as_there_are_slots(store, gates):
     reads, _ = gates
     reads.clear()
-    assert [store.prefetch(0, k, HELD) for k in range(PIECES)] == [True] * KV_SLOTS + [False] * (PIECES - KV_SLOTS)
+    assert [store.prefetch(0, k, HELD) for k in range(PIECES)] == [True] * KV_BUFFERS + [False] * (PIECES - KV_BUFFERS)
     assert not any(future.done() for _, future in store._loading.values())
     reads.set()
-    for k in range(KV_SLOTS):
+    for k in range(KV_BUFFERS):
         assert number(store.get(0, k, HELD)) == {k}
         store.store_all(0, k, HELD)
 
@@ -92,13 +92,13 @@ def test_no_more_tokens_wait_for_the_disk_than_the_plan_counts(store, gates):
     used = []
     compute = threading.Thread(target=lambda: [(step(store, k), used.append(k)) for k in range(PIECES)])
     compute.start()
-    while len(used) < KV_SLOTS:
+    while len(used) < KV_BUFFERS:
         time.sleep(0.001)
     compute.join(0.2)
-    assert compute.is_alive() and used == list(range(KV_SLOTS)) and len(store._storing) < KV_SLOTS
+    assert compute.is_alive() and used == list(range(KV_BUFFERS)) and len(store._storing) < KV_BUFFERS
     writes.set()
     compute.join()
-    assert used == list(range(PIECES)) and len(store._storing) <= KV_SLOTS
+    assert used == list(range(PIECES)) and len(store._storing) <= KV_BUFFERS
     for k in range(PIECES):
         assert number(store.get(0, k, HELD)) == {k, 100 + k}
         store.store_all(0, k, HELD)
@@ -108,9 +108,9 @@ def test_a_slot_is_free_again_once_what_was_coming_into_it_has_come(store, gates
     """No request may still read into a buffer that another piece fills."""
     reads, _ = gates
     reads.clear()
-    for k in range(KV_SLOTS):
+    for k in range(KV_BUFFERS):
         store.prefetch(0, k, HELD)
-    dropping = threading.Thread(target=lambda: [store.drop(0, k) for k in range(KV_SLOTS)])
+    dropping = threading.Thread(target=lambda: [store.drop(0, k) for k in range(KV_BUFFERS)])
     dropping.start()
     dropping.join(0.2)
     assert dropping.is_alive() and not store.prefetch(0, 5, HELD)
@@ -126,7 +126,7 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
     layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, dtype=torch.float32, scored=False)
     assert layout.row_bytes == PAGE
     device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
-    lanes = [Lane(device, "cache"), Lane(device, "store")]
+    lanes = [TransferQueue(device, "cache"), TransferQueue(device, "store")]
     store = KVStore(device, 1, [layout], {(0, 0): "disk"}, io, *lanes, folder.file)
     store.begin_block([layout])
     cache = store.blank(0, 0)

@@ -105,7 +105,7 @@ class LazyDevice(Device):
 streams: list[Stream] = []
 
 
-class LazyLane(device_module.Lane):
+class LazyLane(device_module.TransferQueue):
     def __init__(self, device, name, overlap=True, workers=1):
         device.is_cuda = False
         super().__init__(device, name, overlap, workers)
@@ -145,7 +145,7 @@ def _plain_copy(dst, src):
 def lazy(monkeypatch):
     streams.clear()
     monkeypatch.setattr(llm, "Device", LazyDevice)
-    monkeypatch.setattr(llm, "Lane", LazyLane)
+    monkeypatch.setattr(llm, "TransferQueue", LazyLane)
     for module in (activations, kv_store, weights):
         monkeypatch.setattr(module, "copy", lazy_copy)
     yield

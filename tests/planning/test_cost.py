@@ -29,9 +29,9 @@ def test_a_decode_step_by_hand():
     profile = laptop()
     p = time(Policy(8, 1, ALL_GPU), prompts=8, prompt_len=128, gen_len=2)
     E, L, V = 2048, 24, 50272
-    products = 2 * 12 * E * E * 8 / profile.layer_rate(E, 8) + profile.step_seconds
+    products = 2 * 12 * E * E * 8 / profile.matmul_rate(E, 8) + profile.step_seconds
     attention = 8 * 129 * 2 * E * 2 / 2e10
-    head = 2 * V * E * 8 / profile.layer_rate(E, 8) + 8 * V * 1e-9
+    head = 2 * V * E * 8 / profile.matmul_rate(E, 8) + 8 * V * 1e-9
     assert p.decode_seconds == pytest.approx(L * (products + attention) + head)
 
 

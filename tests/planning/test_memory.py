@@ -17,12 +17,12 @@ from h2o_flexgen.planning.memory import _chunk_of_attention, _prefill_workspace
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.sizes import (
     GROUP_ROWS,
-    HOMEWARD,
+    WRITE_BACKS,
     Workload,
     batch_sizes,
+    matmul_groups,
+    matmul_rows,
     micro_tokens,
-    product_groups,
-    product_rows,
 )
 
 NO_LIMITS = dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60)
@@ -93,7 +93,7 @@ def test_more_on_a_lower_tier_never_needs_more_on_the_device(sizes, name, rule, 
     llm = sizes[name]
     workload = Workload((512,) * 64, 32)
     embedding = llm.config.vocab_size * llm.config.word_embed_proj_dim * llm.dtype.itemsize
-    homeward = HOMEWARD * 2048 * llm.config.hidden_size * llm.dtype.itemsize * overlap
+    homeward = WRITE_BACKS * 2048 * llm.config.hidden_size * llm.dtype.itemsize * overlap
     found = []
     for gpu in range(100, -1, -5):
         percent = [100, 0, 100, 0, 100, 0]
@@ -198,9 +198,9 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_is_allocated(tiny, t
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
 def test_batches_share_products_up_to_a_number_of_rows(sizes):
     """Every batch is in one group, in order; a group of several is not too large, and took all that had room."""
-    groups = product_groups(sizes)
+    groups = matmul_groups(sizes)
     assert [n for begin, end in groups for n in range(begin, end)] == list(range(len(sizes)))
-    rows = product_rows(sizes)
+    rows = matmul_rows(sizes)
     assert sum(rows) == sum(sizes)
     for (begin, end), together in zip(groups, rows):
         assert end == begin + 1 or together <= GROUP_ROWS

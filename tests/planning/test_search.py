@@ -68,7 +68,7 @@ def test_the_linear_program_is_a_lower_bound(job, pair):
 
 
 def test_the_head_goes_to_the_device_where_that_makes_room():
-    """Slots for weights are as large as the largest layer that streams; in OPT-1.3B that is the head."""
+    """Staging buffers for weights are as large as the largest layer that streams; in OPT-1.3B that is the head."""
     s = search(laptop(), model="facebook/opt-1.3b", prompts=128, prompt_len=32, gen_len=32, gpu=1.2)
     found = s.best()
     size, batches, percent = found.policy.gpu_batch_size, found.policy.num_gpu_batches, found.policy.percent

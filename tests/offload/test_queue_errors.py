@@ -12,11 +12,11 @@ from cli_tools import PROMPTS
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import Interrupted, UserError
 from h2o_flexgen.offload.activations import ActivationStore
-from h2o_flexgen.offload.device import Device, Lane
+from h2o_flexgen.offload.device import Device, TransferQueue
 from h2o_flexgen.offload.disk import DiskIO, File
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.sizes import HOMEWARD
+from h2o_flexgen.sizes import WRITE_BACKS
 
 pytest_plugins = ["cli_tools"]
 
@@ -28,7 +28,7 @@ def overlap(request) -> bool:
 
 @pytest.fixture
 def lane(overlap):
-    lane = Lane(Device("cpu"), "test", overlap)
+    lane = TransferQueue(Device("cpu"), "test", overlap)
     yield lane
     lane.close()
 
@@ -62,7 +62,7 @@ def test_jobs_run_in_order_one_at_a_time(lane):
 
 
 def test_an_interrupt_in_a_job_of_the_main_thread_is_not_put_away():
-    lane = Lane(Device("cpu"), "test", overlap=False)
+    lane = TransferQueue(Device("cpu"), "test", overlap=False)
 
     def interrupted():
         raise Interrupted(2)
@@ -81,7 +81,7 @@ def test_a_lane_may_change_tensors_that_compute_made(lane):
 
 
 def test_closing_waits_for_the_running_job_and_drops_the_rest():
-    lane = Lane(Device("cpu"), "test", overlap=True)
+    lane = TransferQueue(Device("cpu"), "test", overlap=True)
     started, go, done = threading.Event(), threading.Event(), []
 
     def first():
@@ -111,17 +111,17 @@ def test_only_so_many_hidden_states_wait_on_the_device_to_go_home(monkeypatch):
         real(*args)
 
     monkeypatch.setattr(ActivationStore, "_store", slow)
-    device, lanes = Device("cpu"), [Lane(Device("cpu"), name) for name in ("load", "store")]
-    store = ActivationStore(device, ["cpu"], [64 * (HOMEWARD + 1)], 64, None, *lanes, None)
-    pieces = [torch.full((1, 4, 4), float(n)) for n in range(HOMEWARD + 1)]
+    device, lanes = Device("cpu"), [TransferQueue(Device("cpu"), name) for name in ("load", "store")]
+    store = ActivationStore(device, ["cpu"], [64 * (WRITE_BACKS + 1)], 64, None, *lanes, None)
+    pieces = [torch.full((1, 4, 4), float(n)) for n in range(WRITE_BACKS + 1)]
 
     def put(n):
         store.put(0, n, 64 * n, pieces[n])
 
-    for n in range(HOMEWARD):
+    for n in range(WRITE_BACKS):
         put(n)
     started.wait(30)
-    last = threading.Thread(target=put, args=(HOMEWARD,))
+    last = threading.Thread(target=put, args=(WRITE_BACKS,))
     last.start()
     last.join(0.2)
     assert last.is_alive()

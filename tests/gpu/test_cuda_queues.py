@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from h2o_flexgen.offload.device import Device, Lane, Slots, copy, finish
+from h2o_flexgen.offload.device import Device, StagingBuffers, TransferQueue, copy, finish
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -47,7 +47,7 @@ def noise(rng, nbytes):
 
 def test_what_a_lane_brings_is_whole_and_not_overwritten_while_in_use(device, overlap):
     """As weights come: one staging buffer in RAM, two slots on the device used in turn."""
-    lane, rng, delay = Lane(device, "load", overlap), torch.Generator().manual_seed(0), Delay()
+    lane, rng, delay = TransferQueue(device, "load", overlap), torch.Generator().manual_seed(0), Delay()
     count = 2 if overlap else 1
     slots = [device.buffer(MOST) for _ in range(count)]
     staging = [device.host_buffer(MOST) for _ in range(count)]
@@ -89,7 +89,7 @@ def test_what_a_lane_brings_is_whole_and_not_overwritten_while_in_use(device, ov
 
 def test_what_a_lane_sends_home_is_complete_when_its_future_is(device, overlap):
     """As a decode step's K and V go home: the device tensors are dropped at once, and their memory used anew."""
-    lane, delay, rng = Lane(device, "store", overlap), Delay(), random.Random(2)
+    lane, delay, rng = TransferQueue(device, "store", overlap), Delay(), random.Random(2)
     home = device.host_buffer(MOST)
     pending = []
 
@@ -114,14 +114,14 @@ def test_what_a_lane_sends_home_is_complete_when_its_future_is(device, overlap):
 
 def test_a_piece_goes_home_and_comes_back_through_two_lanes(device):
     """As the KV cache moves: a load waits for the store of its slot and for the store of its piece."""
-    load, store, delay = Lane(device, "load", workers=2), Lane(device, "store"), Delay()
+    load, store, delay = TransferQueue(device, "load", workers=2), TransferQueue(device, "store"), Delay()
     pieces, size = 5, 1 << 20
     home = [device.host_buffer(size) for _ in range(pieces)]
     wanted = [torch.full((size,), p, dtype=torch.uint8) for p in range(pieces)]
     for h, w in zip(home, wanted):
         h.copy_(w)
     stored = [None] * pieces
-    slots = Slots(device, size, 2)
+    slots = StagingBuffers(device, size, 2)
     device.synchronize()
 
     def fetch(p):
@@ -161,7 +161,7 @@ def test_a_piece_goes_home_and_comes_back_through_two_lanes(device):
 
 
 def test_a_copy_that_changes_the_dtype_is_exact_and_in_order(device):
-    lane, delay = Lane(device, "weights"), Delay()
+    lane, delay = TransferQueue(device, "weights"), Delay()
     host = device.host_buffer(2 * 100_003).view(torch.float16)
     target = device.buffer(4 * 100_003).view(torch.float32)
     device.synchronize()
@@ -175,7 +175,7 @@ def test_a_copy_that_changes_the_dtype_is_exact_and_in_order(device):
 
 
 def test_an_error_in_a_lane_shows_where_its_result_is_asked_for(device, overlap):
-    lane = Lane(device, "load", overlap)
+    lane = TransferQueue(device, "load", overlap)
 
     def fail():
         raise ValueError("no such piece")
@@ -187,7 +187,7 @@ def test_an_error_in_a_lane_shows_where_its_result_is_asked_for(device, overlap)
 
 
 def test_no_job_runs_before_the_event_it_must_follow(device):
-    lane, x = Lane(device, "load"), torch.randn(4096, 4096, device="cuda")
+    lane, x = TransferQueue(device, "load"), torch.randn(4096, 4096, device="cuda")
     flag, seen = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
     device.synchronize()
     for n in range(1, 30):
@@ -210,7 +210,7 @@ def test_a_device_that_is_dropped_gives_its_memory_back():
 
 
 def test_a_long_job_does_not_hoard_events(device):
-    lane = Lane(device, "load")
+    lane = TransferQueue(device, "load")
     for _ in range(3000):
         device.stall_on(lane.submit(lambda: None), "cache")
     assert sum(map(len, device._stall_events.values())) <= 1100
