@@ -23,11 +23,13 @@ from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.models.source import find_model, load_tokenizer
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
-from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
+from h2o_flexgen.offload.checkpoint import Checkpoint
 from h2o_flexgen.offload.convert import sweep_conversions
-from h2o_flexgen.offload.device import Device, TransferQueue
+from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, default_root
 from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.queues import TransferQueue
+from h2o_flexgen.offload.random_weights import DummyCheckpoint
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, size_budget
 from h2o_flexgen.planning.cost import CostModel, Prediction
@@ -574,7 +576,7 @@ class LLM:
         config, size = self.config, self.dtype.itemsize
         sizes = batch_sizes(len(workload.prompt_lens), policy)
         layouts = [rule.layout(config, self.dtype, b, workload.longest, workload.gen_len) for b in sizes]
-        self._io.large_later = "disk" not in placement.cache.values()
+        self._io.large_prefetches = "disk" not in placement.cache.values()
         caches = KVStore(
             self.device,
             config.num_hidden_layers,

@@ -325,7 +325,7 @@ def scratch() -> Iterator[Path]:
         try:
             folder = OffloadFolder(root)
         except UserError as e:
-            sys.exit(f"error: {str(e).replace('--offload-dir', 'folder in H2O_FLEXGEN_SCRATCH')}")
+            sys.exit(f"error: {str(e).replace('offload_dir', 'folder in H2O_FLEXGEN_SCRATCH')}")
         try:
             if file_system(folder.path) in ("tmpfs", "ramfs"):
                 sys.exit(f"error: {folder.root} is in RAM: name a folder on a disk in H2O_FLEXGEN_SCRATCH")

@@ -262,11 +262,11 @@ class NoReads:
 
     def __enter__(self):
         weights = self.weights
-        self.before = weights._fill, weights._read_all
-        weights._fill, weights._read_all = lambda *_: None, lambda jobs: [[] for _ in jobs]
+        self.before = weights.fill, weights.start_reads
+        weights.fill = weights.start_reads = lambda *_: None
 
     def __exit__(self, *exc):
-        self.weights._fill, self.weights._read_all = self.before
+        self.weights.fill, self.weights.start_reads = self.before
 
 
 def bench_disk_child(args) -> None:

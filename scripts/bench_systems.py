@@ -425,11 +425,11 @@ def decode_bytes(llm) -> dict[str, int]:
 
 def settle(llm) -> None:
     """Wait for what the engine has asked the disk for, and for what the card computes."""
-    from h2o_flexgen.offload.disk import LATER
+    from h2o_flexgen.offload.disk import PREFETCH
 
-    for requests in llm._io._requests.values():
+    for requests in llm._io.queues.values():
         met = threading.Barrier(llm._io.threads)  # all threads are here when they have nothing else to do
-        for future in [requests.submit(LATER, met.wait) for _ in range(llm._io.threads)]:
+        for future in [requests.submit(PREFETCH, met.wait) for _ in range(llm._io.threads)]:
             future.result()
     llm.device.synchronize()
 

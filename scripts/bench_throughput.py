@@ -38,7 +38,7 @@ from throughput_rows import NOT_BUILT, died_of_its_size, is_superseded, is_swept
 
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
-from h2o_flexgen.offload.checkpoint import DummyCheckpoint
+from h2o_flexgen.offload.random_weights import DummyCheckpoint
 
 GIB = 1 << 30
 PEERS = ("accelerate", "deepspeed", "flexgen")

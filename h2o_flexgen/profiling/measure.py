@@ -25,9 +25,10 @@ from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayou
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.config import OPTConfig
 from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device, TransferQueue, as_numpy, convert, copy, finish
+from h2o_flexgen.offload.device import Device, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, cache_root, wait
 from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.queues import TransferQueue
 from h2o_flexgen.planning.profile import LINKS, Link, Profile
 from h2o_flexgen.profiling.machine import machine, mount_point, scheduled, versions
 from h2o_flexgen.sizes import KV_BUFFERS, prefill_pairs, requests

@@ -136,7 +136,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(38, os.strerror(38))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(UserError, match="--offload-dir"):
+    with pytest.raises(UserError, match="offload_dir"):
         OffloadFolder(tmp_path)
     assert os.listdir(tmp_path) == []
 

@@ -133,7 +133,7 @@ def test_a_card_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "_measure", full)
     with pytest.raises(UserError, match="too little memory left to measure"):
         hardware.measure(Device("cpu"), torch.float32, tmp_path)
-    monkeypatch.setattr(Device, "_start", full)
+    monkeypatch.setattr(Device, "load_libraries", full)
     with pytest.raises(UserError, match="no memory left to begin with"):
         Device("cpu").start(None)
 
