@@ -160,6 +160,33 @@ def tokens(rows: list[dict]) -> list[list[int]]:
     return [row["token_ids"] for row in rows]
 
 
+@pytest.mark.parametrize(
+    "stored, asked",
+    [
+        ("model.decoder.layers.0.fc1.weight", "model.decoder.layers.0.fc1.weight"),
+        ("decoder.layers.0.fc1.weight", "model.decoder.layers.0.fc1.weight"),
+        ("layers.0.fc1.weight", "model.decoder.layers.0.fc1.weight"),
+        ("model.decoder.layers.0.fc1.weight", "decoder.layers.0.fc1.weight"),
+        ("layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.weight"),
+        ("layers.0.attention.dense.bias", "gpt_neox.layers.0.attention.dense.bias"),
+        ("lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_a_tensor_is_found_whatever_module_was_saved(tmp_path, stored, asked):
+    save_file({stored: torch.ones(2, 3), "weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    found = Checkpoint(tmp_path)
+    found.check({asked: (2, 3)})
+    assert found.find(asked) == found.tensors[stored] and found.stored_dtype(asked) == torch.float32
+
+
+def test_a_tensor_that_is_missing_is_told_as_it_was_asked_for(tmp_path):
+    """No part of a name but leading ones may be missing."""
+    save_file({"weight": torch.ones(1), "layers.1.fc1.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    for name in ("lm_head.weight", "model.norm.weight", "model.decoder.layers.0.fc1.weight"):
+        with pytest.raises(UserError, match=f"no tensor '{name}'"):
+            Checkpoint(tmp_path).check({name: (1,)})
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_every_form_gives_the_tokens_of_transformers(generate, reference, tmp_path, form):
     form(tmp_path / "model")
