@@ -42,7 +42,7 @@ class Stored:
 
 
 class Checkpoint:
-    """The tensors of a model folder, read in place. Names come without their leading "model.".
+    """The tensors of a model folder, read in place. Names are whole, "model." included.
 
     Raises:
         UserError: no weights, a shard that is missing or cut short, or a tensor that is missing or has
@@ -198,7 +198,7 @@ class DummyCheckpoint:
         return self._pool[start : start + count]
 
     def _vector(self, name: str, count: int) -> Tensor:
-        is_norm = "layer_norm" in name and name.endswith("weight")
+        is_norm = name.endswith(".weight")  # a matrix is no vector
         return torch.full((count,), 1.0 if is_norm else 0.0, dtype=self.dtype)
 
 
@@ -208,9 +208,9 @@ def bar_of_bytes(what: str, total: int, progress: bool) -> tqdm:
 
 
 def _canonical(name: str) -> str:
-    name = name.removeprefix("model.")
     # checkpoints saved from the bare decoder lack its name
-    return f"decoder.{name}" if name.startswith(("layers.", "embed_", "project_", "final_")) else name
+    name = f"decoder.{name}" if name.startswith(("layers.", "embed_", "project_", "final_")) else name
+    return f"model.{name}" if name.startswith("decoder.") else name
 
 
 def _shards(folder: Path, progress: bool) -> list[Path]:
