@@ -130,8 +130,12 @@ def bench_disk(rounds: int) -> None:
         model = write_checkpoint(name, folder / "checkpoint", "bfloat16")
         shard = max(model.glob("*.safetensors"), key=lambda path: path.stat().st_size)
         for kind, size, batches in (("I/O bound", 16, 1), ("balanced", 64, 2), ("compute bound", 64, 4)):
-            options = f"--model {model} --dtype bfloat16 --percent 0 0 100 0 100 0 --prompt-len 4 --ignore-eos "
-            options += f"--num-prompts {size * batches} --gpu-batch-size {size} --num-gpu-batches {batches} --gen-len"
+            prompts = [json.dumps({"prompt_token_ids": ids}) for ids in common.random_prompts(size * batches, 4)]
+            (folder / "prompts.jsonl").write_text("\n".join(prompts))
+            options = (
+                f"--model {model} --dtype bfloat16 --percent 0 0 100 0 100 0 --ignore-eos --gpu-batch-size {size} "
+            )
+            options += f"--num-gpu-batches {batches} --input-file {folder / 'prompts.jsonl'} --gen-len"
             times: dict[str, list[float]] = {"read": [], "compute": [], "step": []}
             for _ in range(rounds):
                 jobs = [common.run_flex_opt([*options.split(), str(n)], folder, CAP) for n in (short, long)]
