@@ -1,7 +1,4 @@
-"""What benchmarks and measuring scripts share: this machine in words, result files, prompts, and a scratch folder.
-
-The package's modules that scripts import are named here and in `bench.rates`, `bench.systems.ours` and the scripts.
-"""
+"""What benchmarks and measuring scripts share: this machine in words, result files, prompts, and a scratch folder."""
 
 from __future__ import annotations
 

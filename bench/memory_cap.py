@@ -58,13 +58,6 @@ class MemoryCap:
             argv = ["sh", "-c", f'echo $$ > {self.folder / "cgroup.procs"} && exec "$@"', "sh", *argv]
         return subprocess.run(argv, timeout=timeout, **kwargs)
 
-    def peak(self) -> int | None:
-        """The most bytes charged, page cache included; None if the kernel does not tell."""
-        if self.folder is None:
-            return None
-        path = self._file("memory.max_usage_in_bytes", "memory.peak")
-        return int(path.read_text()) if path.exists() else None
-
     def killed(self) -> bool:
         """Whether the kernel killed a process at the cap, or without one for want of the machine's memory."""
         if self.folder is None:

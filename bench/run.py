@@ -178,6 +178,15 @@ def settings(name: str, system: str) -> tuple[int, dict]:
     return found["batch"], found["options"]
 
 
+def parse_option(text: str) -> tuple[str, object]:
+    """A system's option: a number, or a word."""
+    name, value = text.split("=", 1)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def run_row(runner: Runner, name: str, systems: dict[str, tuple[int, dict]], runs: int, file: str | None) -> dict:
     """Runs of all systems, in turns; their medians, which go to `file` after every run."""
     row, known = ROWS[name], {}
@@ -222,7 +231,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one run of every system; results in quick_throughput_ROW")
     parser.add_argument("--frontier", action="store_true", help="our latency and throughput over the size of a block")
     parser.add_argument("--batch", type=int, help="try a batch with one --system; nothing is written")
-    parser.add_argument("--option", action="append", default=[], help="likewise, NAME=JSON, as share=0.15")
+    parser.add_argument("--option", action="append", default=[], help="likewise, as share=0.15 or attention=eager")
     parser.add_argument("--list", action="store_true", help="print the rows")
     args = parser.parse_args()
     if args.list:
@@ -249,9 +258,11 @@ def main() -> None:
         pass  # can one be made? Before minutes are spent
     systems = {s: settings(args.row, s) for s in names if not is_trial}
     if is_trial:
-        options = {key: json.loads(value) for key, value in (option.split("=", 1) for option in args.option)}
+        options = dict(map(parse_option, args.option))
         systems = {names[0]: (args.batch or settings(args.row, names[0])[0], options)}
     file = None if is_trial else f"{'quick_' * args.quick}{file_name(args.row)}"
+    if args.quick:
+        (common.RESULTS / f"{file}.json").unlink(missing_ok=True)
     runs = 1 if args.quick or is_trial else args.runs or row.runs
     with common.scratch() as folder:
         runner = Runner(row, folder)

@@ -240,7 +240,8 @@ def section_tests(found: dict, quick: bool, left) -> None:
         found["error"] = "pytest is not installed"
         return
     options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-rfE", "--maxfail=40", "--durations=10"]
-    options += ["-o", "faulthandler_timeout=50"]  # a test that hangs shows where
+    # a line for each test; one that hangs shows where
+    options += ["-o", "addopts=--import-mode=importlib", "-o", "faulthandler_timeout=50"]
     if importlib.util.find_spec("hypothesis") is None:
         options += ["--confcutdir", "tests/gpu"]
     if quick:

@@ -80,20 +80,13 @@ def test_the_cap_is_a_memory_cgroup_of_either_version(tmp_path, monkeypatch, v1)
     (tmp_path / "cgroup.subtree_control").write_text("cpu")
     monkeypatch.setattr(memory_cap, "CGROUPS", tmp_path)
     monkeypatch.setattr(memory_cap, "SWAPS", tmp_path / "swaps")
-    limit, peak, events = (
-        ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")
-        if v1
-        else ("memory.max", "memory.peak", "memory.events")
-    )
+    limit, events = ("memory.limit_in_bytes", "memory.oom_control") if v1 else ("memory.max", "memory.events")
     with MemoryCap(1 << 30) as cap:
         (folder,) = root.glob("h2o_flexgen-*")  # what a killed benchmark left is gone
         assert (tmp_path / "cgroup.subtree_control").read_text() == ("cpu" if v1 else "+memory")
         assert (folder / limit).read_text() == str(1 << 30)
         inside = cap.run(["sh", "-c", "echo $$"], capture_output=True, text=True)
         assert (folder / "cgroup.procs").read_text() == inside.stdout  # it entered before it became the program
-        assert cap.peak() is None  # older kernels of version 2 do not tell
-        (folder / peak).write_text("12345\n")
-        assert cap.peak() == 12345
         for count in (0, 1):
             (folder / events).write_text(f"under_oom 0\noom_kill {count}\n")
             assert cap.killed() == bool(count)

@@ -185,6 +185,14 @@ def test_options_that_make_no_sense_are_refused(monkeypatch, capsys, options, sa
     assert says in capsys.readouterr().err + str(ended.value)
 
 
+def test_options_of_a_trial_are_numbers_or_words():
+    assert dict(map(run.parse_option, ["share=0.15", "threads=2", "attention=eager"])) == {
+        "share": 0.15,
+        "threads": 2,
+        "attention": "eager",
+    }
+
+
 def test_every_system_has_a_module_that_runs_a_job():
     import importlib
 
