@@ -90,8 +90,14 @@ def hub_name(name: str) -> str:
 
 def named_spec(name: str) -> ModelSpec | None:
     """The spec of a model whose sizes are built in, or None."""
+    config = named_config(name)
+    return None if config is None else spec_of(config)
+
+
+def named_config(name: str) -> dict | None:
+    """The same as config.json would hold it."""
     entry = _named().get(name.lower())
-    return None if entry is None else spec_of({"model_type": entry[1], **entry[2]})
+    return None if entry is None else {"model_type": entry[1], **entry[2]}
 
 
 def known_names() -> list[str]:
