@@ -117,7 +117,7 @@ def builtin_prompts(llm, count: int, length: int) -> list[list[int]]:
         import random
 
         rng = random.Random(0)
-        return [[rng.randrange(4, llm.config.vocab_size) for _ in range(length)] for _ in range(count)]
+        return [[rng.randrange(4, llm.spec.vocab) for _ in range(length)] for _ in range(count)]
     first = llm.tokenizer("")["input_ids"][:length]  # what the tokenizer puts before every text
     prompts, seen = [], set()
     for n in range(count):
@@ -246,7 +246,7 @@ def run(args: argparse.Namespace) -> None:
         if rows is None:
             block = (args.gpu_batch_size or 4) * (args.num_gpu_batches or 1)
             block = block if policy == "auto" else llm.policy.block_size
-            length = args.prompt_len or min(512, max(1, llm.config.max_position_embeddings - args.gen_len))
+            length = args.prompt_len or min(512, max(1, llm.spec.positions - args.gen_len))
             llm.check_length(length, args.gen_len)
             rows = builtin_prompts(llm, args.num_prompts or block, length)
         _generate(llm, rows, params, output_file, args)

@@ -18,9 +18,10 @@ from h2o_flexgen.engine.runner import Engine, Sequence, make_batches
 from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import CacheRule, rule_for
-from h2o_flexgen.models import opt
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.parts import activation
+from h2o_flexgen.models.registry import family, known_names, named_spec, read_spec
 from h2o_flexgen.models.source import find_model, load_tokenizer
+from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.checkpoint import Checkpoint
@@ -166,17 +167,14 @@ class LLM:
 
         if path == DUMMY:
             self.tokenizer = None
-            self.config = self._dummy_config(model)
+            self.spec = self._dummy_spec(model)
         else:
             folder, home = find_model(model, path)
-            self.config = OPTConfig.from_folder(home)
+            self.spec = read_spec(home)
             self.tokenizer = load_tokenizer(home)
-        _check_activation(self.config)
-        self.layers = opt.layers(self.config)
-        self._shapes = [
-            {name: shape for name, shape in (*x.streamed.values(), *x.gathered.values())} for x in self.layers
-        ]
-        needed = {name: shape for layer in self._shapes for name, shape in layer.items()}
+        activation(self.spec.activation)  # raises for one that is not known
+        self.layers = family(self.spec.model_type).tensors(self.spec)
+        needed = {name: shape for layer in self.layers for name, shape in layer.shapes.items()}
         if path == DUMMY:
             self.source = DummyCheckpoint(needed, self.dtype)
         else:
@@ -184,7 +182,7 @@ class LLM:
         self.source.check(needed)
         # vectors never stream
         self._stored_dtypes = {self.source.stored_dtype(name) for name, shape in needed.items() if len(shape) > 1}
-        self.eos_ids = frozenset() if path == DUMMY else self.config.eos_ids
+        self.eos_ids = frozenset() if path == DUMMY else self.spec.eos
 
         if self.device.is_cuda:
             self.device.start(gpu_mem)
@@ -197,16 +195,16 @@ class LLM:
         self._weights_key = None
 
     @staticmethod
-    def _dummy_config(model: str | None) -> OPTConfig:
-        config = OPTConfig.named(model or "")
-        if config is None and model and os.path.isdir(model):
-            config = OPTConfig.from_folder(Path(model))
-        if config is None:
+    def _dummy_spec(model: str | None) -> ModelSpec:
+        spec = named_spec(model or "")
+        if spec is None and model and os.path.isdir(model):
+            spec = read_spec(Path(model))
+        if spec is None:
             raise UserError(
-                f"--path {DUMMY} needs the name of a facebook/opt size, such as facebook/opt-6.7b, or a folder "
-                f"with a config.json, not {model!r}"
+                f"random weights ({DUMMY}) need a folder with a config.json, or the name of a model whose sizes are "
+                f"built in, not {model!r}: {', '.join(known_names())}"
             )
-        return config
+        return spec
 
     def __enter__(self) -> LLM:
         return self
@@ -258,8 +256,8 @@ class LLM:
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, Integral):  # numpy's are welcome
                 raise UserError(f"token ids are whole numbers, not {token!r}")
-            if not 0 <= token < self.config.vocab_size:
-                raise UserError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
+            if not 0 <= token < self.spec.vocab:
+                raise UserError(f"token id {token} is outside the vocabulary of {self.spec.vocab}")
         return list(map(int, ids))
 
     def admit(self, prompt: str | Seq[int], gen_len: int) -> list[int]:
@@ -270,7 +268,7 @@ class LLM:
 
     def check_length(self, prompt_len: int, gen_len: int) -> None:
         """Raises UserError unless the model has positions for a prompt and an output of these lengths."""
-        self.config.check_length(prompt_len, gen_len)
+        self.spec.check_length(prompt_len, gen_len)
 
     # the job
 
@@ -361,7 +359,7 @@ class LLM:
                 total = len(sequences) * params.max_tokens
                 bar = tqdm(total=total, unit="tok", desc="generating", disable=not self.progress, smoothing=0.1)
                 engine = Engine(
-                    self.config,
+                    self.spec,
                     self.device,
                     self.dtype,
                     rule,
@@ -433,11 +431,11 @@ class LLM:
     # policy and plan
 
     def _rule(self, workload: Workload, budget: KVBudget | None) -> CacheRule:
-        return rule_for(budget, workload.longest, self.config.max_position_embeddings)
+        return rule_for(budget, workload.longest, self.spec.positions)
 
     def _count_shapes(self, workload: Workload, rule: CacheRule) -> Shapes:
         return Shapes.of(
-            self.config,
+            self.spec,
             self.layers,
             rule,
             workload,
@@ -573,13 +571,13 @@ class LLM:
         return self._weights
 
     def _stores(self, policy: Policy, placement: Placement, rule: CacheRule, workload: Workload):
-        config, size = self.config, self.dtype.itemsize
+        spec, size = self.spec, self.dtype.itemsize
         sizes = batch_sizes(len(workload.prompt_lens), policy)
-        layouts = [rule.layout(config, self.dtype, b, workload.longest, workload.gen_len) for b in sizes]
+        layouts = [rule.layout(spec, self.dtype, b, workload.longest, workload.gen_len) for b in sizes]
         self._io.large_prefetches = "disk" not in placement.cache.values()
         caches = KVStore(
             self.device,
-            config.num_hidden_layers,
+            spec.layers,
             layouts,
             placement.cache,
             self._io,
@@ -588,7 +586,7 @@ class LLM:
             self._make_file,
             policy.cpu_cache_compute,
         )
-        row = config.hidden_size * size
+        row = spec.hidden * size
         longest = workload.longest
         piece = micro_tokens(policy, longest, sizes[0]) * row
         activations = ActivationStore(
@@ -662,10 +660,3 @@ class LLM:
             },
             **({} if prediction is None else {"predicted": prediction.of_job()}),
         }
-
-
-def _check_activation(config: OPTConfig) -> None:
-    try:
-        opt.activation(config.activation_function)
-    except KeyError:
-        raise UserError(f"unknown activation function {config.activation_function!r} in the config") from None

@@ -15,7 +15,8 @@ from pathlib import Path
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable, read_json, write_text
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.registry import family, known_names, named_spec, read_spec
+from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
 from h2o_flexgen.planning.memory import Shapes
 from h2o_flexgen.planning.planner import cap_limits, check_cpu_cap
@@ -74,7 +75,7 @@ class Planner:
 
     def __init__(
         self,
-        config: OPTConfig,
+        spec: ModelSpec,
         workload: Workload,
         profile: Profile,
         limits: dict[str, int],
@@ -82,22 +83,20 @@ class Planner:
         one_block: bool = False,
         stored: str = "float16",
     ):
-        from h2o_flexgen.models import opt
-
-        self.config, self.workload, self.profile, self.limits = config, workload, profile, limits
+        self.spec, self.workload, self.profile, self.limits = spec, workload, profile, limits
         self.dummy, self.one_block, self.stored = dummy, one_block, stored
-        self.layers = opt.layers(config)
+        self.layers = family(spec.model_type).tensors(spec)
 
     def rule(self, budget: KVBudget | None):
         """The cache rule of a budget."""
         from h2o_flexgen.kv_cache import rule_for
 
-        return rule_for(budget, self.workload.longest, self.config.max_position_embeddings)
+        return rule_for(budget, self.workload.longest, self.spec.positions)
 
     def shapes(self, budget: KVBudget | None) -> Shapes:
         dtype = self.profile.dtype
         return Shapes.of(
-            self.config,
+            self.spec,
             self.layers,
             self.rule(budget),
             self.workload,
@@ -231,15 +230,15 @@ def run(args: argparse.Namespace) -> None:
     for option, path in (("--output", args.output), ("--plot", args.plot)):
         if path is not None:
             check_writable(option, Path(path))
-    config = OPTConfig.named(args.model)
-    dummy = config is not None  # a name's weights may not be here: their space on disk counts
+    spec = named_spec(args.model)
+    dummy = spec is not None  # a name's weights may not be here: their space on disk counts
     stored = "float16"  # as facebook/opt publishes them
-    if config is None:
+    if spec is None:
         folder = Path(args.model).expanduser()
         if not folder.is_dir():
-            raise UserError(f"--model {args.model}: neither a facebook/opt size nor a folder")
-        config, stored = OPTConfig.from_folder(folder), stored_dtype(folder)
-    config.check_length(args.prompt_len, args.gen_len)
+            raise UserError(f"--model {args.model}: neither a folder nor one of: {', '.join(known_names())}")
+        spec, stored = read_spec(folder), stored_dtype(folder)
+    spec.check_length(args.prompt_len, args.gen_len)
     profile = this_machine(args) if args.hardware is None else profile_of(args)
     if args.hardware is not None and profile.device == "cpu":
         args.device = "cpu"  # in the command, which would take a card where there is one
@@ -250,7 +249,7 @@ def run(args: argparse.Namespace) -> None:
     caps = cli.limits(args)
     check_cpu_cap(caps, profile.device != "cuda", args.percent is None)
     limits = profile_limits(profile, caps)
-    planner = Planner(config, workload, profile, limits, dummy, args.num_prompts is None, stored)
+    planner = Planner(spec, workload, profile, limits, dummy, args.num_prompts is None, stored)
     found, budget, curve = find(args, planner, budget)
     num_prompts = args.num_prompts or found.policy.block_size
     command = command_for(args, found.policy, budget, num_prompts, profile.dtype)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up if need be, with the systems to compare with, then run scripts/bench_throughput.py. Options go to it.
+# Set up if need be, with the systems to compare with, then run bench/run.py. Options go to it.
 . "$(dirname "$0")/setup.sh"
 if [ ! -e "$root/.venv/bench" ] || [ "$root/.venv/ready" -nt "$root/.venv/bench" ]; then
     echo "installing Accelerate and DeepSpeed into .venv (once; a few minutes)" >&2
@@ -8,4 +8,5 @@ if [ ! -e "$root/.venv/bench" ] || [ "$root/.venv/ready" -nt "$root/.venv/bench"
     DS_BUILD_OPS=0 install --no-build-isolation -e "$root[bench]"  # its kernels are built when they are first used
     touch "$root/.venv/bench"
 fi
-exec "$root/.venv/bin/python" "$root/scripts/bench_throughput.py" "$@"
+cd "$root"
+exec .venv/bin/python -m bench.run "$@"

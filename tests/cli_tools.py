@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from h2o_flexgen import flex_opt
-from h2o_flexgen.models import opt
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.registry import family, spec_of
 
 TINY = {
     "model_type": "opt",
@@ -46,15 +45,15 @@ def wide(hidden_size: int, **changes) -> dict:
 def tiny_state(config: dict = TINY, dtype: torch.dtype = torch.float32, prefix: str = "model.") -> dict:
     """Weights for a configuration, large enough that outputs vary."""
     shapes = {}
-    for layer in opt.layers(OPTConfig.from_dict(config)):
-        shapes |= dict((*layer.streamed.values(), *layer.gathered.values()))
+    for layer in family(config["model_type"]).tensors(spec_of(config)):
+        shapes |= layer.shapes
     rng = torch.Generator().manual_seed(1)
     state = {}
     for name, shape in sorted(shapes.items()):
         tensor = torch.randn(shape, generator=rng) * (0.3 if len(shape) > 1 else 0.1)
-        if "layer_norm" in name and name.endswith("weight"):
+        if len(shape) == 1 and name.endswith("weight"):
             tensor = tensor + 1
-        state[prefix + name] = tensor.to(dtype)
+        state[prefix + name.removeprefix("model.")] = tensor.to(dtype)
     return state
 
 

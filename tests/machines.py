@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.registry import named_spec
 from h2o_flexgen.planning.profile import Link, Profile
 from h2o_flexgen.planning.search import Search
 from h2o_flexgen.policy import GIB, KVBudget
@@ -69,5 +69,5 @@ def search(
     )
     workload = Workload((prompt_len,) * prompts, gen_len)
     stored = "bfloat16" if profile.dtype == "bfloat16" else "float16"
-    planner = Planner(OPTConfig.named(model), workload, profile, limits, dummy=True, stored=stored)
+    planner = Planner(named_spec(model), workload, profile, limits, dummy=True, stored=stored)
     return planner.search(None if hh_ratio is None else KVBudget.from_ratio(hh_ratio), max_latency)

@@ -82,7 +82,7 @@ def test_prefill_gives_gaps_back_within_a_layer_only_where_ram_is_tight(
     policy = Policy(gpu_batch_size=3, num_gpu_batches=1, prefill_tokens=4)
     with LLM(str(model), device="cpu", dtype="float32", progress=False, policy=policy) as llm:
         llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=2))
-        decoders = llm.config.num_hidden_layers
+        decoders = llm.spec.layers
     assert len(given_back) == 1 + layers * (decoders + 1) + micro_batches * decoders
 
 

@@ -16,8 +16,9 @@ from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import CacheRule
-from h2o_flexgen.models import opt
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.parts import Weights
+from h2o_flexgen.models.registry import family
+from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
@@ -73,6 +74,11 @@ def make_batches(sequences: list[Sequence], batch_size: int, prefill_tokens: int
     return batches
 
 
+def prompt_positions(lengths: Tensor, width: int) -> Tensor:
+    """Positions (B, width) of prompts; padding has its prompt's last one, so that no length looks longer than it is."""
+    return torch.minimum(torch.arange(width), lengths[:, None] - 1)
+
+
 class Engine:
     """Joins weights, cache and maths. One block at a time; `seconds` adds up over blocks.
 
@@ -82,7 +88,7 @@ class Engine:
 
     def __init__(
         self,
-        config: OPTConfig,
+        spec: ModelSpec,
         device: Device,
         dtype: torch.dtype,
         rule: CacheRule,
@@ -95,7 +101,8 @@ class Engine:
         on_progress: Callable[[int, int, int], None] = lambda i, j, tokens: None,
         on_finished: Callable[[list[Sequence]], None] = lambda sequences: None,
     ):
-        self.config, self.device, self.dtype, self.rule = config, device, dtype, rule
+        self.spec, self.device, self.dtype, self.rule = spec, device, dtype, rule
+        self.family = family(spec.model_type)
         self.weights, self.caches, self.activations = weights, caches, activations
         self.params, self.eos_ids, self.ram = params, eos_ids, ram
         self.on_progress, self.on_finished = on_progress, on_finished
@@ -114,7 +121,7 @@ class Engine:
         """
         self.batches = batches
         gen_len = self.params.max_tokens
-        layouts = [self.rule.layout(self.config, self.dtype, len(b.sequences), b.longest, gen_len) for b in batches]
+        layouts = [self.rule.layout(self.spec, self.dtype, len(b.sequences), b.longest, gen_len) for b in batches]
         self.caches.begin_block(layouts)
         self.schedule = ZigZag(self.params.max_tokens, self.num_layers, len(batches))
         decoders = range(1, self.num_layers - 1)
@@ -200,7 +207,7 @@ class Engine:
 
     # one step
 
-    def _prefill(self, step: Step, w: opt.Weights) -> None:
+    def _prefill(self, step: Step, w: Weights) -> None:
         i, j, k = step
         batch = self.batches[k]
         cache = self.caches.blank(j - 1, k) if self._is_decoder(j) else None
@@ -208,16 +215,15 @@ class Engine:
             self._prefetch(step)
         for m, (begin, end) in enumerate(batch.micro):
             interrupts.check()
-            offset = begin * batch.longest * self.config.hidden_size * self.dtype.itemsize
+            offset = begin * batch.longest * self.spec.hidden * self.dtype.itemsize
             lengths = batch.lengths[begin:end]
             if j == 0:
                 ids = batch.prompt_ids(begin, end)
-                positions = torch.arange(ids.shape[1]).expand_as(ids)
-                self.activations.put(k, m, offset, self._embed(ids, positions, w))
+                self.activations.put(k, m, offset, self._embed(ids, prompt_positions(lengths, ids.shape[1]), w))
                 continue
             hidden = self.activations.get(k, m, offset)
             if m + 1 < len(batch.micro):
-                after = batch.micro[m + 1][0] * batch.longest * self.config.hidden_size
+                after = batch.micro[m + 1][0] * batch.longest * self.spec.hidden
                 self.activations.prefetch(k, m + 1, after * self.dtype.itemsize)
             else:
                 self._prefetch_hidden(step)
@@ -226,7 +232,8 @@ class Engine:
                 self._choose(i, w, batch.sequences[begin:end], last)
                 continue
             attend = partial(self.rule.prefill, cache.rows(begin, end), lengths=lengths)
-            hidden = opt.decoder_layer(self.config, w, hidden, attend)
+            positions = prompt_positions(lengths, hidden.shape[1])
+            hidden = self.family.block(self.spec, w, hidden, positions, attend)
             self.activations.put(k, m, offset, hidden)
             if self._gaps_are_due() and memory.resident() > self.ram:  # a layer may take seconds
                 self._release_gaps()
@@ -248,7 +255,7 @@ class Engine:
         sizes = [len(self.batches[k].sequences) for k in active]
         return [active[begin:end] for begin, end in matmul_groups(sizes)]
 
-    def _decode(self, i: int, j: int, group: list[int], w: opt.Weights) -> None:
+    def _decode(self, i: int, j: int, group: list[int], w: Weights) -> None:
         """A layer: products of all rows at once, attention batch by batch as their caches come."""
         self._prefetch(Step(i, j, group[0]))
         batches = [self.batches[k] for k in group]
@@ -259,10 +266,10 @@ class Engine:
             parts = zip(group, q.split(sizes), key.split(sizes), v.split(sizes))
             return torch.cat([self._attend(Step(i, j, k), *part) for k, *part in parts])
 
+        positions = (torch.cat([batch.lengths for batch in batches]) + i - 1)[:, None]
         if j == 0:
             ids = torch.tensor([s.tokens[-1] if s.tokens else 0 for s in sequences])
-            positions = torch.cat([batch.lengths for batch in batches]) + i - 1
-            hidden = self._embed(ids[:, None], positions[:, None], w)
+            hidden = self._embed(ids[:, None], positions, w)
         else:
             hidden = torch.cat([self._hidden.pop(k) for k in group])
         if j == self.num_layers - 1:
@@ -271,7 +278,7 @@ class Engine:
                 self._retire(Step(i, j, k))
             return
         if j > 0:
-            hidden = opt.decoder_layer(self.config, w, hidden, attend)
+            hidden = self.family.block(self.spec, w, hidden, positions, attend)
         self._hidden.update(zip(group, hidden.split(sizes)))
 
     def _attend(self, step: Step, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
@@ -286,16 +293,15 @@ class Engine:
         self._prefetch(step)  # into the slot that is free now
         return context.to(self.device.torch_device)
 
-    def _embed(self, ids: Tensor, positions: Tensor, w: opt.Weights) -> Tensor:
-        words = self.weights.rows("words", ids)
-        return opt.embed(words, self.weights.rows("positions", positions + opt.POSITION_OFFSET), w)
+    def _embed(self, ids: Tensor, positions: Tensor, w: Weights) -> Tensor:
+        return self.family.embed(self.spec, w, self.weights.rows, ids, positions)
 
-    def _choose(self, i: int, w: opt.Weights, sequences: list[Sequence], hidden: Tensor) -> None:
+    def _choose(self, i: int, w: Weights, sequences: list[Sequence], hidden: Tensor) -> None:
         """Append the token of step i to every sequence that still runs. hidden: (B, E), contiguous."""
         for at in range(0, len(sequences), HEAD_ROWS):
             interrupts.check()
             rows = sequences[at : at + HEAD_ROWS]
-            logits = opt.logits(self.config, w, hidden[at : at + HEAD_ROWS])
+            logits = self.family.logits(self.spec, w, hidden[at : at + HEAD_ROWS])
             tokens, logprobs = sample(logits, self.params, [s.index for s in rows], i)
             for s, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist()):
                 finite = math.isfinite(logprob)

@@ -18,7 +18,7 @@ _LATE = torch.iinfo(torch.int32).max
 class HeavyHitterCache(CacheRule):
     """H2O, the heavy-hitter oracle (arXiv 2306.14048, section 4, algorithm 1).
 
-    A few tokens receive most of the attention, and those that did so far go on doing so. Per sequence and head
+    A few tokens receive most of the attention, and those that did so far go on doing so. Per sequence and KV head
     the cache keeps the last `recent` tokens, and of the others the `heavy` ones whose score, the sum of the
     attention probabilities they received, is highest. Ties go to the earlier token in prefill's choice of what
     stays, and in a decode step's choice of what goes.

@@ -1,6 +1,6 @@
 """What a cache rule must do.
 
-Shapes: B sequences, H KV heads, T prompt tokens (padded on the right), D head size.
+Shapes: B sequences, H query heads, KV heads of K and V, T prompt tokens (padded on the right), D elements of a head.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.spec import ModelSpec
 
 
 class CacheRule:
@@ -23,16 +23,16 @@ class CacheRule:
         """Slots per sequence and head, by segment, for prompts of up to `prompt_len` and outputs of `gen_len`."""
         raise NotImplementedError
 
-    def layout(self, config: OPTConfig, dtype: torch.dtype, batch: int, prompt_len: int, gen_len: int) -> KVLayout:
+    def layout(self, spec: ModelSpec, dtype: torch.dtype, batch: int, prompt_len: int, gen_len: int) -> KVLayout:
         """The cache of a layer for a batch of so many sequences."""
         segments = self.segments(prompt_len, gen_len)
-        return KVLayout(batch, config.num_attention_heads, segments, config.head_dim, dtype, self.scored)
+        return KVLayout(batch, spec.kv_heads, segments, spec.head_dim, dtype, self.scored)
 
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         """Causal attention over the prompts, and fill the cache with what is kept of them.
 
         Args:
-            q, k, v: (B, H, T, D); sequence b has lengths[b] tokens, what follows is padding.
+            q (B, H, T, D), k and v (B, KV, T, D); sequence b has lengths[b] tokens, what follows is padding.
             lengths: (B,) int64, on the CPU.
 
         Returns:
@@ -46,11 +46,11 @@ class CacheRule:
         """Attention of one new token per sequence, and put it into the cache.
 
         Args:
-            q, k, v: (B, H, 1, D).
+            q (B, H, 1, D), k and v (B, KV, 1, D).
             lengths: (B,) int64 prompt lengths, on the CPU.
             step: 1 for the first decode step; the new token's position is lengths + step - 1.
 
         Returns:
-            The context (B, H, 1, D), and the slots (B, H) int64 into which the new token went.
+            The context (B, H, 1, D), and the slots (B, KV) int64 into which the new token went.
         """
         raise NotImplementedError

@@ -1,129 +1,162 @@
-"""OPT (arXiv 2205.01068) as pure functions of (weights, tensors).
-
-Weights come as dicts of short names. Every function here works on whatever device its tensors are on and
-knows no tier, file or stream. Shapes: B sequences, T tokens, E hidden size, H heads, D head size, V words.
-"""
+"""OPT (arXiv 2205.01068), with the variants of its checkpoints: 350m, OPT-IML, Galactica."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.kernels.linear import linear
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.parts import (
+    Attend,
+    Gather,
+    Weights,
+    activation,
+    layer_norm,
+    linear,
+    merge_heads,
+    project,
+    split_heads,
+)
+from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
-#: OPT's position table starts with two rows that no token uses
+#: the position table starts with two rows that no token uses
 POSITION_OFFSET = 2
-
-Weights = dict[str, Tensor]
-#: (q, k, v), each (B, H, T, D) -> context, same shape
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+EPS = 1e-5
+#: size -> (layers, hidden width, heads), table 1
+SIZES = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "1.3b": (24, 2048, 32),
+    "2.7b": (32, 2560, 32),
+    "6.7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "66b": (64, 9216, 72),
+    "175b": (96, 12288, 96),
+}
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One step of the schedule: the tensors it needs as {short name: (checkpoint name, shape)}.
-
-    `streamed` tensors are needed whole; of the `gathered` ones only the rows that are asked for.
+class OptSpec(ModelSpec):
+    """
+    Attributes:
+        word_width: width of the embedding, which matrices project to and from `hidden` if it differs.
+        pre_norm: norms before attention and MLP, not after them.
+        final_norm: a norm before the head.
+        bias, affine: whether linear layers have biases and norms have weights.
     """
 
-    streamed: dict[str, tuple[str, tuple[int, ...]]]
-    gathered: dict[str, tuple[str, tuple[int, ...]]]
+    word_width: int = 0
+    pre_norm: bool = True
+    final_norm: bool = True
+    bias: bool = True
+    affine: bool = True
 
 
-def layers(config: OPTConfig) -> list[Layer]:
-    """The layers in order of computation: embed, the decoder layers, head."""
-    E, V, W, ffn = config.hidden_size, config.vocab_size, config.word_embed_proj_dim, config.ffn_dim
-    words = ("decoder.embed_tokens.weight", (V, W))
-    positions = ("decoder.embed_positions.weight", (config.max_position_embeddings + POSITION_OFFSET, E))
+def spec(config: Config) -> OptSpec:
+    """Raises UserError: a key that is missing, or sizes that do not fit."""
+    pre_norm = config.flag("do_layer_norm_before", True)
+    return OptSpec(
+        model_type="opt",
+        layers=config.size("num_hidden_layers"),
+        hidden=config.size("hidden_size"),
+        inner=config.size("ffn_dim"),
+        vocab=config.size("vocab_size"),
+        **config.heads(),
+        positions=config.size("max_position_embeddings"),
+        activation=config.text("activation_function", "relu"),
+        eos=config.tokens("eos_token_id", 2),
+        tied=config.flag("tie_word_embeddings", True),
+        word_width=config.size("word_embed_proj_dim", config.size("hidden_size")),
+        pre_norm=pre_norm,
+        final_norm=pre_norm and not config.flag("_remove_final_layer_norm", False),
+        bias=config.flag("enable_bias", True),
+        affine=config.flag("layer_norm_elementwise_affine", True),
+    )
 
-    def norm(short: str, name: str) -> dict:
-        if not config.layer_norm_elementwise_affine:
-            return {}
-        return {f"{short}.{part}": (f"{name}.{part}", (E,)) for part in ("weight", "bias")}
 
-    def product(short: str, name: str, out: int, into: int) -> dict:
-        spec = {f"{short}.weight": (f"{name}.weight", (out, into))}
-        return spec | ({f"{short}.bias": (f"{name}.bias", (out,))} if config.enable_bias else {})
+def named() -> dict[str, dict]:
+    """Configs by their names on the hub."""
+    configs = {}
+    for size, (layers, hidden, heads) in SIZES.items():
+        config = {
+            "vocab_size": 50272,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "ffn_dim": 4 * hidden,
+            "num_attention_heads": heads,
+            "max_position_embeddings": 2048,
+            "word_embed_proj_dim": 512 if size == "350m" else hidden,
+            "do_layer_norm_before": size != "350m",
+        }
+        for prefix in ("opt-", "opt-iml-", "opt-iml-max-"):
+            configs[f"facebook/{prefix}{size}"] = config
+    return configs
 
-    project_in = {"project_in": ("decoder.project_in.weight", (E, W))} if config.has_projection else {}
-    project_out = {"project_out": ("decoder.project_out.weight", (W, E))} if config.has_projection else {}
-    final_norm = norm("final_norm", "decoder.final_layer_norm") if config.has_final_norm else {}
-    head = words if config.tie_word_embeddings else ("lm_head.weight", (V, W))
 
-    def decoder(index: int) -> Layer:
-        at = f"decoder.layers.{index}"
+def tensors(spec: OptSpec) -> list[Layer]:
+    """The embedding, the blocks, and the head."""
+    E, W = spec.hidden, spec.word_width
+    parts = ("weight", "bias") if spec.affine else ()
+    words = ("model.decoder.embed_tokens.weight", (spec.vocab, W))
+    positions = ("model.decoder.embed_positions.weight", (spec.positions + POSITION_OFFSET, E))
+    projected = W != E
+    head = vectors("final_norm", "model.decoder.final_layer_norm", E, parts) if spec.final_norm else {}
+    if projected:
+        head |= matrix("project_out", "model.decoder.project_out", W, E)
+
+    def block(index: int) -> Layer:
+        at = f"model.decoder.layers.{index}"
         return Layer(
-            norm("attn_norm", f"{at}.self_attn_layer_norm")
-            | product("q", f"{at}.self_attn.q_proj", E, E)
-            | product("k", f"{at}.self_attn.k_proj", E, E)
-            | product("v", f"{at}.self_attn.v_proj", E, E)
-            | product("out", f"{at}.self_attn.out_proj", E, E)
-            | norm("mlp_norm", f"{at}.final_layer_norm")
-            | product("fc1", f"{at}.fc1", ffn, E)
-            | product("fc2", f"{at}.fc2", E, ffn),
-            {},
+            vectors("attn_norm", f"{at}.self_attn_layer_norm", E, parts)
+            | matrix("q", f"{at}.self_attn.q_proj", E, E, spec.bias)
+            | matrix("k", f"{at}.self_attn.k_proj", E, E, spec.bias)
+            | matrix("v", f"{at}.self_attn.v_proj", E, E, spec.bias)
+            | matrix("out", f"{at}.self_attn.out_proj", E, E, spec.bias)
+            | vectors("mlp_norm", f"{at}.final_layer_norm", E, parts)
+            | matrix("fc1", f"{at}.fc1", spec.inner, E, spec.bias)
+            | matrix("fc2", f"{at}.fc2", E, spec.inner, spec.bias)
         )
 
     return [
-        Layer(project_in, {"words": words, "positions": positions}),
-        *(decoder(i) for i in range(config.num_hidden_layers)),
-        Layer(final_norm | project_out | {"lm_head": head}, {}),
+        Layer(
+            matrix("project_in", "model.decoder.project_in", E, W) if projected else {},
+            {"words": words, "positions": positions},
+        ),
+        *(block(index) for index in range(spec.layers)),
+        Layer(head | {"head.weight": words if spec.tied else ("lm_head.weight", (spec.vocab, W))}),
     ]
 
 
-def embed(words: Tensor, positions: Tensor, w: Weights) -> Tensor:
-    """Rows of the two tables, words (B, T, W) and positions (B, T, E) -> hidden (B, T, E)."""
-    if "project_in" in w:
-        words = linear(words, w["project_in"])
-    return words + positions
+def embed(spec: OptSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
+    """ids and positions (B, T) int64 on the CPU -> hidden (B, T, E)."""
+    words = gather("words", ids)
+    if "project_in.weight" in w:
+        words = project(w, "project_in", words)
+    return words + gather("positions", positions + POSITION_OFFSET)
 
 
-def decoder_layer(config: OPTConfig, w: Weights, hidden: Tensor, attend: Attend) -> Tensor:
-    """One transformer layer: hidden (B, T, E) -> hidden (B, T, E); `attend` owns the KV cache."""
-    B, T, E = hidden.shape
-    pre_norm = config.do_layer_norm_before
-
-    def heads(name: str, x: Tensor) -> Tensor:
-        x = linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
-        return x.view(B, T, config.num_attention_heads, config.head_dim).transpose(1, 2)
-
-    x = _norm(w, "attn_norm", hidden) if pre_norm else hidden
-    context = attend(heads("q", x), heads("k", x), heads("v", x))
+def block(spec: OptSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
+    """One transformer block: hidden (B, T, E) -> hidden (B, T, E)."""
+    x = layer_norm(w, "attn_norm", hidden, EPS) if spec.pre_norm else hidden
+    context = attend(*(split_heads(project(w, name, x), spec.heads) for name in "qkv"))
     del x
-    context = context.transpose(1, 2).reshape(B, T, E)
-    hidden = linear(context, w["out.weight"], w.get("out.bias")).add_(hidden)
+    context = merge_heads(context)
+    hidden = project(w, "out", context).add_(hidden)
     del context
-    if not pre_norm:
-        hidden = _norm(w, "attn_norm", hidden)
+    if not spec.pre_norm:
+        hidden = layer_norm(w, "attn_norm", hidden, EPS)
 
-    x = _norm(w, "mlp_norm", hidden) if pre_norm else hidden
-    x = activation(config.activation_function)(linear(x, w["fc1.weight"], w.get("fc1.bias")))
-    hidden = linear(x, w["fc2.weight"], w.get("fc2.bias")).add_(hidden)
-    return hidden if pre_norm else _norm(w, "mlp_norm", hidden)
+    x = layer_norm(w, "mlp_norm", hidden, EPS) if spec.pre_norm else hidden
+    x = activation(spec.activation)(project(w, "fc1", x))
+    hidden = project(w, "fc2", x).add_(hidden)
+    return hidden if spec.pre_norm else layer_norm(w, "mlp_norm", hidden, EPS)
 
 
-def logits(config: OPTConfig, w: Weights, hidden: Tensor) -> Tensor:
+def logits(spec: OptSpec, w: Weights, hidden: Tensor) -> Tensor:
     """Last hidden states (B, E), contiguous -> logits (B, V)."""
-    if config.has_final_norm:
-        hidden = _norm(w, "final_norm", hidden)
-    if "project_out" in w:
-        hidden = linear(hidden, w["project_out"])
-    return linear(hidden, w["lm_head"])
-
-
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """transformers' activation of that name; relu in place, since its input is never needed again."""
-    if name == "relu":
-        return torch.relu_
-    from transformers.activations import ACT2FN
-
-    return ACT2FN[name]
-
-
-def _norm(w: Weights, name: str, x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], w.get(f"{name}.weight"), w.get(f"{name}.bias"), 1e-5)
+    if spec.final_norm:
+        hidden = layer_norm(w, "final_norm", hidden, EPS)
+    if "project_out.weight" in w:
+        hidden = project(w, "project_out", hidden)
+    return linear(hidden, w["head.weight"])

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.registry import hub_name, read_spec
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 
@@ -50,9 +50,7 @@ def _find(model: str | None, weights: bool = True) -> Path:
         return folder
     if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise UserError(f"--model {model}: no such folder")
-    if "/" not in model and OPTConfig.named(model) is not None:
-        model = f"facebook/{model}"
-    return _snapshot(model, weights)
+    return _snapshot(hub_name(model), weights)
 
 
 def _expand(path: str) -> Path:
@@ -84,7 +82,7 @@ def _snapshot(name: str, weights: bool) -> Path:
         pass  # not there yet, or not whole
     try:
         small = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
-        OPTConfig.from_folder(small)  # before gigabytes of a model that cannot be run
+        read_spec(small)  # before gigabytes of a model that cannot be run
         if not weights:
             return small
         files = HfApi().list_repo_files(name)

@@ -104,8 +104,7 @@ class Checkpoint:
         self.tensors[name] = stored
 
     def find(self, name: str) -> Stored | None:
-        """The tensor of a full name. A checkpoint saved from an inner module lacks up to two leading parts of it; one
-        leading "model." may also be missing from `name`."""
+        """The tensor of a full name, of which a checkpoint saved from an inner module lacks up to two leading parts."""
         return next((self.tensors[each] for each in _spellings(name) if each in self.tensors), None)
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
@@ -142,9 +141,9 @@ class Checkpoint:
 
 
 def _spellings(name: str) -> list[str]:
-    """Names that a file may have for a tensor; of a short one at least the module and the parameter stay."""
+    """Names that a file may have for a tensor; at least a module and its parameter stay."""
     parts = name.split(".")
-    return [name, *(".".join(parts[n:]) for n in (1, 2) if len(parts) >= n + 2), f"model.{name}"]
+    return [name, *(".".join(parts[n:]) for n in (1, 2) if len(parts) >= n + 2)]
 
 
 @dataclass

@@ -153,10 +153,10 @@ class CostModel:
 
     def __init__(self, profile: Profile, shapes: Shapes, workload: Workload):
         self.profile, self.shapes, self.workload = profile, shapes, workload
-        config = shapes.config
+        spec = shapes.spec
         self.kind = "full" if shapes.budget is None else "h2o"
-        self.num_decoder = config.num_hidden_layers
-        self.hidden_bytes = config.hidden_size * shapes.compute_itemsize
+        self.num_decoder = spec.layers
+        self.hidden_bytes = spec.hidden * shapes.compute_itemsize
         matrices = [sum(prod(s) for s in layer.values() if len(s) > 1) for layer in shapes.streamed]
         self.layer_size, self.head_size = matrices[1], matrices[-1]  # numbers in a decoder layer and in the head
         sizes = [prod(s) for s in shapes.streamed[1].values() if len(s) > 1]
@@ -172,7 +172,7 @@ class CostModel:
 
     def _product(self, numbers: int, rows: int) -> float:
         """Seconds of the product of `rows` rows and a matrix, or several, of so many numbers."""
-        return 2 * numbers * rows / self.profile.matmul_rate(self.shapes.config.hidden_size, rows)
+        return 2 * numbers * rows / self.profile.matmul_rate(self.shapes.spec.hidden, rows)
 
     def _decode_products(self, sizes: tuple[int, ...]) -> float:
         """A decode step of batches through a decoder layer, without attention."""
@@ -181,15 +181,15 @@ class CostModel:
 
     def _attention(self, phase: str, work: float) -> float:
         """Seconds of one sequence in one layer."""
-        config = self.shapes.config
-        return self.profile.attention_seconds(phase, self.kind, work, config.num_attention_heads, config.head_dim)
+        spec = self.shapes.spec
+        return self.profile.attention_seconds(phase, self.kind, work, spec.heads, spec.head_dim)
 
     def _prefill_batch(self, batch: int, length: int, prefill_tokens: int) -> float:
         """The same for prompts of `length` tokens in micro-batches, with attention."""
-        config = self.shapes.config
+        spec = self.shapes.spec
         rows = min(batch, max(1, prefill_tokens // length))
         sizes = [rows] * (batch // rows) + [batch % rows] * (batch % rows > 0)
-        flops = 4 * config.hidden_size * prefill_pairs(length)
+        flops = 4 * spec.query_width * prefill_pairs(length)
         each = self._attention("prefill", flops)
         return sum(self._product(self.layer_size, n * length) + n * each + self.profile.step_seconds for n in sizes)
 
@@ -199,7 +199,7 @@ class CostModel:
 
     def _head_compute(self, batch: int) -> float:
         parts = [HEAD_ROWS] * (batch // HEAD_ROWS) + [batch % HEAD_ROWS] * (batch % HEAD_ROWS > 0)
-        logits = batch * self.shapes.config.vocab_size * self.profile.logit_seconds
+        logits = batch * self.shapes.spec.vocab * self.profile.logit_seconds
         return sum(self._product(self.head_size, n) for n in parts) / self.profile.head_efficiency + logits
 
     def prefill_compute(self, policy: Policy, batches: Batches) -> float:

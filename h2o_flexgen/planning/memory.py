@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.spec import Layer, ModelSpec
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.policy import TIERS, Policy, gib
 from h2o_flexgen.sizes import (
@@ -124,7 +124,7 @@ class Shapes:
             is in bf16.
     """
 
-    config: OPTConfig
+    spec: ModelSpec
     layers: list[dict[str, tuple[int, ...]]]
     streamed: list[dict[str, tuple[int, ...]]]
     segments: tuple[int, ...]
@@ -147,12 +147,12 @@ class Shapes:
     @property
     def row_bytes(self) -> int:
         """K and V of one token of one sequence in one layer."""
-        return 2 * self.config.hidden_size * self.compute_itemsize
+        return 2 * self.spec.kv_width * self.compute_itemsize
 
     @property
     def meta_bytes(self) -> int:
         """Scores and positions of one sequence in one layer."""
-        return 8 * self.config.num_attention_heads * self.slots if self.budget is not None else 0
+        return 8 * self.spec.kv_heads * self.slots if self.budget is not None else 0
 
     @property
     def block_bytes(self) -> int:
@@ -170,17 +170,22 @@ class Shapes:
         return not self.cuda and self.compute_itemsize == 2
 
     @property
+    def by_chunks(self) -> bool:
+        """Whether attention over prompts runs by chunks, at least on some CPUs and GPUs."""
+        return self.budget is not None or self.may_widen or self.bf16 or self.spec.groups > 1
+
+    @property
     def stored_ratio(self) -> float:
         """Bytes in the checkpoint per byte of the computation."""
         return self.stored_itemsize / self.compute_itemsize
 
     @classmethod
-    def of(cls, config: OPTConfig, layers: list, rule, workload: Workload, **sizes) -> Shapes:
-        """`layers` as a model lists them (`models.opt.layers`), `rule` as in kv_cache; `sizes` are the other fields."""
+    def of(cls, spec: ModelSpec, layers: list[Layer], rule, workload: Workload, **sizes) -> Shapes:
+        """`layers` as the family lists them (`tensors`), `rule` as in kv_cache; `sizes` are the other fields."""
         return cls(
-            config=config,
-            layers=[dict((*layer.streamed.values(), *layer.gathered.values())) for layer in layers],
-            streamed=[dict(layer.streamed.values()) for layer in layers],
+            spec=spec,
+            layers=[layer.shapes for layer in layers],
+            streamed=[layer.streamed_shapes for layer in layers],
             segments=rule.segments(workload.longest, workload.gen_len),
             budget=rule.budget if rule.scored else None,
             **sizes,
@@ -205,7 +210,7 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
     _plan_cache(plan, policy, shapes, placement, batches)
 
     # hidden states
-    E = shapes.config.hidden_size
+    E = shapes.spec.hidden
     tokens = micro_tokens(policy, P, batches[0])
     piece = tokens * E * size
     for k, home in enumerate(placement.activations):
@@ -233,7 +238,7 @@ def plan_policy(
     """Where everything goes under a policy, and the bytes it takes against the limits. `workspace`: bytes of the device
     that its libraries hold; `weights` as for `Placement.of`, the rest as for `plan_memory`."""
     batches = len(batch_sizes(len(workload.prompt_lens), policy))
-    placement = Placement.of(policy, shapes.layers, shapes.config.num_hidden_layers, batches, weights)
+    placement = Placement.of(policy, shapes.layers, shapes.spec.layers, batches, weights)
     plan = plan_memory(policy, shapes, workload, placement, baseline)
     plan.add("gpu", "workspace of matrix products", workspace)
     plan.limits = limits
@@ -247,7 +252,7 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
-    head = (min(rows, HEAD_ROWS) * shapes.compute_itemsize + chosen) * shapes.config.vocab_size
+    head = (min(rows, HEAD_ROWS) * shapes.compute_itemsize + chosen) * shapes.spec.vocab
     return max(prefill, decode, head)
 
 
@@ -290,7 +295,7 @@ def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement
         if home == "disk":
             on_disk = max(on_disk, batches[k])
             # the slots of the log's rows
-            heads = 1 if shapes.budget is None else shapes.config.num_attention_heads
+            heads = 1 if shapes.budget is None else shapes.spec.kv_heads
             metas["cpu"] += batches[k] * shapes.wal_rows * heads * 4
     for tier in kv:
         plan.add(tier, "KV cache", kv[tier] + metas[tier])
@@ -309,40 +314,55 @@ def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement
 
 
 def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
-    config, size = shapes.config, shapes.compute_itemsize
-    E, ffn = config.hidden_size, config.ffn_dim
-    inner = ffn * _INNER_TENSORS.get(config.activation_function, 4)
+    """Bytes of a micro-batch of so many tokens, of prompts of up to `P`, in one transformer block."""
+    spec, size = shapes.spec, shapes.compute_itemsize
+    E, Q, KV = spec.hidden, spec.query_width, spec.kv_width
+    inner = spec.inner * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
     mlp = tokens * (3 * E + inner) * size + _widened(shapes, tokens)
-    attention = tokens * 7 * E * size
-    H = config.num_attention_heads
+    # hidden states, normed, and the sum; queries, keys, values, and the context
+    attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
+    norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
     if shapes.budget is not None:
-        attention += tokens * H * (4 + 4 + 4 + 8)  # scores; the sort's keys and indices
-    if shapes.budget is not None or shapes.may_widen or shapes.bf16:  # by chunks, at least on some processors and cards
-        # three copies in (B*H, T, D) shape, and the context; or the rows that are kept
-        attention += tokens * 4 * E * size
-        attention += _chunk_of_attention(shapes, tokens, P)
-    if shapes.may_widen:  # queries, keys, values and the product of a few heads
-        attention += 16 * config.head_dim * min(tokens * H, max(P, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P)))
-    return max(mlp, attention)
+        attention += tokens * spec.kv_heads * (4 + 4 + 4 + 8)  # scores; the sort's keys and indices
+    if shapes.by_chunks:
+        # three copies in (B * KV, G * T, D) shape, and the context; or the rows that are kept
+        attention += tokens * (2 * Q + 2 * KV) * size
+        attention += chunk_bytes(shapes, tokens, P)
+        # queries and context of the chunk
+        attention += 3 * _chunk_elements(shapes, tokens, P) * spec.head_dim // P * size
+    if shapes.may_widen:  # queries, keys, values and the context of a few heads
+        attention += (
+            16
+            * spec.head_dim
+            * min(tokens * spec.heads, max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P)))
+        )
+    return max(mlp, attention, norm)
 
 
-def _chunk_of_attention(shapes: Shapes, tokens: int, P: int) -> int:
-    """Logits and, in float32, their probabilities; one buffer for both where the logits are in float32 too."""
-    chunk = min(QUERY_CHUNK, P)
-    most = max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], chunk * P)
+def chunk_bytes(shapes: Shapes, tokens: int, P: int) -> int:
+    """Logits of a chunk and, in float32, their probabilities; one buffer for both if the logits are in float32 too."""
     size = shapes.compute_itemsize
-    return min(tokens * shapes.config.num_attention_heads * chunk, most) * (4 + size * (size < 4))
+    return _chunk_elements(shapes, tokens, P) * (4 + size * (size < 4))
+
+
+def _chunk_elements(shapes: Shapes, tokens: int, P: int) -> int:
+    chunk, spec = min(QUERY_CHUNK, P), shapes.spec
+    most = max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], spec.groups * chunk * P)
+    return min(tokens * spec.heads * chunk, most)
 
 
 def _widened(shapes: Shapes, tokens: int) -> int:
-    """Of a product's operands and its result, what is in float32 at once."""
-    return (min(tokens, WIDEN_ROWS) * shapes.config.ffn_dim * 4 + 2 * WIDEN_BYTES) * shapes.may_widen
+    """Of a matmul's operands and its result, what is in float32 at once."""
+    widest = max(shapes.spec.inner, shapes.spec.hidden)
+    return (min(tokens, WIDEN_ROWS) * widest * 4 + 2 * WIDEN_BYTES) * shapes.may_widen
 
 
 def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
-    """`rows` go through the products together."""
-    config, size = shapes.config, shapes.compute_itemsize
-    scores = batch * config.num_attention_heads * shapes.slots
-    cache = 8 * min(scores * config.head_dim, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen  # a few heads in float32
-    products = rows * (8 * config.hidden_size + 2 * config.ffn_dim) * size + _widened(shapes, rows)
-    return products + cache + scores * (4 * 4 + 2 * size)
+    """`rows` go through the matmuls together, `batch` of them through attention."""
+    spec, size = shapes.spec, shapes.compute_itemsize
+    scores = batch * spec.heads * shapes.slots
+    # a few heads in float32
+    cache = 8 * min(batch * spec.kv_width * shapes.slots, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen
+    inner = spec.inner * (2 + spec.gated)
+    matmuls = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
+    return matmuls + _widened(shapes, rows) + cache + scores * (4 * 4 + 2 * size)

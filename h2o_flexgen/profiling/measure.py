@@ -23,7 +23,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import linear
 from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.models import opt
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.opt import OptSpec
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, cache_root, wait
@@ -296,7 +296,7 @@ def _seconds(device: Device, work: Callable[[], object], least: float = 0.08, co
 
 def _layers(device: Device, dtype: torch.dtype, hidden: int) -> list[dict]:
     """Decoder layers, so many that their weights come from memory and not from a cache."""
-    specs = opt.layers(_reference(hidden))[1].streamed
+    specs = opt.tensors(_reference(hidden))[1].streamed
     room = min(1 << 28, memory.ram_available() // 4, device.free_bytes() // 4)
     count = 1 if hidden < 128 else 1 + room // _layer_bytes(hidden, dtype)
     return [
@@ -309,8 +309,10 @@ def _layer_bytes(hidden: int, dtype: torch.dtype) -> int:
     return 12 * hidden * hidden * dtype.itemsize
 
 
-def _reference(hidden: int) -> OPTConfig:
-    return OPTConfig(VOCABULARY, hidden, 1, 4 * hidden, hidden // 64, 2048, hidden)
+def _reference(hidden: int) -> OptSpec:
+    return OptSpec(
+        "opt", 1, hidden, 4 * hidden, VOCABULARY, hidden // 64, hidden // 64, 64, 2048, "relu", word_width=hidden
+    )
 
 
 def _layer_call(device: Device, dtype: torch.dtype, hidden: int, tokens: int, layers: Callable[[], list[dict]]):
@@ -318,7 +320,7 @@ def _layer_call(device: Device, dtype: torch.dtype, hidden: int, tokens: int, la
     length = tokens // 16 if tokens > 256 else 1  # prompts, or new tokens
     x = torch.randn(tokens // length, length, hidden, device=device.torch_device).to(dtype)
     config, turn = _reference(hidden), cycle(layers())
-    return lambda: opt.decoder_layer(config, next(turn), x, lambda q, k, v: q)
+    return lambda: opt.block(config, next(turn), x, None, lambda q, k, v: q)
 
 
 @dataclass(frozen=True)

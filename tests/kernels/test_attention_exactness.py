@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen.kernels import attention
-from h2o_flexgen.planning.memory import _chunk_of_attention
+from h2o_flexgen.planning.memory import chunk_bytes
 
 
 def naive(q, k, v, n):
@@ -143,8 +143,8 @@ def test_the_plan_counts_the_buffers_of_chunks(monkeypatch, dtype, slow, T):
     q = torch.ones(B, H, T, 4, dtype=dtype)
     with Buffers() as buffers:
         attention.causal_attention_with_scores(q, q, q, torch.tensor([T, 1]))
-    shapes = SimpleNamespace(cuda=False, compute_itemsize=dtype.itemsize, config=SimpleNamespace(num_attention_heads=H))
-    planned = _chunk_of_attention(shapes, B * T, T)
+    shapes = SimpleNamespace(cuda=False, compute_itemsize=dtype.itemsize, spec=SimpleNamespace(heads=H, groups=1))
+    planned = chunk_bytes(shapes, B * T, T)
     if slow and dtype.itemsize == 2:
         planned = planned * 2 // 3  # not known to the plan: as if it were fast
     assert 0.95 * planned <= buffers.taken <= planned

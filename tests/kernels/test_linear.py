@@ -135,7 +135,7 @@ def test_only_matrices_that_stay_and_are_multiplied_are_packed(model):
         with LLM(str(model), policy, device="cpu", dtype=dtype, progress=False) as llm:
             llm.generate([[5, 6, 7]])
             packed = {name for name, t in llm._weights.resident.items() if t.is_mkldnn}
-            expected = {n for shapes in llm._shapes[1:-1] for n, s in shapes.items() if len(s) == 2}
+            expected = {n for layer in llm.layers[1:-1] for n, s in layer.shapes.items() if len(s) == 2}
             assert packed == (expected if percent[0] and dtype == "bfloat16" else set())
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import T4, laptop, percents, search
 
-from h2o_flexgen.models.config import OPTConfig
+from h2o_flexgen.models.registry import named_spec
 from h2o_flexgen.planning.cost import Away, _coming
 from h2o_flexgen.planning.profile import Link
 from h2o_flexgen.policy import KVBudget, Policy
@@ -85,7 +85,7 @@ def test_writing_beside_compute_is_slower():
 
 def test_prompts_of_different_lengths_cost_less_than_the_longest():
     def job(lens):
-        planner = Planner(OPTConfig.named("opt-1.3b"), Workload(lens, 16), laptop(), {})
+        planner = Planner(named_spec("opt-1.3b"), Workload(lens, 16), laptop(), {})
         cost = planner.search(None).cost
         cost.workload = Workload(lens, 16)
         policy = Policy(4, 1, ALL_GPU)
@@ -144,7 +144,7 @@ def test_a_fixed_budget_costs_less_the_longer_the_text(policy, profile):
 )
 def test_published_throughputs_are_predicted_within_a_quarter(model, prompt, gen, ratio, policy, published):
     workload = Workload((prompt,) * policy.block_size, gen)
-    planner = Planner(OPTConfig.named(model), workload, T4, dict.fromkeys(("gpu", "cpu", "disk"), 1 << 50))
+    planner = Planner(named_spec(model), workload, T4, dict.fromkeys(("gpu", "cpu", "disk"), 1 << 50))
     budget = None if ratio is None else KVBudget.from_ratio(ratio)
     predicted = planner.search(budget).candidate(policy).prediction.block_tokens_per_s
     assert published / 1.25 < predicted < published * 1.25

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.models.config import OPTConfig
-from h2o_flexgen.models.opt import layers as opt_layers
+from h2o_flexgen.models.opt import tensors
+from h2o_flexgen.models.registry import spec_of
 from h2o_flexgen.planning.placement import Diffusion, Placement, place_weights, spread
 from h2o_flexgen.policy import TIERS, Policy
 
@@ -128,8 +128,9 @@ def test_diffusion_never_drifts(sizes, fractions):
     tied=st.booleans(),
 )
 def test_a_placement_gives_every_piece_a_home(weights, cache, activations, batches, layers, projected, tied):
-    config = OPTConfig(64, 16, layers, 32, 2, 32, 8 if projected else 16, tie_word_embeddings=tied)
-    shapes = [{name: shape for name, shape in (*x.streamed.values(), *x.gathered.values())} for x in opt_layers(config)]
+    sizes = dict(vocab_size=64, hidden_size=16, num_hidden_layers=layers, ffn_dim=32, num_attention_heads=2)
+    sizes |= dict(max_position_embeddings=32, word_embed_proj_dim=8 if projected else 16, tie_word_embeddings=tied)
+    shapes = [layer.shapes for layer in tensors(spec_of({"model_type": "opt", **sizes}))]
     percent = tuple(round(100 * f) for part in (weights, cache, activations) for f in part[:2])
     placement = Placement.of(Policy(percent=percent), shapes, layers, batches)
     assert set(placement.weights) == {name for layer in shapes for name in layer}

@@ -1,0 +1,1 @@
+"""The comparison with other systems: rows, systems, results, tables."""

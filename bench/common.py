@@ -1,0 +1,168 @@
+"""What benchmarks and measuring scripts share: this machine in words, result files, prompts, and a scratch folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.offload.disk import OffloadFolder
+from h2o_flexgen.profiling import machine as profiled
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "benchmarks"
+GIB = 1 << 30
+#: the command line that measures a machine
+PROFILER = "h2o_flexgen.hardware"
+#: packages whose versions stand in a result
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "flexgen")
+
+
+def machine() -> dict:
+    """The machine in words. The processor's model tells apart what is sold under one name."""
+    found = profiled.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = dict([part.strip() for part in line.split(":", 1)] for line in lines if ":" in line)
+    model = ", ".join(f"{name} {cpu[name]}" for name in ("cpu family", "model") if name in cpu)
+    return {name: found[name] for name in ("processor", "cores", "ram_gib", "gpu")} | {"processor_model": model or None}
+
+
+def command() -> str:
+    """What was typed, without the paths of this machine."""
+    path = Path(sys.argv[0]).resolve()
+    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(path.name)
+    program = f"-m {'.'.join(name.with_suffix('').parts)}" if name.parts[0] == "bench" else str(name)
+    return f"python {program} {shlex.join(sys.argv[1:])}".strip()
+
+
+def commit() -> str | None:
+    """Of this working copy, with "-dirty" behind it if code was changed; None outside one."""
+
+    def git(*argv: str) -> str:
+        return subprocess.run(["git", "-C", ROOT, *argv], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        dirty = git("status", "--porcelain", "h2o_flexgen", "scripts", "bench")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def origin() -> dict:
+    """How, when and where a result was made."""
+    return {
+        "command": command(),
+        "commit": commit(),
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "versions": {k: v for k, v in profiled.installed(*PACKAGES).items() if k != "python"},
+    }
+
+
+def to_json(data, indent: int = 0, width: int = 110) -> str:
+    """JSON in which whatever fits on a line stands on one."""
+    flat = json.dumps(data)
+    if not isinstance(data, (dict, list)) or len(flat) + indent <= width:
+        return flat
+    pad = "\n" + " " * (indent + 1)
+    if isinstance(data, dict):
+        parts = [f"{json.dumps(key)}: {to_json(value, indent + 1, width)}" for key, value in data.items()]
+        return "{" + pad + f",{pad}".join(parts) + f"{pad[:-1]}}}"
+    return "[" + pad + f",{pad}".join(to_json(value, indent + 1, width) for value in data) + f"{pad[:-1]}]"
+
+
+def rounded(data, digits: int = 6):
+    """Every float in `data` to so many significant digits."""
+    if isinstance(data, float):
+        return float(f"{data:.{digits}g}")
+    if isinstance(data, dict):
+        return {key: rounded(value, digits) for key, value in data.items()}
+    return [rounded(value, digits) for value in data] if isinstance(data, list) else data
+
+
+def save(name: str, data: dict) -> Path:
+    """Write docs/benchmarks/NAME.json: `data`, and its origin unless `data` has its own. The whole file, or none."""
+    path = RESULTS / f"{name}.json"
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(to_json(rounded(origin() | data)) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"wrote docs/benchmarks/{path.name}")
+    return path
+
+
+def stored(name: str) -> dict:
+    """What docs/benchmarks/NAME.json holds; nothing if there is no such file."""
+    path = RESULTS / f"{name}.json"
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as e:
+        sys.exit(f"error: docs/benchmarks/{path.name} is damaged ({e}): restore it, or move it away")
+
+
+def random_prompts(count: int, length: int) -> list[list[int]]:
+    """The same ones every time."""
+    import torch
+
+    return torch.randint(4, 50000, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder in $H2O_FLEXGEN_SCRATCH or the temporary folder for checkpoints and offloaded bytes. It goes at the end,
+    and after a kill when the next one starts. One benchmark at a time: two would disturb each other's timings.
+
+    Raises:
+        SystemExit: it cannot be written, or would be in RAM, or another benchmark runs.
+    """
+    lock = os.open(tempfile.gettempdir(), os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = OffloadFolder(Path(os.environ.get("H2O_FLEXGEN_SCRATCH") or tempfile.gettempdir()))
+    except BlockingIOError:
+        os.close(lock)
+        sys.exit("error: another benchmark runs on this machine, and would disturb this one's timings")
+    except UserError as e:
+        os.close(lock)
+        sys.exit(f"error: {str(e).replace('offload_dir', 'folder in H2O_FLEXGEN_SCRATCH')}")
+    try:
+        mounts = dict(line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
+        if mounts.get(profiled.mount_point(folder.path)) in ("tmpfs", "ramfs"):
+            sys.exit(f"error: {folder.root} is in RAM: name a folder on a disk in H2O_FLEXGEN_SCRATCH")
+        yield folder.path
+    finally:
+        folder.close()
+        os.close(lock)
+
+
+def measure_machine(path: Path, *options: str) -> Path:
+    """Write a hardware profile of this machine, as the policy search reads it."""
+    subprocess.run([sys.executable, "-m", PROFILER, "-o", str(path), *options], cwd=ROOT, check=True)
+    return path
+
+
+def run_flex_opt(options: list[str], folder: Path, cap: int | None = None, timeout: float | None = None) -> dict:
+    """The report of a run of the command line, in a memory cgroup of `cap` bytes if there is one. A run that fails has
+    "failed" in the place of the report."""
+    from bench.memory_cap import MemoryCap
+
+    report = folder / "report.json"
+    argv = [sys.executable, "-m", "h2o_flexgen.flex_opt", *options, "--report", str(report)]
+    report.unlink(missing_ok=True)
+    with MemoryCap(cap) as memory_cap:
+        done = memory_cap.run([*argv, "--offload-dir", str(folder)], timeout, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1]}"}
+    return json.loads(report.read_text())

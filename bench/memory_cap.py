@@ -1,0 +1,79 @@
+"""A memory cgroup around a benchmark, page cache included: what is larger than the cap comes from disk for everyone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+CGROUPS, SWAPS, VMSTAT = Path("/sys/fs/cgroup"), Path("/proc/swaps"), Path("/proc/vmstat")
+
+
+class MemoryCap:
+    """A memory cgroup (v1 or v2) of `nbytes`; none is made if that is None. Needs the right to make one.
+
+    A process must enter before it allocates: what was charged before stays uncharged.
+
+    Raises:
+        SystemExit: no cgroup can be made, or swap would get around it.
+    """
+
+    PREFIX = "h2o_flexgen-"
+
+    def __init__(self, nbytes: int | None):
+        self.folder: Path | None = None
+        if nbytes is None:
+            self.kills_before = oom_kills(VMSTAT)
+            return
+        v1 = CGROUPS / "memory"
+        root, self.is_v1 = (v1, True) if v1.is_dir() else (CGROUPS, False)
+        try:
+            for left in root.glob(f"{self.PREFIX}*"):  # of benchmarks that were killed; not those in use
+                with suppress(OSError):
+                    left.rmdir()
+            control = root / "cgroup.subtree_control"
+            if not self.is_v1 and "memory" not in control.read_text().split():
+                control.write_text("+memory")
+            self.folder = Path(tempfile.mkdtemp(prefix=self.PREFIX, dir=root))
+            self._file("memory.limit_in_bytes", "memory.max").write_text(str(nbytes))
+            swap = self._file("memory.memsw.limit_in_bytes", "memory.swap.max")
+            if swap.exists():
+                swap.write_text(str(nbytes) if self.is_v1 else "0")
+            elif SWAPS.exists() and len(SWAPS.read_text().splitlines()) > 1:
+                self.__exit__()
+                sys.exit("error: this kernel counts no swap: a program over its cap would go on there")
+        except OSError as e:
+            self.__exit__()
+            sys.exit(f"error: cannot make a memory cgroup under {root} ({e.strerror}): that takes root")
+
+    def _file(self, v1: str, v2: str) -> Path:
+        return self.folder / (v1 if self.is_v1 else v2)
+
+    def run(self, argv: list[str], timeout: float | None = None, **kwargs) -> subprocess.CompletedProcess:
+        """Run a command inside; a program over its cap may thrash instead of dying, hence the timeout."""
+        if self.folder is not None:
+            argv = ["sh", "-c", f'echo $$ > {self.folder / "cgroup.procs"} && exec "$@"', "sh", *argv]
+        return subprocess.run(argv, timeout=timeout, **kwargs)
+
+    def killed(self) -> bool:
+        """Whether the kernel killed a process at the cap, or without one for want of the machine's memory."""
+        if self.folder is None:
+            return oom_kills(VMSTAT) != self.kills_before
+        return oom_kills(self._file("memory.oom_control", "memory.events")) != 0
+
+    def __enter__(self) -> MemoryCap:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self.folder is not None:
+            with suppress(OSError):
+                os.rmdir(self.folder)
+
+
+def oom_kills(path: Path) -> int | None:
+    """Processes killed for want of memory that the kernel counts in a file; None if it does not, as older ones."""
+    counts = dict(line.split() for line in path.read_text().splitlines())
+    return int(counts["oom_kill"]) if "oom_kill" in counts else None

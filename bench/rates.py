@@ -1,0 +1,53 @@
+"""What bounds a decode step: how fast the disk gives bytes, and how fast the engine multiplies."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from h2o_flexgen.kernels.linear import linear
+from h2o_flexgen.offload.device import Device, as_numpy
+from h2o_flexgen.offload.disk import DiskIO, File, wait
+
+REQUEST = 64 << 20
+LEAST_BYTES = 2 << 30
+LEAST_SECONDS = 3.0
+
+
+def disk_rate(path: Path) -> float:
+    """Bytes per second of a large file read as the engine reads, past the page cache: two requests at a time, so that
+    the disk does not pause between them; again from the start if the file is short."""
+    io, file = DiskIO(), File(path)
+    request = min(REQUEST, file.size >> 12 << 12)
+    buffers = [as_numpy(Device("cpu").buffer(request)) for _ in range(2)]
+    count, pending = -(-LEAST_BYTES // request), []
+    begin = time.perf_counter()
+    for n in range(count):
+        if len(pending) == 2:
+            wait(pending.pop(0))
+        pending.append(io.read(file, buffers[n % 2], n % (file.size // request) * request, True))
+    for reads in pending:
+        wait(reads)
+    seconds = time.perf_counter() - begin
+    io.close()
+    file.close()
+    return count * request / seconds
+
+
+def matmul_rate(hidden: int, inner: int, dtype: torch.dtype, rows: int) -> float:
+    """Flops per second of the matmuls of a decoder layer on the CPU for so many rows, with nothing between them."""
+    weights = [torch.randn(s, dtype=dtype) for s in [(hidden, hidden)] * 4 + [(inner, hidden), (hidden, inner)]]
+    inputs = {n: torch.randn(rows, n, dtype=dtype) for n in (hidden, inner)}
+    calls = [partial(linear, inputs[w.shape[1]], w) for w in weights]
+    times: list[float] = []
+    with torch.inference_mode():
+        while len(times) < 16 or sum(times) < LEAST_SECONDS:
+            begin = time.perf_counter()
+            for call in calls:
+                call()
+            times.append(time.perf_counter() - begin)
+    return 2 * rows * sum(w.numel() for w in weights) / median(times)

@@ -1,0 +1,257 @@
+"""Write the tables of README.md and docs/ from docs/benchmarks/*.json.
+
+    python -m bench.tables [--check]
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. `--check` only says whether they are up to date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from bench.common import RESULTS, ROOT, stored
+from bench.rows import ROWS, file_name
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FULL, H2O = "ours, full cache", "ours, H2O"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
+
+
+def columns(rows: list[dict], header: str, template: str) -> str:
+    """A line for each row, by a format string for each column; what a row lacks stays empty."""
+
+    def cell(template: str, row: dict) -> str:
+        try:
+            return template.format(**row)
+        except KeyError:
+            return ""
+
+    return markdown(header.split(" | "), [[cell(t, row) for t in template.split(" | ")] for row in rows])
+
+
+def machine_text(m: dict) -> str:
+    model = f" ({m['processor_model']})" if m.get("processor_model") else ""
+    return f"{m['processor']}{model}, {m['cores']} cores, {m['ram_gib']:g} GiB RAM, {m['gpu'] or 'no GPU'}"
+
+
+def version_text(data: dict) -> str:
+    return ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+
+
+def where(data: dict) -> str:
+    """The machine, versions, date and command of a result."""
+    cap = f", capped at {data['cap_gib']:g} GiB with page cache" if data.get("cap_gib") else ""
+    return f"{machine_text(data['machine'])}{cap}; {version_text(data)}; {data['date']}; `{data['command']}`"
+
+
+def job_text(job: dict) -> str:
+    size = job["model"].removeprefix("facebook/opt-").upper()
+    return f"OPT-{size}, {job['prompt_len']} + {job['gen_len']}"
+
+
+def cap_text(job: dict) -> str:
+    return "none" if job["cap_gib"] is None else f"{job['cap_gib']:g} GiB"
+
+
+# the comparison
+
+
+def rows_measured() -> list[dict]:
+    """The results of all rows but the one that tries the benchmark."""
+    return [found for name in ROWS if not name.startswith("125m") and (found := stored(file_name(name)))]
+
+
+def systems_of(rows: list[dict]) -> list[dict]:
+    """What is known of each system of each row, with its name and the job."""
+    return [{"job": job_text(data["job"]), "name": n} | s for data in rows for n, s in data["systems"].items()]
+
+
+def throughput(rows: list[dict]) -> str:
+    """A line for each row: median tokens/s of every system, in brackets its batch."""
+    peers = list(dict.fromkeys(name for data in rows for name in data["systems"] if name not in (FULL, H2O)))
+    lines = []
+    for data in rows:
+        ran = {name: s for name, s in data["systems"].items() if s["runs"]}
+        rates = {name: s["tokens_per_s"]["median"] for name, s in ran.items()}
+        cells = [f"{rates[name]:.1f} ({ran[name]['batch']})" if name in ran else "-" for name in (*peers, FULL, H2O)]
+        best = max((rates[name] for name in peers if name in rates), default=None)
+        gain = f"{rates[H2O] / best:.1f}x" if best and H2O in rates else "-"
+        lines.append([job_text(data["job"]), cap_text(data["job"]), *cells, gain])
+    return markdown(["model, prompt + output", "memory cap", *peers, FULL, H2O, "H2O over the best peer"], lines)
+
+
+def throughput_details(rows: list[dict]) -> str:
+    found = systems_of(rows)
+    for s in found:
+        t = s.get("tokens_per_s", {})
+        spread = " ({min:.2f} to {max:.2f})".format(**t) if s["runs"] > 1 else ""
+        s["rate"] = f"{t['median']:.2f}{spread}" if t else "died"
+    header = "job | system | batch | lowest tier | prefill, s | decode, s | tokens/s | runs"
+    times = "{prefill_seconds:.1f} | {decode_seconds:.1f} | {rate} | {runs}"
+    return columns(found, header, f"{{job}} | {{name}} | {{batch}} | {{lowest_tier}} | {times}")
+
+
+def throughput_deaths(rows: list[dict]) -> str:
+    found = [s | {"died": "; ".join(s["died"])} for s in systems_of(rows) if "died" in s]
+    return columns(found, "job | system | died", "{job} | {name} | {died}")
+
+
+def throughput_ours(rows: list[dict]) -> str:
+    """Our policies, and how near they come to what was predicted and to what bounds them."""
+    header = "job | system | policy of the first run | time, predicted / measured | peak / plan | "
+    header += "read a step, GB | decode is bound by | of that bound"
+    template = "{job} | {name} | {policy} | {predicted_over_measured:.2f} | {peak_over_plan:.2f} | "
+    template += "{read_gb_per_step:.2f} | {bound_by} | {share_of_bound:.0%}"
+    return columns([s for s in systems_of(rows) if "policy" in s], header, template)
+
+
+def throughput_machines(rows: list[dict]) -> str:
+    found = []
+    for data in rows:
+        days = sorted({day for s in data["systems"].values() for day in s["dates"]})
+        days = days[:1] if len(days) == 1 else [days[0], days[-1]]
+        found.append([job_text(data["job"]), machine_text(data["machine"]), version_text(data), " to ".join(days)])
+        found[-1].append(f"`{data['command']}`")
+    return markdown(["job", "machine", "versions", "days", "command"], found)
+
+
+def peer_settings(data: dict) -> str:
+    """What peers ran with, and what else was tried."""
+    lines = []
+    for name, systems in data["rows"].items():
+        for system, s in systems.items():
+            options = "".join(f" {key} {value}" for key, value in s["options"].items())
+            tried = "; ".join(f"{what}: {rate}" for what, rate in s.get("tried", {}).items())
+            lines += [[name, system, f"{s['batch']}{options}", tried]] if tried else []
+    return markdown(["row", "system", "runs with batch", "tokens/s by batch and options, from 8 tokens"], lines)
+
+
+#: of one result: a line above the table, where its rows are, the header, and the columns
+TABLES = {
+    "frontier": (
+        "",
+        "points",
+        "system | sequences | seconds | tokens/s | runs",
+        "{system} | {sequences} | {seconds[median]:.1f} | {tokens_per_s:.1f} | {runs}",
+    ),
+    "engine_ram": (
+        "{workload[model]}, batch {workload[batch]}, {workload[gen_len]} tokens out.\n\n",
+        "rows",
+        "prompt | system | prefill, s | decode step, s | rounds",
+        "{prompt_len} | {system} | {prefill_seconds[median]:.1f} | {decode_step_seconds[median]:.3f} | {rounds}",
+    ),
+    "engine_disk": (
+        "{workload[model]}, weights on disk.\n\n",
+        "blocks",
+        "block | reading alone, s | computing alone, s | step, s | step / floor | peak / plan",
+        "{block} ({policy}) | {seconds[read]:.2f} | {seconds[compute]:.2f} | {seconds[step]:.2f} | "
+        "{step_over_floor:.2f} | {peak_over_plan:.2f}",
+    ),
+    "engine_gemm": (
+        "",
+        "rows",
+        "shapes | batch | F.linear, TFLOP/s | ours | ours, packed",
+        "{model} | {batch} | {tflops[F.linear]:.2f} | {tflops[ours]:.2f} | {tflops[ours, packed]:.2f}",
+    ),
+    "disk": (
+        "",
+        "rows",
+        "reads | threads | request | alone, GB/s | CPU s per GB | beside compute, GB/s | compute rate left",
+        "{reads} | {threads} | {request_mib} MiB | {alone_gb_per_s:.2f} | {alone_cpu_seconds_per_gb:.2f} | "
+        "{beside_compute_gb_per_s:.2f} | {compute_rate_beside_reads:.0%}",
+    ),
+    "search_papers": (
+        "",
+        "rows",
+        "figures of | job | policy | cache | published, tokens/s | predicted | ratio",
+        "{source} | {model} {prompt_len}+{gen_len} | {policy} | {cache} | {published_tokens_per_s:g} | "
+        "{predicted_tokens_per_s:.2f} | {ratio:.2f}",
+    ),
+    "search_machine": (
+        "",
+        "rows",
+        "model, cap | policy | job | prefill, s | predicted / it | decode, s | predicted / it | bound by",
+        "{model}, {cap_gib:g} GiB | {policy} | {prompt_len}+{gen_len}, {cache} | {prefill[measured]:.2f} | "
+        "{prefill[predicted_over_measured]:.2f} | {decode[measured]:.2f} | {decode[predicted_over_measured]:.2f} | "
+        "{bound_by}",
+    ),
+    "search_top": (
+        "",
+        "cases",
+        "model, cap | job | picked | tokens/s | best of the grid | tokens/s | picked / best | block picked: full, H2O",
+        "{model}, {cap_gib:g} GiB | {num_prompts} x {prompt_len}+{gen_len}, {cache} | {picked[policy]} | "
+        "{picked[tokens_per_s]:.1f} | {best_of_grid[policy]} (of {policies_of_grid}) | "
+        "{best_of_grid[tokens_per_s]:.1f} | {ratio:.2f} | {picked_block[full]}, {picked_block[h2o]}",
+    ),
+}
+
+
+def prediction(data: dict) -> str:
+    """How near the predictions of `search_machine` came."""
+    told = "{phase}: median {median:.2f}, from {lowest:.2f} to {highest:.2f}"
+    told = "; ".join(told.format(phase=phase, **s) for phase, s in data["summary"].items())
+    return f"Predicted over measured seconds, {told}. Rounds: {data['rows'][0]['rounds']}."
+
+
+def command_line(data: dict) -> str:
+    """One run of the command line."""
+
+    def time(phase: str) -> str:
+        guess = f" (predicted {data['predicted'][f'{phase}_seconds']:.1f} s)" if "predicted" in data else ""
+        return f"{data[phase]['seconds']:.1f} s{guess}, {data[phase]['tokens_per_s']:.3g} tokens/s"
+
+    sizes = "{peak_ram_gib:.1f} GiB, {planned_ram_gib:.1f} GiB, {disk_gib:.1f} GiB".format(**data)
+    lines = [["policy", data["policy"]], ["prefill", time("prefill")], ["decode", time("decode")]]
+    return markdown(["command", f"`{data['flex_opt']}`"], [*lines, ["peak RAM, planned, on disk", sizes]])
+
+
+OF_ROWS = (throughput, throughput_details, throughput_deaths, throughput_ours, throughput_machines)
+OF_ROWS = {function.__name__: function for function in OF_ROWS}
+OTHERS = {"opt-30b-searched": command_line, "opt-6.7b-8gib": command_line, "prediction": prediction}
+
+
+def table(name: str) -> str:
+    """Raises KeyError for a name that is no table's."""
+    if name in OF_ROWS:
+        return OF_ROWS[name](rows_measured())
+    data = stored("search_machine" if name == "prediction" else name)
+    if not data:
+        return f"(not measured yet: docs/benchmarks/{name}.json)"
+    if name == "peer_settings":
+        return peer_settings(data)
+    if name in OTHERS:
+        return f"{OTHERS[name](data)}\n\n{where(data)}"
+    above, key, header, template = TABLES[name]
+    rows = [row | readable(row) for row in data[key]]
+    return f"{above.format(**data)}{columns(rows, header, template)}\n\n{where(data)}"
+
+
+def readable(row: dict) -> dict:
+    """The model and the cache of a row in words, if it has them."""
+    found = {"model": row["model"].removeprefix("facebook/").upper()} if "model" in row else {}
+    ratio = row.get("hh_ratio")
+    return found | {"cache": f"H2O {ratio:g}" if ratio else "full"}
+
+
+def fill(text: str) -> str:
+    """A document with its tables made anew."""
+    made = lambda match: f"<!-- table {match[1]} -->\n{table(match[1])}\n<!-- end -->"
+    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", made, text, flags=re.S)
+
+
+def main() -> int:
+    stale = [path for path in DOCUMENTS if path.read_text() != fill(path.read_text())]
+    if "--check" not in sys.argv:
+        for path in stale:
+            path.write_text(fill(path.read_text()))
+    what = "stale" if "--check" in sys.argv else f"written from {RESULTS.relative_to(ROOT)}"
+    print("\n".join(f"{path.name}: tables are {what}" for path in stale) or "up to date")
+    return bool(stale and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

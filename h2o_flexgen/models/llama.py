@@ -1,0 +1,137 @@
+"""LLaMA 1 to 3.2 (arXiv 2302.13971, 2307.09288, 2407.21783) and what is shaped like it: Vicuna, TinyLlama, SmolLM2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from h2o_flexgen.models.parts import Attend, Gather, Weights, attention, gated_mlp, linear, rms_norm
+from h2o_flexgen.models.rope import read_rope, rotate
+from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
+
+__all__ = ["block", "embed", "logits", "named", "rotate", "spec", "tensors"]
+
+#: name -> (layers, hidden width, MLP width, heads, KV heads, head size, words, positions, theta, tied)
+SIZES = {
+    "meta-llama/Llama-2-7b-hf": (32, 4096, 11008, 32, 32, 128, 32000, 4096, 1e4, False),
+    "meta-llama/Llama-2-13b-hf": (40, 5120, 13824, 40, 40, 128, 32000, 4096, 1e4, False),
+    "meta-llama/Llama-2-70b-hf": (80, 8192, 28672, 64, 8, 128, 32000, 4096, 1e4, False),
+    "meta-llama/Llama-3.1-8B": (32, 4096, 14336, 32, 8, 128, 128256, 131072, 5e5, False),
+    "meta-llama/Llama-3.1-70B": (80, 8192, 28672, 64, 8, 128, 128256, 131072, 5e5, False),
+    "meta-llama/Llama-3.2-1B": (16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, True),
+    "meta-llama/Llama-3.2-3B": (28, 3072, 8192, 24, 8, 128, 128256, 131072, 5e5, True),
+}
+
+
+@dataclass(frozen=True)
+class LlamaSpec(ModelSpec):
+    """
+    Attributes:
+        eps: of the norms.
+        qkv_bias, out_bias, mlp_bias: whether these linear layers have biases.
+    """
+
+    eps: float = 1e-6
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+
+
+def spec(config: Config, **changes) -> LlamaSpec:
+    """Raises UserError: a key that is missing, or sizes that do not fit. `changes`: what a family has otherwise."""
+    heads = config.heads()
+    rope, positions = read_rope(config, heads["head_dim"])
+    bias = config.flag("attention_bias", False)
+    return LlamaSpec(
+        **{
+            "model_type": "llama",
+            "layers": config.size("num_hidden_layers"),
+            "hidden": config.size("hidden_size"),
+            "inner": config.size("intermediate_size"),
+            "vocab": config.size("vocab_size"),
+            **heads,
+            "positions": positions,
+            "activation": config.text("hidden_act", "silu"),
+            "eos": config.tokens("eos_token_id", 2),
+            "gated": True,
+            "tied": config.flag("tie_word_embeddings", False),
+            "rope": rope,
+            "eps": config.number("rms_norm_eps", 1e-6),
+            "qkv_bias": bias,
+            "out_bias": bias,
+            "mlp_bias": config.flag("mlp_bias", False),
+            **changes,
+        }
+    )
+
+
+def config_of(sizes: tuple, **more) -> dict:
+    """A config from a row of SIZES."""
+    keys = (
+        "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
+        "max_position_embeddings rope_theta tie_word_embeddings"
+    )
+    return dict(zip(keys.split(), sizes, strict=True)) | more
+
+
+def named() -> dict[str, dict]:
+    """Configs by their names on the hub."""
+    scaling = {
+        "rope_type": "llama3",
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+    def more(name: str) -> dict:
+        if "Llama-2" in name:
+            return {}
+        return {"rope_scaling": scaling | {"factor": 32.0 if "3.2" in name else 8.0}}
+
+    return {name: config_of(sizes, **more(name), rms_norm_eps=1e-5) for name, sizes in SIZES.items()}
+
+
+def tensors(spec: LlamaSpec) -> list[Layer]:
+    """The embedding, the blocks, and the head."""
+    E, Q, KV, inner = spec.hidden, spec.query_width, spec.kv_width, spec.inner
+    words = ("model.embed_tokens.weight", (spec.vocab, E))
+
+    def block(index: int) -> Layer:
+        at, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        return Layer(
+            vectors("attn_norm", f"model.layers.{index}.input_layernorm", E)
+            | matrix("q", f"{at}.q_proj", Q, E, spec.qkv_bias)
+            | matrix("k", f"{at}.k_proj", KV, E, spec.qkv_bias)
+            | matrix("v", f"{at}.v_proj", KV, E, spec.qkv_bias)
+            | matrix("out", f"{at}.o_proj", E, Q, spec.out_bias)
+            | vectors("mlp_norm", f"model.layers.{index}.post_attention_layernorm", E)
+            | matrix("gate", f"{mlp}.gate_proj", inner, E, spec.mlp_bias)
+            | matrix("up", f"{mlp}.up_proj", inner, E, spec.mlp_bias)
+            | matrix("down", f"{mlp}.down_proj", E, inner, spec.mlp_bias)
+        )
+
+    head = words if spec.tied else ("lm_head.weight", (spec.vocab, E))
+    return [
+        Layer({}, {"words": words}),
+        *(block(index) for index in range(spec.layers)),
+        Layer(vectors("final_norm", "model.norm", E) | {"head.weight": head}),
+    ]
+
+
+def embed(spec: LlamaSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
+    """ids (B, T) int64 on the CPU -> hidden (B, T, E)."""
+    return gather("words", ids)
+
+
+def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
+    """One transformer block: hidden (B, T, E), positions (B, T) -> hidden (B, T, E)."""
+    x = rms_norm(w, "attn_norm", hidden, spec.eps)
+    hidden = attention(spec, w, x, positions, attend).add_(hidden)
+    x = rms_norm(w, "mlp_norm", hidden, spec.eps)
+    return gated_mlp(spec, w, x).add_(hidden)
+
+
+def logits(spec: LlamaSpec, w: Weights, hidden: Tensor) -> Tensor:
+    """Last hidden states (B, E), contiguous -> logits (B, V)."""
+    return linear(rms_norm(w, "final_norm", hidden, spec.eps), w["head.weight"])

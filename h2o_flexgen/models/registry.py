@@ -1,0 +1,105 @@
+"""Finds the file of a model family, and the spec of a model: by its config, or by a name that is built in."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.spec import Config, ModelSpec
+
+#: `model_type` of every family, each a module of this package
+FAMILIES = (
+    "opt",
+    "llama",
+)
+
+
+def family(model_type: str):
+    """The module of a family: `spec`, `named`, `tensors`, `embed`, `block`, `logits`, and `rotate` if it has RoPE."""
+    return import_module(f"h2o_flexgen.models.{model_type}")
+
+
+def spec_of(config: dict, where: str = "the config") -> ModelSpec:
+    """The spec of a model with this configuration, as config.json holds it.
+
+    Raises:
+        UserError: a family that is not known (those that are, are listed), a quantised checkpoint, a key that is
+            missing, a value of a wrong type, or sizes that do not fit.
+    """
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"{where}: the architecture {model_type!r} is not supported; known model types: {', '.join(FAMILIES)}"
+        )
+    quantized = config.get("quantization_config")
+    if quantized is not None:
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        raise UserError(
+            f"{where}: the checkpoint is quantised ({method}), which is not supported: take one in float16, bfloat16 "
+            f"or float32 of one of these model types: {', '.join(FAMILIES)}"
+        )
+    return family(model_type).spec(Config(config, where))
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The spec of a model folder; where it has a generation_config.json, that one's ids end a text.
+
+    Raises:
+        UserError: as `spec_of`, or there is no config.json, or it cannot be read.
+    """
+    config = _read(folder / "config.json")
+    if config is None:
+        raise UserError(f"no config.json in {folder}: is this a model folder?")
+    generation = _read(folder / "generation_config.json") or {}
+    if generation.get("eos_token_id") is not None:
+        config = config | {"eos_token_id": generation["eos_token_id"]}
+    return spec_of(config, str(folder / "config.json"))
+
+
+def _read(path: Path) -> dict | None:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as e:
+        raise UserError(f"cannot read {path}: {e}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} does not hold a JSON object")
+    return data
+
+
+@cache
+def _named() -> dict[str, tuple[str, str, dict]]:
+    """Lower-case name -> hub name, model type, config; with and without the owner."""
+    found = {}
+    for model_type in FAMILIES:
+        for hub_name, config in family(model_type).named().items():
+            name = hub_name.lower()
+            for alias in (name, name.rpartition("/")[2], name.rpartition("/")[2].removesuffix("-hf")):
+                found[alias] = (hub_name, model_type, config)
+    return found
+
+
+def hub_name(name: str) -> str:
+    """The hub's name of a built-in model, for example of "opt-125m" or "llama-3.1-8b"; any other name as it is."""
+    return _named().get(name.lower(), (name,))[0]
+
+
+def named_spec(name: str) -> ModelSpec | None:
+    """The spec of a model whose sizes are built in, or None."""
+    config = named_config(name)
+    return None if config is None else spec_of(config)
+
+
+def named_config(name: str) -> dict | None:
+    """The same as config.json would hold it."""
+    entry = _named().get(name.lower())
+    return None if entry is None else {"model_type": entry[1], **entry[2]}
+
+
+def known_names() -> list[str]:
+    """The hub's names of all models whose sizes are built in."""
+    return list(dict.fromkeys(entry[0] for entry in _named().values()))

@@ -1,0 +1,110 @@
+"""Rotary position embeddings: from a config, and applied to queries and keys."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.spec import Config, Rope
+
+#: type -> the parameters that it needs
+TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+def read_rope(config: Config, head_dim: int, theta_key: str = "rope_theta", partial: float = 1.0) -> tuple[Rope, int]:
+    """The RoPE of a config in its old spelling (`rope_theta`, `rope_scaling`) or its new one (`rope_parameters`), and
+    the most positions that it takes the model to.
+
+    Args:
+        theta_key: the old name of theta.
+        partial: the part of a head that is rotated, unless `rope_parameters` says otherwise.
+
+    Raises:
+        UserError: a type that is not known, a parameter that is missing or no number.
+    """
+    data = config.data.get("rope_parameters") or config.data.get("rope_scaling") or {}
+    if not isinstance(data, dict):
+        raise UserError(f"{config.where}: rope_scaling must be an object, not {data!r}")
+    given = Config(data, f"{config.where}, RoPE")
+    type_ = given.text("rope_type", given.text("type", "default"))
+    if type_ not in TYPES:
+        raise UserError(f"{config.where}: the RoPE type {type_!r} is not supported; known: {', '.join(TYPES)}")
+    for key in TYPES[type_]:
+        given.number(key)
+    positions = config.size("max_position_embeddings", 2048)
+    dim = int(head_dim * given.number("partial_rotary_factor", partial))
+    if not 0 < dim <= head_dim or dim % 2:
+        raise UserError(f"{config.where}: RoPE cannot rotate {dim} of {head_dim} elements of a head")
+    scaling = {k: v for k, v in data.items() if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")}
+    longest = positions
+    if type_ in ("llama3", "yarn"):
+        original = config.data.get("original_max_position_embeddings") or positions
+        scaling.setdefault("original_max_position_embeddings", original)
+        if type_ == "yarn":
+            longest = int(given.number("factor") * given.size("original_max_position_embeddings", original))
+    elif type_ != "default":
+        longest = int(given.number("factor") * positions)
+    theta = given.number("rope_theta", config.number(theta_key, 10000.0))
+    try:
+        rope = Rope(type_, theta, dim, positions, tuple(sorted(scaling.items())))
+        _frequencies(rope, positions)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
+        raise UserError(f"{config.where}: the RoPE parameters {data} make no sense ({e!r})") from None
+    return rope, max(positions, longest)
+
+
+@lru_cache(maxsize=64)
+def _frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
+    """Radians per position of each rotated pair (dim / 2,) fp32, and a factor for the rotated vectors, by transformers'
+    own functions. `length`: tokens of the text so far, which only "dynamic" looks at."""
+    if rope.type == "default":
+        return 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim)), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {"rope_type": rope.type, "rope_theta": rope.theta, **dict(rope.scaling)}
+    config = SimpleNamespace(
+        head_dim=rope.dim,
+        hidden_size=rope.dim,
+        num_attention_heads=1,
+        max_position_embeddings=rope.positions,
+        rope_theta=rope.theta,
+        rope_scaling=parameters,  # the names of transformers before 5
+        rope_parameters=parameters,
+        standardize_rope_params=lambda: None,
+    )
+    return ROPE_INIT_FUNCTIONS[rope.type](config, torch.device("cpu"), seq_len=length)
+
+
+def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
+    """Radians (B, T, dim / 2) fp32 of positions (B, T)."""
+    if rope.type == "dynamic":  # frequencies follow the length of each text, whatever its neighbours' are
+        lengths = positions.amax(1).add(1).clamp(min=rope.positions).tolist()
+        frequencies, factor = zip(*(_frequencies(rope, length) for length in lengths))
+        each, scale = torch.stack(frequencies)[:, None], factor[0]
+    else:
+        each, scale = _frequencies(rope, rope.positions)
+    return positions.to(each.device, torch.float32)[..., None] * each, scale
+
+
+def rotate(rope: Rope, x: Tensor, positions: Tensor) -> Tensor:
+    """Queries or keys x (B, H, T, D), each head's first `rope.dim` elements rotated to `positions` (B, T) int64 on the
+    CPU; the rest as it is. A new tensor."""
+    angles, scale = _angles(rope, positions)
+    cos, sin = ((f(angles) * scale).to(x.device, x.dtype)[:, None] for f in (torch.cos, torch.sin))
+    half = rope.dim // 2
+    out = torch.empty_like(x)
+    first, second = x[..., :half], x[..., half : rope.dim]
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half : rope.dim]).addcmul_(first, sin)
+    out[..., rope.dim :] = x[..., rope.dim :]
+    return out

@@ -1,0 +1,182 @@
+"""What the engine knows of a model: sizes, and the tensors of each layer. Pure data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from h2o_flexgen.errors import UserError
+
+#: {short name: (name in the checkpoint, shape)}
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings (RoFormer, arXiv 2104.09864) of a head.
+
+    Attributes:
+        type: "default", "linear", "dynamic", "llama3" or "yarn", as in transformers.
+        theta: the base of the frequencies.
+        dim: elements of a head that are rotated; the others stay as they are (partial rotary).
+        positions: `max_position_embeddings` of the config.
+        scaling: the parameters of the type, under transformers' names.
+    """
+
+    type: str
+    theta: float
+    dim: int
+    positions: int
+    scaling: tuple[tuple[str, object], ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes of a model. A family may add fields of its own.
+
+    Attributes:
+        model_type: the family, as checkpoints name it; `models.registry` finds its file.
+        layers: transformer blocks, without embedding and head.
+        hidden, inner, vocab: width of the hidden states and of the MLP, and words.
+        heads, kv_heads, head_dim: query heads; heads of K and V, which divide them; elements of each.
+        positions: the most tokens of a prompt and its output together.
+        eos: token ids that end a text.
+        activation: transformers' name of the MLP's activation function.
+        gated: whether the MLP has a gate, a third matrix of its size.
+        tied: whether the head is the embedding.
+        window: tokens that attention looks back, if the model limits that.
+    """
+
+    model_type: str
+    layers: int
+    hidden: int
+    inner: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+    activation: str
+    eos: frozenset[int] = frozenset()
+    gated: bool = False
+    tied: bool = False
+    window: int | None = None
+    rope: Rope | None = None
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share a head of K and V."""
+        return self.heads // self.kv_heads
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def check_length(self, prompt_len: int, gen_len: int) -> None:
+        """Raises UserError unless the model can take a prompt and an output of these lengths."""
+        total = f"prompt of {prompt_len} tokens + output of {gen_len}"
+        if prompt_len + gen_len > self.positions:
+            raise UserError(f"{total} is longer than the model's {self.positions} positions")
+        if self.window is not None and prompt_len + gen_len > self.window:
+            raise UserError(
+                f"{total} is longer than the model's sliding window of {self.window} tokens, which is not supported: "
+                "shorten the prompt or the output"
+            )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The tensors of one step of the schedule: the embedding, a transformer block, or the head.
+
+    `streamed` tensors are needed whole; of `gathered` ones only the rows that are asked for.
+    """
+
+    streamed: Tensors = field(default_factory=dict)
+    gathered: Tensors = field(default_factory=dict)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{name in the checkpoint: shape} of all."""
+        return dict((*self.streamed.values(), *self.gathered.values()))
+
+    @cached_property
+    def streamed_shapes(self) -> dict[str, tuple[int, ...]]:
+        """{name in the checkpoint: shape} of what is needed whole."""
+        return dict(self.streamed.values())
+
+
+def matrix(short: str, name: str, out: int, columns: int, bias: bool = False) -> Tensors:
+    """A linear layer: weight (out, columns) and, if it has one, bias (out,)."""
+    weight = {f"{short}.weight": (f"{name}.weight", (out, columns))}
+    return weight | ({f"{short}.bias": (f"{name}.bias", (out,))} if bias else {})
+
+
+def vectors(short: str, name: str, size: int, parts: Iterable[str] = ("weight",)) -> Tensors:
+    """A norm's vectors."""
+    return {f"{short}.{part}": (f"{name}.{part}", (size,)) for part in parts}
+
+
+class Config:
+    """A checkpoint's configuration. Every method raises UserError if a value is missing or of a wrong type.
+
+    Args:
+        data: what config.json holds.
+        where: how messages call it.
+    """
+
+    def __init__(self, data: dict, where: str = "the config"):
+        self.data, self.where = data, where
+
+    def _get(self, key: str, default, wanted: type | tuple[type, ...], what: str):
+        value = self.data.get(key)
+        if value is None and (key not in self.data or wanted not in (bool, str)):  # null is a size left out
+            if default is None:
+                raise UserError(f"{self.where}: the key {key!r} is missing")
+            return default
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+            raise UserError(f"{self.where}: {key} must be {what}, not {value!r}")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default, int, "a whole number, 1 or more")
+        if value < 1:
+            raise UserError(f"{self.where}: {key} must be a whole number, 1 or more, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default, (int, float), "a positive number")
+        if not 0 < value < float("inf"):
+            raise UserError(f"{self.where}: {key} must be a positive number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self._get(key, default, bool, "true or false")
+
+    def text(self, key: str, default: str) -> str:
+        return self._get(key, default, str, "a text")
+
+    def tokens(self, key: str, default: int | None = None) -> frozenset[int]:
+        """Token ids: none, one or a list."""
+        value = self.data.get(key, default)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(token) is int for token in ids):
+            raise UserError(f"{self.where}: {key} must be a token id or a list of them, not {value!r}")
+        return frozenset(ids)
+
+    def heads(self, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, int]:
+        """`heads`, `kv_heads` and `head_dim` of a spec, with a family's defaults for the last two."""
+        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        kv_heads = self.size("num_key_value_heads", kv_heads or heads)
+        if heads % kv_heads:
+            raise UserError(
+                f"{self.where}: num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}"
+            )
+        if self.data.get("head_dim", head_dim) is None and hidden % heads:
+            raise UserError(f"{self.where}: hidden_size {hidden} is not divisible by num_attention_heads {heads}")
+        head_dim = self.size("head_dim", head_dim or max(1, hidden // heads))
+        return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
