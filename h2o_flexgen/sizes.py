@@ -78,6 +78,11 @@ def kv_buffers(overlap: bool, on_disk: bool) -> int:
     return KV_BUFFERS if on_disk else 2
 
 
+def double_buffers(overlap: bool) -> int:
+    """Staging buffers of weights and of activations: one is computed with while the other is filled."""
+    return 2 if overlap else 1
+
+
 def micro_tokens(policy: Policy, longest: int, batch: int) -> int:
     """The most tokens, padding included, of a prefill micro-batch of prompts of up to `longest` tokens; a single
     sequence may exceed `policy.prefill_tokens`."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o_flexgen.offload.device import Device, as_numpy, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, File, wait
 from h2o_flexgen.offload.queues import TransferQueue
-from h2o_flexgen.sizes import WRITE_BACKS
+from h2o_flexgen.sizes import WRITE_BACKS, double_buffers
 
 Key = tuple[int, int]  # batch, micro-batch
 
@@ -39,7 +39,7 @@ class ActivationBytes(NamedTuple):
 def activation_bytes(tiers: list[str], micro_bytes: int, overlap: bool, cuda: bool) -> ActivationBytes:
     """`tiers` per batch; `micro_bytes`: the most of one micro-batch."""
     streamed = any(tier != "gpu" for tier in tiers)
-    return ActivationBytes(2 if overlap else 1, micro_bytes * streamed, micro_bytes * (cuda and "disk" in tiers))
+    return ActivationBytes(double_buffers(overlap), micro_bytes * streamed, micro_bytes * (cuda and "disk" in tiers))
 
 
 @dataclass

@@ -29,7 +29,7 @@ from h2o_flexgen.offload.device import Device, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
 from h2o_flexgen.offload.queues import TransferQueue
 from h2o_flexgen.offload.random_weights import DummyCheckpoint
-from h2o_flexgen.sizes import aligned, staging_span
+from h2o_flexgen.sizes import aligned, double_buffers, staging_span
 
 Shape = tuple[int, ...]
 Spec = dict[str, tuple[str, Shape]]  # {short name: (name in the checkpoint, shape)}
@@ -114,7 +114,7 @@ class WeightStore:
 
         sizes = largest_layer([self._staging_bytes(name, shape) for name, shape in spec.values()] for spec in layers)
         self._converted = device.buffer(sizes.converted)
-        count = 2 if queue.overlap else 1
+        count = double_buffers(queue.overlap)
         self._buffers = [device.buffer(sizes.device) for _ in range(count)] if sizes.device else []
         self._hosts = [device.host_buffer(sizes.host) for _ in range(count)] if sizes.host else []
         self._buffer_free, self._host_free = [None] * count, [None] * count  # events
