@@ -577,7 +577,6 @@ class LLM:
         self._io.large_prefetches = "disk" not in placement.cache.values()
         caches = KVStore(
             self.device,
-            spec.layers,
             layouts,
             placement.cache,
             self._io,

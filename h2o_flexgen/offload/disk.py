@@ -131,8 +131,8 @@ class RequestQueue:
     def submit(self, urgency: int, work: Callable, *args) -> Future:
         future = Future()
         self._waiting[urgency].append((future, partial(work, *args)))
-        # a task of the pool takes whatever waits, not this request: an interrupt right here must leave no request that
-        # nobody takes, and tasks of requests that others have taken must not pile up in the pool
+        # a task of the pool takes whatever waits, not this request: an interrupt must leave no request that no task
+        # takes, and tasks whose requests others have taken must not pile up in the pool
         with self._lock:
             if self._active < self._threads:
                 self.pool.submit(self._take_all)

@@ -87,7 +87,6 @@ class KVStore:
     """The caches of every (layer, batch).
 
     Args:
-        num_layers: decoder layers.
         layouts: the largest layout of each batch.
         tiers: tier of every (layer, batch).
         load_queue: with several workers the disk has requests for the next block before one has been read.
@@ -103,7 +102,6 @@ class KVStore:
     def __init__(
         self,
         device: Device,
-        num_layers: int,
         layouts: list[KVLayout],
         tiers: dict[Key, str],
         io: DiskIO,

@@ -8,8 +8,8 @@
 A row is one token of each sequence, first all K, then all V, in whole pages. Which slots its tokens belong to stays in
 RAM. Reading the block reads what was written and the rows, and replays the rows in order.
 
-Compaction writes K and V again, so that the log starts anew. A cache that grows is compacted when its last segment is
-full, from the first segment that the log has touched; a step then reads the tokens that the cache holds and no empty
+Compaction writes K and V again and empties the log. A cache that grows is compacted whenever its last segment in use is
+full, from the first segment that the log has changed on: so a step reads the tokens that the cache holds and no empty
 slot. A cache of fixed size is compacted when the log is full: then reading rows has cost as much as writing K and V.
 """
 

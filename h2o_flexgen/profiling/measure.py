@@ -483,7 +483,7 @@ def _visits(device: Device, dtype: torch.dtype, work: Callable[[], object], io: 
     lanes = [TransferQueue(device, "cache", workers=KV_BUFFERS), TransferQueue(device, "store")]
     try:
         pieces = [(0, 0), (0, 1)]
-        store = KVStore(device, 1, [layout] * 2, dict.fromkeys(pieces, "disk"), io, *lanes, make_file)
+        store = KVStore(device, [layout] * 2, dict.fromkeys(pieces, "disk"), io, *lanes, make_file)
         store.begin_block([layout] * 2)
         for piece in pieces:
             store.blank(*piece)

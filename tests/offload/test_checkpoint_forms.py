@@ -232,7 +232,7 @@ def test_every_type_of_computation_runs_from_disk(cli, tmp_path, dtype):
         assert code == 0, err
 
 
-# where the bytes lie in the file
+# any offset in the file
 
 
 def shift(path: Path, padding: int) -> None:

@@ -309,7 +309,7 @@ def gated(monkeypatch):
 
 
 def test_a_prefetch_waits_until_no_other_request_does(content, gated):
-    """The next layer's weights do not hold up the cache that compute wants next, though it lies in another file."""
+    """The next layer's weights do not hold up the cache that compute wants next, though it is in another file."""
     gate, order = gated
     weights, cache, io = File(content), File(content), DiskIO(threads=1, request=PAGE)
     outs = [np.empty(PAGE, np.uint8) for _ in range(6)]

@@ -39,7 +39,7 @@ def store(tmp_path, gates):
     device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
     queues = [TransferQueue(device, "cache", workers=KV_BUFFERS), TransferQueue(device, "store")]
     tiers = {(0, k): "disk" for k in range(BLOCKS)}
-    store = KVStore(device, 1, [LAYOUT] * BLOCKS, tiers, io, *queues, folder.file)
+    store = KVStore(device, [LAYOUT] * BLOCKS, tiers, io, *queues, folder.file)
     store.begin_block([LAYOUT] * BLOCKS)
     for k in range(BLOCKS):
         cache = store.blank(0, k)
@@ -128,7 +128,7 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
     assert layout.row_bytes == PAGE
     device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
     queues = [TransferQueue(device, "cache"), TransferQueue(device, "store")]
-    store = KVStore(device, 1, [layout], {(0, 0): "disk"}, io, *queues, folder.file)
+    store = KVStore(device, [layout], {(0, 0): "disk"}, io, *queues, folder.file)
     store.begin_block([layout])
     cache = store.blank(0, 0)
     for part in (*cache.k, *cache.v):
