@@ -14,6 +14,9 @@ from h2o_flexgen.models.spec import Config, ModelSpec
 FAMILIES = (
     "opt",
     "llama",
+    "mistral",
+    "qwen2",
+    "gpt_neox",
 )
 
 
