@@ -20,7 +20,7 @@ def spec(config: Config) -> LlamaSpec:
     return llama.spec(
         config,
         model_type="mistral",
-        **config.heads(kv_heads=8),
+        kv_heads=8,
         window=None if window is None else config.size("sliding_window", 4096),
     )
 
