@@ -131,12 +131,6 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def kv_file_bytes(segments: Sequence[int], row: int) -> int:
-    """Bytes on disk of a KV block of so many slots, `row` bytes each, and of its write-ahead log: the block and every
-    row of the log take whole pages, which direct reads and writes need."""
-    return aligned(sum(segments) * row) + wal_rows(segments) * aligned(row)
-
-
 def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> int:
     """How large the requests are in which so many bytes are read or written: cut so that every thread has a part, but
     not smaller than LEAST_REQUEST."""

@@ -105,13 +105,13 @@ class Checkpoint:
 
     def find(self, name: str) -> Stored | None:
         """The tensor of a full name, of which a checkpoint saved from an inner module lacks up to two leading parts."""
-        return next((self.tensors[each] for each in _spellings(name) if each in self.tensors), None)
+        return _lookup(self.tensors, name)
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         """Raises UserError unless the checkpoint has every tensor in its shape."""
         for name, shape in needed.items():
             stored = self.find(name)
-            other = next((self.others[each] for each in _spellings(name) if each in self.others), None)
+            other = _lookup(self.others, name)
             if stored is None and other is not None:
                 raise UserError(f"the checkpoint {self.folder} has {name!r} in {other}: only float weights can be used")
             if stored is None:
@@ -140,10 +140,11 @@ class Checkpoint:
             convert(flat[at : at + len(part)], part)
 
 
-def _spellings(name: str) -> list[str]:
-    """Names that a file may have for a tensor; at least a module and its parameter stay."""
+def _lookup(found: dict, name: str):
+    """What `found` has for a name, or for it without one or two leading parts; a module and its parameter stay."""
     parts = name.split(".")
-    return [name, *(".".join(parts[n:]) for n in (1, 2) if len(parts) >= n + 2)]
+    names = [name, *(".".join(parts[n:]) for n in (1, 2) if len(parts) >= n + 2)]
+    return next((found[each] for each in names if each in found), None)
 
 
 @dataclass

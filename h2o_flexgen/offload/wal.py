@@ -20,12 +20,12 @@ from torch import Tensor
 
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.sizes import PAGE, aligned, kv_file_bytes, wal_rows
+from h2o_flexgen.sizes import PAGE, aligned, wal_rows
 
 
 def file_bytes(layout: KVLayout) -> int:
-    """Bytes on disk of a KV block and its log."""
-    return kv_file_bytes(layout.segments, layout.row_bytes)
+    """Bytes on disk of a KV block and its log: K and V, and every row, take whole pages, which direct requests need."""
+    return aligned(layout.kv_bytes) + wal_rows(layout.segments) * aligned(layout.row_bytes)
 
 
 def _slots_shape(layout: KVLayout) -> tuple[int, int, int]:

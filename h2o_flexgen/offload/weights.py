@@ -220,12 +220,13 @@ class WeightStore:
         found, at = {}, 0
         for short, (name, shape) in self.layers[layer].items():
             tensor = staged.tensors[short] if short in staged.tensors else self.resident[name]
-            if short in staged.tensors and tensor.dtype != self.dtype:
-                nbytes, stored = self._nbytes(shape), tensor
-                tensor = self._converted[at : at + nbytes].view(self.dtype).view(shape)
-                convert(tensor, stored)
-                at += aligned(nbytes)
-            found[short] = tensor
+            if tensor.dtype == self.dtype:
+                found[short] = tensor
+                continue
+            nbytes = self._nbytes(shape)
+            found[short] = self._converted[at : at + nbytes].view(self.dtype).view(shape)
+            convert(found[short], tensor)
+            at += aligned(nbytes)
         return found
 
     def release(self, layer: int) -> None:
@@ -241,9 +242,10 @@ class WeightStore:
                 staged.job.exception()
             self.release(layer)
 
-    # the transfer queue's job
+    # the job of the transfer queue
 
     def start_reads(self, reads: list[PagedRead]) -> None:
+        """Request what is read from disk."""
         for read in reads:
             read.start(self.io, self.direct)
 
