@@ -56,7 +56,7 @@ def laptop(**changes) -> Profile:
             "cpu_to_gpu": Link(5e9, 1e-10),
             "gpu_to_cpu": Link(5e9, 1e-10),
         },
-        "layer": {2048: [(1, 1e10), (32, 3e11), (128, 8e11)]},
+        "matmul": dict.fromkeys(("streamed", "resident"), {(2048, 2048): [(1, 1e10), (32, 3e11), (128, 8e11)]}),
         "prefill_attention": {"full": {64: 2e11}, "h2o": {64: 1e11}},
         "decode_attention": {"full": {64: 2e10}, "h2o": {64: 1.5e10}},
         "step_seconds": 5e-4,
