@@ -290,7 +290,7 @@ class FakeLLM:
 
     def __init__(self, folder: Path):
         self.tokenizer = source.load_tokenizer(folder)
-        self.config = type("Config", (), {"vocab_size": 300})
+        self.spec = type("Spec", (), {"vocab": 300})
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 512, 2048, 20_000])

@@ -33,13 +33,14 @@ def with_eos(tiny_model, tmp_path, eos):
     """The same model, in a folder whose config ends at these tokens."""
     import shutil
 
-    from transformers import OPTConfig
+    from transformers import GenerationConfig, OPTConfig
 
     folder = tmp_path / f"eos_{eos}".replace(" ", "")
     shutil.copytree(tiny_model.folder, folder)
     config = OPTConfig.from_pretrained(folder)
     config.eos_token_id = eos
     config.save_pretrained(folder)
+    GenerationConfig(eos_token_id=eos).save_pretrained(folder)
     return zoo.Tiny(tiny_model.name, tiny_model.hf, folder)
 
 

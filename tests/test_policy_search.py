@@ -140,7 +140,7 @@ def _has_matplotlib() -> bool:
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--model", "facebook/opt-9b"), "neither a facebook/opt size nor a folder"),
+        (("--model", "facebook/opt-9b"), "neither a folder nor one of"),
         (("--prompt-len", 0), "--prompt-len must be 1 or more"),
         (("--prompt-len", 2040, "--gen-len", 32), "longer than the model's 2048 positions"),
         (("--gpu-mem", -1), "--gpu-mem must be more than 0"),

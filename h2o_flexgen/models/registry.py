@@ -14,6 +14,9 @@ from h2o_flexgen.models.spec import Config, ModelSpec
 FAMILIES = (
     "opt",
     "llama",
+    "mistral",
+    "qwen2",
+    "gpt_neox",
 )
 
 #: types of weights that a job may compute in
@@ -83,12 +86,13 @@ def _read(path: Path) -> dict | None:
 
 @cache
 def _named() -> dict[str, tuple[str, str, dict]]:
-    """Lower-case name -> hub name, model type, config; with and without the owner."""
+    """Lower-case name -> hub name, model type, config; with and without the owner and a suffix of the version."""
     found = {}
     for model_type in FAMILIES:
         for hub_name, config in family(model_type).named().items():
             name = hub_name.lower()
-            for alias in (name, name.rpartition("/")[2], name.rpartition("/")[2].removesuffix("-hf")):
+            bare = name.rpartition("/")[2]
+            for alias in (name, bare, bare.removesuffix("-hf"), bare.partition("-v0")[0]):
                 found[alias] = (hub_name, model_type, config)
     return found
 

@@ -134,7 +134,7 @@ class Config:
 
     def _get(self, key: str, default, wanted: type | tuple[type, ...], what: str):
         value = self.data.get(key)
-        if value is None:
+        if value is None and (key not in self.data or wanted not in (bool, str)):  # null is a size left out
             if default is None:
                 raise UserError(f"{self.where}: the key {key!r} is missing")
             return default

@@ -209,7 +209,11 @@ def bar_of_bytes(what: str, total: int, progress: bool) -> tqdm:
 
 def _canonical(name: str) -> str:
     # checkpoints saved from the bare decoder lack its name
-    name = f"decoder.{name}" if name.startswith(("layers.", "embed_", "project_", "final_")) else name
+    name = (
+        f"decoder.{name}"
+        if name.startswith(("layers.", "embed_tokens", "embed_positions", "project_", "final_"))
+        else name
+    )
     return f"model.{name}" if name.startswith("decoder.") else name
 
 

@@ -1,0 +1,138 @@
+"""GPT-NeoX-20B (arXiv 2204.06745) and Pythia (arXiv 2304.01373): queries, keys and values from one matrix, RoPE for a
+part of each head, attention and MLP side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from h2o_flexgen.models.parts import (
+    Attend,
+    Gather,
+    Weights,
+    activation,
+    layer_norm,
+    linear,
+    merge_heads,
+    position,
+    project,
+)
+from h2o_flexgen.models.rope import read_rope, rotate
+from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
+
+__all__ = ["block", "embed", "logits", "named", "rotate", "spec", "tensors"]
+
+#: name -> (layers, hidden width, heads, words)
+SIZES = {
+    "EleutherAI/pythia-70m": (6, 512, 8, 50304),
+    "EleutherAI/pythia-160m": (12, 768, 12, 50304),
+    "EleutherAI/pythia-410m": (24, 1024, 16, 50304),
+    "EleutherAI/pythia-1b": (16, 2048, 8, 50304),
+    "EleutherAI/pythia-1.4b": (24, 2048, 16, 50304),
+    "EleutherAI/pythia-2.8b": (32, 2560, 32, 50304),
+    "EleutherAI/pythia-6.9b": (32, 4096, 32, 50432),
+    "EleutherAI/pythia-12b": (36, 5120, 40, 50688),
+    "EleutherAI/gpt-neox-20b": (44, 6144, 64, 50432),
+}
+
+
+@dataclass(frozen=True)
+class NeoXSpec(ModelSpec):
+    """
+    Attributes:
+        eps: of the norms.
+        bias: whether the linear layers of attention have biases; those of the MLP do.
+        parallel: attention and MLP both read the block's input, and their outputs are added to it.
+    """
+
+    eps: float = 1e-5
+    bias: bool = True
+    parallel: bool = True
+
+
+def spec(config: Config) -> NeoXSpec:
+    """Raises UserError: a key that is missing, or sizes that do not fit."""
+    heads = config.heads()
+    partial = config.number("rotary_pct", 0.25)
+    rope, positions = read_rope(config, heads["head_dim"], "rotary_emb_base", partial)
+    return NeoXSpec(
+        model_type="gpt_neox",
+        layers=config.size("num_hidden_layers"),
+        hidden=config.size("hidden_size"),
+        inner=config.size("intermediate_size"),
+        vocab=config.size("vocab_size"),
+        **heads,
+        positions=positions,
+        activation=config.text("hidden_act", "gelu"),
+        eos=config.tokens("eos_token_id", 2),
+        tied=config.flag("tie_word_embeddings", False),
+        rope=rope,
+        eps=config.number("layer_norm_eps", 1e-5),
+        bias=config.flag("attention_bias", True),
+        parallel=config.flag("use_parallel_residual", True),
+    )
+
+
+def named() -> dict[str, dict]:
+    """Configs by their names on the hub."""
+    return {
+        name: {
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_attention_heads": heads,
+            "vocab_size": vocab,
+            "max_position_embeddings": 2048,
+            "eos_token_id": 0,
+            "hidden_act": "gelu_fast" if "20b" in name else "gelu",
+        }
+        for name, (layers, hidden, heads, vocab) in SIZES.items()
+    }
+
+
+def tensors(spec: NeoXSpec) -> list[Layer]:
+    """The embedding, the blocks, and the head."""
+    E, parts = spec.hidden, ("weight", "bias")
+    words = ("gpt_neox.embed_in.weight", (spec.vocab, E))
+
+    def block(index: int) -> Layer:
+        at = f"gpt_neox.layers.{index}"
+        return Layer(
+            vectors("attn_norm", f"{at}.input_layernorm", E, parts)
+            | matrix("qkv", f"{at}.attention.query_key_value", 3 * E, E, spec.bias)
+            | matrix("out", f"{at}.attention.dense", E, E, spec.bias)
+            | vectors("mlp_norm", f"{at}.post_attention_layernorm", E, parts)
+            | matrix("up", f"{at}.mlp.dense_h_to_4h", spec.inner, E, True)
+            | matrix("down", f"{at}.mlp.dense_4h_to_h", E, spec.inner, True)
+        )
+
+    norm = vectors("final_norm", "gpt_neox.final_layer_norm", E, parts)
+    return [
+        Layer({}, {"words": words}),
+        *(block(index) for index in range(spec.layers)),
+        Layer(norm | {"head.weight": words if spec.tied else ("embed_out.weight", (spec.vocab, E))}),
+    ]
+
+
+def embed(spec: NeoXSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
+    """ids (B, T) int64 on the CPU -> hidden (B, T, E)."""
+    return gather("words", ids)
+
+
+def block(spec: NeoXSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
+    """One transformer block: hidden (B, T, E), positions (B, T) -> hidden (B, T, E)."""
+    x = layer_norm(w, "attn_norm", hidden, spec.eps)
+    # (B, H, T, 3 D): each head's query, key and value lie side by side
+    q, k, v = project(w, "qkv", x).view(*x.shape[:2], spec.heads, -1).transpose(1, 2).chunk(3, dim=-1)
+    context = attend(position(spec, q, positions), position(spec, k, positions), v)
+    del q, k, v
+    summed = project(w, "out", merge_heads(context)).add_(hidden)
+    del context
+    x = layer_norm(w, "mlp_norm", hidden if spec.parallel else summed, spec.eps)
+    return project(w, "down", activation(spec.activation)(project(w, "up", x))).add_(summed)
+
+
+def logits(spec: NeoXSpec, w: Weights, hidden: Tensor) -> Tensor:
+    """Last hidden states (B, E), contiguous -> logits (B, V)."""
+    return linear(layer_norm(w, "final_norm", hidden, spec.eps), w["head.weight"])

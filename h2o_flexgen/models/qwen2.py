@@ -1,0 +1,47 @@
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): LLaMA's blocks with biases for queries, keys and values."""
+
+from __future__ import annotations
+
+from h2o_flexgen.models import llama
+from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, rotate, tensors
+from h2o_flexgen.models.spec import Config
+
+__all__ = ["block", "embed", "logits", "named", "rotate", "spec", "tensors"]
+
+#: as in `llama.SIZES`
+SIZES = {
+    "Qwen/Qwen2.5-0.5B": (24, 896, 4864, 14, 2, 64, 151936, 32768, 1e6, True),
+    "Qwen/Qwen2.5-1.5B": (28, 1536, 8960, 12, 2, 128, 151936, 131072, 1e6, True),
+    "Qwen/Qwen2.5-3B": (36, 2048, 11008, 16, 2, 128, 151936, 32768, 1e6, True),
+    "Qwen/Qwen2.5-7B": (28, 3584, 18944, 28, 4, 128, 152064, 131072, 1e6, False),
+    "Qwen/Qwen2.5-14B": (48, 5120, 13824, 40, 8, 128, 152064, 131072, 1e6, False),
+    "Qwen/Qwen2.5-32B": (64, 5120, 27648, 40, 8, 128, 152064, 131072, 1e6, False),
+    "Qwen/Qwen2.5-72B": (80, 8192, 29568, 64, 8, 128, 152064, 131072, 1e6, False),
+}
+
+
+def window(config: Config, layers: int) -> int | None:
+    """The sliding window of a Qwen config, if any of its layers has one."""
+    if not config.flag("use_sliding_window", False) or config.data.get("sliding_window", 4096) is None:
+        return None
+    types = config.data.get("layer_types") or []
+    slides = "sliding_attention" in types if types else layers > config.data.get("max_window_layers", 28)
+    return config.size("sliding_window", 4096) if slides else None
+
+
+def spec(config: Config) -> LlamaSpec:
+    """Raises UserError: a key that is missing, or sizes that do not fit."""
+    layers = config.size("num_hidden_layers")
+    return llama.spec(
+        config,
+        model_type="qwen2",
+        eos=config.tokens("eos_token_id"),
+        qkv_bias=True,
+        out_bias=False,
+        window=window(config, layers),
+    )
+
+
+def named() -> dict[str, dict]:
+    """Configs by their names on the hub."""
+    return {name: llama.config_of(sizes, rms_norm_eps=1e-6) for name, sizes in SIZES.items()}
