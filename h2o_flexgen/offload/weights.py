@@ -23,7 +23,7 @@ from torch import Tensor
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels.linear import can_pack, pack
+from h2o_flexgen.kernels.linear import pack, packs
 from h2o_flexgen.offload.checkpoint import Checkpoint, PagedRead, Stored, bar_of_bytes, is_finite, parts_of
 from h2o_flexgen.offload.device import Device, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
@@ -153,7 +153,7 @@ class WeightStore:
 
     def _packed(self) -> set[str]:
         """Names of matrices that are kept as the CPU multiplies with them fastest, and are used for nothing else."""
-        if self.device.is_cuda or self.dtype != torch.bfloat16 or not can_pack():
+        if self.device.is_cuda or not packs(self.dtype):
             return set()
         matrices = {name for spec in self.layers for name, shape in spec.values() if len(shape) == 2}
         gathered = {name for name, _ in self.gathered.values()}
