@@ -65,8 +65,10 @@ def read_rope(
     theta = given.number("rope_theta", config.number(theta_key, 10000.0))
     try:
         rope = Rope(type_, theta, dim, positions, tuple(sorted(scaling.items())))
-        _frequencies(rope, positions)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
+        frequencies, scale = _frequencies(rope, positions)
+        if not torch.isfinite(frequencies * scale).all():
+            raise ValueError("the frequencies are not finite")
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
         raise UserError(f"{config.where}: the RoPE parameters {data} make no sense ({e!r})") from None
     return rope, max(positions, longest)
 

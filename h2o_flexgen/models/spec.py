@@ -8,6 +8,8 @@ from functools import cached_property
 
 from h2o_flexgen.errors import UserError
 
+#: of the sizes in a config; no product of three overflows a float
+LARGEST = (1 << 31) - 1
 #: {short name: (name in the checkpoint, shape)}
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -143,14 +145,15 @@ class Config:
         return value
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self._get(key, default, int, f"a whole number, {least} or more")
-        if value < least:
-            raise UserError(f"{self.where}: {key} must be a whole number, {least} or more, not {value!r}")
+        what = f"a whole number from {least} to {LARGEST}"
+        value = self._get(key, default, int, what)
+        if not least <= value <= LARGEST:
+            raise UserError(f"{self.where}: {key} must be {what}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default, (int, float), "a positive number")
-        if not 0 < value < float("inf"):
+        if not 0 < value < 1e300:
             raise UserError(f"{self.where}: {key} must be a positive number, not {value!r}")
         return float(value)
 

@@ -125,8 +125,8 @@ class Checkpoint:
         rows = range(0, words.shape[0], max(1, words.shape[0] // 8))
         if own.shape != words.shape or not all(torch.equal(words.row(n), own.row(n)) for n in rows):
             raise UserError(
-                f"the checkpoint {self.folder} has a head {head!r} that is not its embedding, but the config ties them: "
-                "set tie_word_embeddings to false in its config.json"
+                f"the checkpoint {self.folder} has a head {head!r} that is not its embedding, though the config ties "
+                "them: set tie_word_embeddings to false in its config.json"
             )
 
     def stored_dtype(self, name: str) -> torch.dtype:
