@@ -19,7 +19,7 @@ from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.models.parts import activation
-from h2o_flexgen.models.registry import family, head_name, known_names, named_spec, read_spec
+from h2o_flexgen.models.registry import family, head_name, known_names, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
@@ -38,6 +38,7 @@ from h2o_flexgen.planning.planner import cap_limits, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Search
 from h2o_flexgen.policy import MARGIN, KVBudget, Policy, read_policy
+from h2o_flexgen.profiling.kernels import job_dtype
 from h2o_flexgen.profiling.measure import load_or_measure
 from h2o_flexgen.sizes import KV_BUFFERS, Workload, batch_sizes, micro_tokens
 
@@ -83,7 +84,8 @@ class LLM:
         kv_budget: slots for heavy hitters and recent tokens; None keeps the full cache; "auto" takes the largest
             budget that costs no throughput (see `search.budget`).
         device: "auto", "cpu", "cuda", "cuda:N".
-        dtype: "auto" (fp16 on CUDA; on the CPU bf16 where it is native, else fp32), or a float type's name.
+        dtype: a float type's name, or "auto": on CUDA fp16, or bf16 for a checkpoint in bf16 where the GPU has it; on
+            the CPU the type whose matmuls are the fastest, by measuring (`kernels.rates`).
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
         offload_dir: where cache, activations and random weights on disk go, in a private folder of its own.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: what there is).
@@ -123,7 +125,8 @@ class LLM:
     ):
         self.model_name = model or (path if path not in (None, DUMMY) else "demo_model")
         self.device = Device(device)
-        self.dtype = self.device.dtype(dtype)
+        if dtype != "auto":
+            self.device.dtype(dtype)  # raises for one that is not known
         self.kv_budget = kv_budget
         self.policy = policy
         if isinstance(policy, (str, Path)) and policy != "auto":
@@ -142,12 +145,6 @@ class LLM:
                 'batch sizes, overlap, cpu_cache_compute and max_latency are for policy "auto": a policy has its own'
             )
         self.profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
-        mine = (self.device.torch_device.type, str(self.dtype).removeprefix("torch."))
-        if self.profile is not None and (self.profile.device, self.profile.dtype) != mine:
-            raise UserError(
-                f"the hardware profile is of {self.profile.dtype} on {self.profile.device}, this job computes in "
-                f"{mine[1]} on {mine[0]}: measure again, or name another --device or --dtype"
-            )
         if max_latency is not None and not max_latency > 0:
             raise UserError(f"max_latency must be more than 0 s, not {max_latency}")
         self.max_latency, self.min_hh_ratio = max_latency, min_hh_ratio
@@ -165,11 +162,14 @@ class LLM:
 
         if path == DUMMY:
             self.tokenizer = None
-            self.spec = self._dummy_spec(model)
+            self.spec, stored = self._dummy_spec(model), None
         else:
             folder, home = find_model(model, path)
-            self.spec = read_spec(home)
+            self.spec, stored = read_spec(home), stored_dtype(home)
             self.tokenizer = load_tokenizer(home)
+        kernels = self.profile and self.profile.kernels
+        self.dtype = job_dtype(self.device, dtype, stored and getattr(torch, stored), kernels)
+        self._check_profile()
         activation(self.spec.activation)  # raises for one that is not known
         self.layers = family(self.spec.model_type).tensors(self.spec)
         needed = {name: shape for layer in self.layers for name, shape in layer.shapes.items()}
@@ -193,6 +193,15 @@ class LLM:
         self._queues: dict[str, TransferQueue] = {}
         self._weights: WeightStore | None = None
         self._weights_key = None
+
+    def _check_profile(self) -> None:
+        """Raises UserError for a hardware profile of another device or type."""
+        job = (self.device.torch_device.type, str(self.dtype).removeprefix("torch."))
+        if self.profile is not None and (self.profile.device, self.profile.dtype) != job:
+            raise UserError(
+                f"the hardware profile is of {self.profile.dtype} on {self.profile.device}, this job computes in "
+                f"{job[1]} on {job[0]}: measure again, or name another --device or --dtype"
+            )
 
     @staticmethod
     def _dummy_spec(model: str | None) -> ModelSpec:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_writable, read_json, write_text
-from h2o_flexgen.models.registry import family, known_names, named_spec, read_spec
+from h2o_flexgen.files import check_writable, write_text
+from h2o_flexgen.models.registry import family, known_names, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
 from h2o_flexgen.planning.memory import Shapes
@@ -237,9 +237,9 @@ def run(args: argparse.Namespace) -> None:
         folder = Path(args.model).expanduser()
         if not folder.is_dir():
             raise UserError(f"--model {args.model}: neither a folder nor one of: {', '.join(known_names())}")
-        spec, stored = read_spec(folder), stored_dtype(folder)
+        spec, stored = read_spec(folder), stored_dtype(folder) or stored
     spec.check_length(args.prompt_len, args.gen_len)
-    profile = this_machine(args) if args.hardware is None else profile_of(args)
+    profile = this_machine(args, stored) if args.hardware is None else profile_of(args)
     if args.hardware is not None and profile.device == "cpu":
         args.device = "cpu"  # in the command, which would take a card where there is one
     many = args.num_prompts or _MANY
@@ -283,13 +283,6 @@ def _print(
     cli.say(describe(result, found, title) + "\n")
 
 
-def stored_dtype(folder: Path) -> str:
-    """The type of a checkpoint's weights, as its config.json names it."""
-    data = read_json("the config", folder / "config.json")
-    found = str(data.get("dtype") or data.get("torch_dtype")).removeprefix("torch.")
-    return found if found in ITEMSIZE else "float16"
-
-
 def profile_of(args: argparse.Namespace) -> Profile:
     """The profile that is given, if no other option contradicts it."""
     from h2o_flexgen.offload.device import Device
@@ -303,22 +296,24 @@ def profile_of(args: argparse.Namespace) -> Profile:
     return profile
 
 
-def this_machine(args: argparse.Namespace) -> Profile:
-    """This machine's rates as they were measured, and its memory as it is now."""
+def this_machine(args: argparse.Namespace, stored: str) -> Profile:
+    """This machine's rates as they were measured, and its memory as it is now; `stored`: the checkpoint's type."""
     from dataclasses import replace
 
+    import torch
     from transformers import AutoTokenizer  # noqa: F401  a job holds it
 
     from h2o_flexgen.offload import memory
     from h2o_flexgen.offload.device import Device
     from h2o_flexgen.offload.disk import default_root
+    from h2o_flexgen.profiling.kernels import job_dtype
     from h2o_flexgen.profiling.measure import load_or_measure
 
     device = Device(args.device)
     if device.is_cuda:
         device.start(None)
     root = Path(args.offload_dir) if args.offload_dir else default_root()
-    profile = load_or_measure(device, device.dtype(args.dtype), root)
+    profile = load_or_measure(device, job_dtype(device, args.dtype, getattr(torch, stored)), root)
     ram = memory.ram_in_all()
     gpu = device.free_bytes() if device.is_cuda else ram
     there = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}

@@ -86,11 +86,11 @@ class Search:
     def candidate(self, policy: Policy) -> Candidate:
         """Cost and bytes of a policy, whether it fits or not."""
         if policy not in self._seen:
-            placement, plan = self._plan(policy)
+            placement, plan = self.plan(policy)
             self._seen[policy] = Candidate(policy, self.cost.predict(policy, placement), plan)
         return self._seen[policy]
 
-    def _plan(self, policy: Policy) -> tuple[Placement, Plan]:
+    def plan(self, policy: Policy) -> tuple[Placement, Plan]:
         key = policy.fractions("weights")
         known = self._weights.get(key)
         workload = self._planned(policy)
@@ -112,7 +112,7 @@ class Search:
             missing += max(0.0, c.prediction.block_seconds - self.max_latency)
         return missing
 
-    def _score(self, c: Candidate) -> tuple[float, float]:
+    def score(self, c: Candidate) -> tuple[float, float]:
         p = c.prediction
         seconds = p.block_seconds / p.block_size if self.one_block else p.job_seconds / self.num_prompts
         return self._missing(c), seconds
@@ -146,18 +146,18 @@ class Search:
         ]
         # the cheapest bound first, which no linear program is needed for
         most = self.max_latency or float("inf")
-        quick = [(self._quick_bound(p), n) for n, p in enumerate(pairs)]
-        bounds = sorted((self._per_prompt(pairs[n], s) if s <= most else float("inf"), n) for s, n in quick)
+        quick = [(self.quick_bound(p), n) for n, p in enumerate(pairs)]
+        bounds = sorted((self.per_prompt(pairs[n], s) if s <= most else float("inf"), n) for s, n in quick)
         best: Candidate | None = None
         for bound, n in bounds:
-            if bound == float("inf") or (best is not None and bound >= self._score(best)[1] and not exhaustive):
+            if bound == float("inf") or (best is not None and bound >= self.score(best)[1] and not exhaustive):
                 break
-            to_beat = None if best is None or exhaustive else self._block_to_beat(pairs[n], self._score(best)[1])
-            solved = self._relaxed(pairs[n], to_beat)
+            to_beat = None if best is None or exhaustive else self._block_to_beat(pairs[n], self.score(best)[1])
+            solved = self.relaxed(pairs[n], to_beat)
             if solved is None:
                 continue
             found = self._rounded(pairs[n], solved)
-            if self._missing(found) == 0 and (best is None or self._score(found) < self._score(best)):
+            if self._missing(found) == 0 and (best is None or self.score(found) < self.score(best)):
                 best = found
         return self._improved(best or self._smallest(pairs, cpu_compute))
 
@@ -188,7 +188,7 @@ class Search:
         phases = self._compute(policy, self.cost.batches(policy, begin)) if rest else []
         return whole, sum(count * seconds for count, seconds in phases), self.num_prompts
 
-    def _per_prompt(self, policy: Policy, block_seconds: float) -> float:
+    def per_prompt(self, policy: Policy, block_seconds: float) -> float:
         """A bound for a block as a bound for the job."""
         whole, left, prompts = self._blocks(policy)
         return (whole * block_seconds + left) / prompts
@@ -209,7 +209,7 @@ class Search:
             phases.append((held.steps, compute + heads[1]))
         return phases
 
-    def _quick_bound(self, policy: Policy) -> float:
+    def quick_bound(self, policy: Policy) -> float:
         """Seconds of a block that no placement can undercut: the compute of each phase, the weights that the device has
         no room for, what neither device nor RAM has room for. Infinite if there is no room at all."""
         cost, shapes, L = self.cost, self.shapes, self.cost.num_decoder
@@ -235,7 +235,7 @@ class Search:
             seconds += count * step
         return seconds
 
-    def _relaxed(self, policy: Policy, to_beat: float | None) -> dict[str, tuple[float, float, float]] | None:
+    def relaxed(self, policy: Policy, to_beat: float | None) -> dict[str, tuple[float, float, float]] | None:
         """Fractions of each kind on each tier that minimise the seconds of a block, by linear programming; None if
         nothing fits, or if it takes more than `to_beat` seconds."""
         cost, L = self.cost, self.cost.num_decoder
@@ -249,11 +249,12 @@ class Search:
         # the head, and the conversion of every layer
         once = [head + cost.conversion(weights) for head in cost.heads_compute(sizes)]
 
+        streamed = self._streamed_part(lp, weights)
         seconds = []
-        compute = L * cost.prefill_compute(policy, batches) + once[0]
+        compute = L * cost.prefill_compute(policy, batches, streamed) + once[0]
         flows = [(1, cost.prefill_flows(policy, compute, length, weights, cache, acts))]
         for held in cost.held(length):
-            compute = cost.decode_compute(policy, batches, held.slots, cache, L) + once[1]
+            compute = cost.decode_compute(policy, batches, held.slots, cache, L, streamed) + once[1]
             flows.append((held.steps, cost.decode_flows(policy, compute, held, weights, cache)))
         for n, (count, flow) in enumerate(flows):
             t = pulp.LpVariable(f"seconds_{n}", 0)
@@ -273,6 +274,14 @@ class Search:
         if lp.status != pulp.LpStatusOptimal:  # the solver gave up: the pair must not be lost for that
             return dict.fromkeys(KINDS, (1.0, 0.0, 0.0))
         return {kind: tuple(min(1.0, max(0.0, v.value() or 0.0)) for v in x[kind]) for kind in KINDS}
+
+    def _streamed_part(self, lp: pulp.LpProblem, weights: Away) -> pulp.LpVariable:
+        """The least part of the decoder layers' weights that is streamed when `weights` are away in all: the other
+        layers' may be among them."""
+        part = pulp.LpVariable("decoder_streamed", 0, 1)
+        others = self.cost.streamed_bytes - self.cost.decoder_bytes
+        lp += part >= (weights.cpu + weights.disk - others) * (1 / self.cost.decoder_bytes)
+        return part
 
     def _memory(self, policy: Policy, sizes: list[int], x: dict) -> list:
         """(bytes needed, limit) per tier; at most what the plan says of any placement with these fractions."""
@@ -332,7 +341,7 @@ class Search:
                 break
         if percent[0] < self._head_percent:
             start = (self._head_percent, min(percent[1], 100 - self._head_percent), *found.policy.percent[2:])
-            found = min(found, self._fitted(replace(policy, percent=start)), key=self._score)
+            found = min(found, self._fitted(replace(policy, percent=start)), key=self.score)
         return found
 
     @property
@@ -361,10 +370,10 @@ class Search:
             ]
             if not slower:
                 break
-            missing = {m: self._plan(m)[1].missing() for m in slower}
+            missing = {m: self.plan(m)[1].missing() for m in slower}
             fitting = [m for m in slower if missing[m] == 0]
             # what the moves cost matters once they fit
-            found = min(map(self.candidate, fitting or [min(slower, key=missing.get)]), key=self._score)
+            found = min(map(self.candidate, fitting or [min(slower, key=missing.get)]), key=self.score)
         return found
 
     def _moves(self, policy: Policy, steps: Sequence[int]) -> list[tuple[Policy, str, str]]:
@@ -389,8 +398,8 @@ class Search:
         """Small moves that make it better, until there are none: rounding may have lost something."""
         for step in sorted({16, self._head_percent, 4, 1}, reverse=True):
             for _ in range(8):
-                found = min((self.candidate(m[0]) for m in self._moves(best.policy, (step,) * 3)), key=self._score)
-                if self._score(found) >= (0.0, self._score(best)[1] * (1 - 1e-6)):
+                found = min((self.candidate(m[0]) for m in self._moves(best.policy, (step,) * 3)), key=self.score)
+                if self.score(found) >= (0.0, self.score(best)[1] * (1 - 1e-6)):
                     break
                 best = found
         return best
@@ -407,7 +416,7 @@ class Search:
         smallest = min(pairs, key=lambda p: (p.block_size, p.num_gpu_batches))
         homes = [(0, 0), (0, 100), (100, 0)] if self.shapes.cuda else [(0, 0), (100, 0)]
         tried = [self.candidate(replace(smallest, percent=(*w, *c, *a))) for w in homes for c in homes for a in homes]
-        best = min(tried, key=self._score)
+        best = min(tried, key=self.score)
         if self._missing(best) == 0:
             return best
         if any(c.plan.missing() == 0 for c in self._seen.values()):
