@@ -6,7 +6,7 @@ import os
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.models.parts import activation
-from h2o_flexgen.models.registry import family, known_names, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.registry import family, head_name, known_names, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
@@ -180,6 +180,8 @@ class LLM:
         else:
             self.source = Checkpoint(folder, progress)
         self.source.check(needed)
+        if self.spec.tied and path != DUMMY:
+            self.source.check_tied(*(head_name(replace(self.spec, tied=tied)) for tied in (True, False)))
         # vectors never stream
         self._stored_dtypes = {self.source.stored_dtype(name) for name, shape in needed.items() if len(shape) > 1}
         self.eos_ids = frozenset() if path == DUMMY else self.spec.eos
