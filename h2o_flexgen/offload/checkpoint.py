@@ -131,7 +131,7 @@ class Checkpoint:
     def check_tied(self, embedding: str, head: str) -> None:
         """Raises UserError if there is a head besides the embedding that the config ties it to, with other values: for
         transformers they are not tied then. A few rows are compared."""
-        words, own = self.tensors[embedding], self.tensors.get(head)
+        words, own = self.find(embedding), self.tensors.get(head)
         if own is None:
             return
         rows = range(0, words.shape[0], max(1, words.shape[0] // 8))
