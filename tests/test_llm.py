@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, sizes
 from h2o_flexgen.engine import sampling
+from h2o_flexgen.engine.observer import Observer
 
 ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
 MIXED = (33, 33, 33, 33, 33, 33)
@@ -232,9 +233,7 @@ def test_one_eos_token_in_the_config_is_enough(tiny, run, tmp_path):
 
 
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_DISK], ids=str)
-def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path, percent, monkeypatch):
-    from h2o_flexgen.engine.runner import Engine
-
+def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path, percent):
     model = tiny()
     prompts = model.clear_cut_prompts([20, 19, 12, 11, 4, 3], 24)
     references = [r.tokens for r in model.references(prompts, 24)]
@@ -246,15 +245,14 @@ def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path,
     ends = choose_ends(references, lambda outputs: len({*last_steps(outputs), 24}) == 4)
     lengths = [len(cut(tokens, ends)[0]) for tokens in references]
     seen = []
-    prefill, decode = Engine._prefill, Engine._decode
-    monkeypatch.setattr(Engine, "_prefill", lambda self, s, w: (seen.append(tuple(s)), prefill(self, s, w))[1])
-    monkeypatch.setattr(
-        Engine,
-        "_decode",
-        lambda self, i, j, group, w: (seen.extend((i, j, k) for k in group), decode(self, i, j, group, w))[1],
-    )
+
+    class Steps(Observer):
+        def on_step(self, i, j, batches):
+            seen.extend((i, j, k) for k in batches)
+
     stopping = with_eos(model, tmp_path, sorted(ends))
-    with LLM(str(stopping.folder), Policy(2, 3, percent), dtype="float32", device="cpu", progress=False) as llm:
+    options = dict(dtype="float32", device="cpu", progress=False, observer=Steps())
+    with LLM(str(stopping.folder), Policy(2, 3, percent), **options) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=24))
     assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
     last = last_steps([cut(tokens, ends) for tokens in references])
@@ -433,14 +431,15 @@ def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypa
     monkeypatch.setattr(sizes, "SEGMENT", 4)
     model = poisoned(7)
     prompts = healthy_prompts(model, 7, [20, 19, 9, 8], 18, None)
+    real = sampling.sample
 
     def sample(logits, params, indices, step):
-        tokens, logprobs = sampling.sample(logits, params, indices, step)
+        tokens, logprobs = real(logits, params, indices, step)
         if step == 0 and 1 in indices:
             tokens[indices.index(1)] = 7  # ends this sequence, and is what it is computed with from then on
         return tokens, logprobs
 
-    monkeypatch.setattr("h2o_flexgen.engine.runner.sample", sample)
+    monkeypatch.setattr(sampling, "sample", sample)
     with LLM(str(model.folder), Policy(2, 1, percent), device="cpu", dtype="float32", progress=False) as llm:
         llm.eos_ids = frozenset([7])
         outputs = llm.generate(prompts, SamplingParams(max_tokens=18))
@@ -504,7 +503,7 @@ def test_what_a_policy_says_is_not_said_again(tiny, given):
 def test_a_cap_of_the_cpu_tier_is_refused_where_a_search_would_not_use_it(tiny):
     folder = str(tiny().folder)
     for more in ({}, dict(gpu_mem=1 << 30)):
-        with pytest.raises(UserError, match="use --gpu-mem"):
+        with pytest.raises(UserError, match="use `gpu_mem`"):
             LLM(folder, device="cpu", cpu_mem=1 << 30, **more)
     LLM(folder, device="cpu", cpu_mem=1 << 30, policy=Policy()).close()
 
@@ -529,7 +528,7 @@ def test_norms_of_another_type_do_not_count_as_a_conversion(tiny, tmp_path):
     mixed = {name: w.float() if w.dim() == 1 else w.half() for name, w in weights.items()}
     save_file(mixed, folder / "model.safetensors")
     with LLM(str(folder), Policy(), device="cpu", dtype="float16", progress=False) as llm:
-        assert llm._stored_dtypes == {torch.float16}
+        assert llm.model.stored_dtypes == {torch.float16}
 
 
 def test_the_bar_counts_what_was_generated(tiny, tmp_path, capfd):

@@ -184,9 +184,10 @@ def test_auto_on_little_memory_gives_the_same_tokens(hardware, tmp_path, monkeyp
         assert "predicted" not in llm.report
     held = memory.resident()
     monkeypatch.setattr(memory, "resident", lambda: held)  # the cap is near what is needed
-    with LLM(str(folder), device="cpu", dtype="float32", hardware=hardware, progress=False) as llm:
-        _, plan = llm.plan_for(Policy(12), Workload((5,) * 12, 8), FullCache())
-        llm._caps["gpu"] = plan.needed("gpu") - 200_000
+    options = dict(device="cpu", dtype="float32", hardware=hardware, progress=False)
+    with LLM(str(folder), **options) as llm:
+        _, plan = llm.planner.plan(Policy(12), FullCache(), Workload((5,) * 12, 8), llm.resources())
+    with LLM(str(folder), gpu_mem=plan.needed("gpu") - 200_000, **options) as llm:
         outputs = llm.generate(prompts, params)
         assert [o.outputs[0].token_ids for o in outputs] == expected
         assert llm.report["predicted"]["tokens_per_s"] > 0

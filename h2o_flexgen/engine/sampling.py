@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.sizes import SAMPLE_ROWS
 
@@ -54,6 +56,38 @@ class SamplingParams:
             raise UserError(f"the output length must be 1 or more, not {self.max_tokens}")
         if not 0 <= self.seed < 1 << 64:
             raise UserError(f"seed must lie between 0 and 2**64 - 1, not {self.seed}")
+
+
+class Sampler:
+    """Appends the tokens of each step to the sequences that still run.
+
+    Args:
+        eos_ids: token ids that end a sequence, unless `params` ignores them.
+    """
+
+    def __init__(self, params: SamplingParams, eos_ids: frozenset[int]):
+        self.params = params
+        self.eos_ids = frozenset() if params.ignore_eos else eos_ids
+
+    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> bool:
+        """As `step.LogitsSink`. A sequence with a row that is not finite ends in an error."""
+        tokens, logprobs = sample(logits, self.params, [s.index for s in sequences], i)
+        all_finite = True
+        for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist()):
+            finite = math.isfinite(logprob)
+            all_finite &= finite  # also of a sequence that has stopped: it is computed until its batch leaves
+            if s.finish_reason is not None:
+                continue
+            if not finite:
+                s.finish_reason = "error"
+                continue
+            s.tokens.append(token)
+            s.logprobs.append(logprob)
+            if token in self.eos_ids:
+                s.finish_reason = "stop"
+            elif len(s.tokens) == self.params.max_tokens:
+                s.finish_reason = "length"
+        return all_finite
 
 
 def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,12 @@ def read_prompts(path: str) -> list[str | list[int] | UserError]:
     try:
         text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as e:
-        raise UserError(f"cannot read --input-file {path}: {e.strerror}") from None
+        raise UserError(f"cannot read `input_file` {path}: {e.strerror}") from None
     lines = [line for line in text.splitlines() if line.strip()]  # of bytes: a text may hold other line separators
     if not lines:
-        raise UserError(f"--input-file {path} holds no prompts")
+        raise UserError(f"`input_file` {path} holds no prompts")
     if not any(map(_decode, lines)):
-        raise UserError(f"cannot read --input-file {path}: it is not UTF-8 text")
+        raise UserError(f"cannot read `input_file` {path}: it is not UTF-8 text")
     return [_parse_row(line) for line in lines]
 
 

@@ -23,9 +23,9 @@ class OutputFile:
     wait in memory until there is."""
 
     def __init__(self, path: str):
-        check_writable("--output-file", Path(path))
+        check_writable("`output_file`", Path(path))
         if os.path.exists(path) and not os.path.isfile(path):
-            raise UserError(f"--output-file {path} is not a file")
+            raise UserError(f"`output_file` {path} is not a file")
         self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
         self.partial = self.path.with_name(self.path.name + ".partial")
         self._check_free()
@@ -36,7 +36,7 @@ class OutputFile:
 
     def _check_free(self) -> None:
         if is_held(self.partial):
-            raise UserError(f"--output-file {self.path}: another job is writing it")
+            raise UserError(f"`output_file` {self.path}: another job is writing it")
 
     def add(self, row: dict) -> None:
         self.rows[row["index"]] = row

@@ -62,7 +62,7 @@ def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float |
 
 def check_floor(floor: float) -> None:
     if not 0 < floor <= 0.5:
-        raise UserError(f"--min-hh-ratio must lie in (0, 0.5], not {floor:g}")
+        raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
 
 
 def _budget(heavy: int, ratio: float) -> KVBudget:
@@ -116,51 +116,6 @@ def size_budget(
                 break
             curve = sorted(found, key=lambda p: p.slots)
     return *found[largest_free(curve)], curve
-
-
-def describe_curve(curve: list[BudgetPoint], chosen: BudgetPoint) -> str:
-    """A table for people: budget, block, tokens per second."""
-    lines = ["   hh-ratio  slots       block  tokens/s"]
-    for point in curve:
-        mark = "=>" if point == chosen else "  "
-        ratio = "full" if point.ratio is None else f"{point.ratio:g}"
-        block = f"{point.gpu_batch_size} x {point.num_gpu_batches}"
-        lines.append(f"{mark} {ratio:>8}{point.slots:>7}{block:>12}{point.tokens_per_s:>10.2f}")
-    return "\n".join(lines)
-
-
-def plot_curve(curve: list[BudgetPoint], chosen: BudgetPoint, path: str) -> None:
-    """Draw the curve as PNG; needs matplotlib.
-
-    Raises:
-        UserError: no matplotlib, or the file cannot be written.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install 'h2o_flexgen[plot]'") from None
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot([p.slots for p in curve], [p.tokens_per_s for p in curve], "o-", color="tab:blue")
-    axes.plot([chosen.slots], [chosen.tokens_per_s], "o", color="tab:red", markersize=10, label="largest free budget")
-    for p in curve:
-        axes.annotate(
-            f"{p.gpu_batch_size}x{p.num_gpu_batches}",
-            (p.slots, p.tokens_per_s),
-            xytext=(4, 6),
-            textcoords="offset points",
-            fontsize=8,
-        )
-    axes.set(xlabel="KV slots per sequence and head", ylabel="predicted tokens/s", ylim=(0, None))
-    axes.legend()
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as e:
-        raise UserError(f"cannot write --plot {path}: {e.strerror}") from None
-    finally:
-        plt.close(figure)
 
 
 def largest_free(curve: list[BudgetPoint]) -> BudgetPoint:

@@ -399,7 +399,7 @@ class CostModel:
             return times * max(seconds.values())
 
         # layers that are alike are costed once
-        nothing, coming = Away(), _coming(away)
+        nothing, coming = Away(), prefetched_weights(away)
         alike = Counter(zip(away[1:-1], coming[1:-1], cache))
         embedding, last = self.conversion(away[0]), self.conversion(away[-1])
         prefill_ends, decode_ends = (
@@ -448,7 +448,7 @@ class CostModel:
         return [_away([placement.cache[layer, k] for k in keys], sizes) for layer in range(self.num_decoder)]
 
 
-def _coming(away: list[Away]) -> list[Away]:
+def prefetched_weights(away: list[Away]) -> list[Away]:
     """The weights that come while each layer computes: those of the next layer that streams, which the engine fetches
     from the layer that streamed before it on. `away`: of each layer."""
     nothing = Away()

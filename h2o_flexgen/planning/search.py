@@ -67,7 +67,7 @@ class Search:
         one_block: bool = False,
     ):
         if pulp is None:
-            raise UserError("the policy search needs the package pulp: install it, or give --percent")
+            raise UserError("the policy search needs the package pulp: install it, or give a policy (`percent`)")
         self.profile, self.shapes, self.limits = profile, shapes, limits
         # the plan must hold for the longest prompts; the search takes all to be as long
         self.workload = Workload((workload.longest,) * len(workload.prompt_lens), workload.gen_len)
@@ -112,7 +112,8 @@ class Search:
             missing += max(0.0, c.prediction.block_seconds - self.max_latency)
         return missing
 
-    def _score(self, c: Candidate) -> tuple[float, float]:
+    def score(self, c: Candidate) -> tuple[float, float]:
+        """(what is missing, seconds per prompt): the smaller, the better."""
         p = c.prediction
         seconds = p.block_seconds / p.block_size if self.one_block else p.job_seconds / self.num_prompts
         return self._missing(c), seconds
@@ -146,18 +147,18 @@ class Search:
         ]
         # the cheapest bound first, which no linear program is needed for
         most = self.max_latency or float("inf")
-        quick = [(self._quick_bound(p), n) for n, p in enumerate(pairs)]
-        bounds = sorted((self._per_prompt(pairs[n], s) if s <= most else float("inf"), n) for s, n in quick)
+        quick = [(self.quick_bound(p), n) for n, p in enumerate(pairs)]
+        bounds = sorted((self.per_prompt(pairs[n], s) if s <= most else float("inf"), n) for s, n in quick)
         best: Candidate | None = None
         for bound, n in bounds:
-            if bound == float("inf") or (best is not None and bound >= self._score(best)[1] and not exhaustive):
+            if bound == float("inf") or (best is not None and bound >= self.score(best)[1] and not exhaustive):
                 break
-            to_beat = None if best is None or exhaustive else self._block_to_beat(pairs[n], self._score(best)[1])
-            solved = self._relaxed(pairs[n], to_beat)
+            to_beat = None if best is None or exhaustive else self._block_to_beat(pairs[n], self.score(best)[1])
+            solved = self.relaxed(pairs[n], to_beat)
             if solved is None:
                 continue
             found = self._rounded(pairs[n], solved)
-            if self._missing(found) == 0 and (best is None or self._score(found) < self._score(best)):
+            if self._missing(found) == 0 and (best is None or self.score(found) < self.score(best)):
                 best = found
         return self._improved(best or self._smallest(pairs, cpu_compute))
 
@@ -188,7 +189,7 @@ class Search:
         phases = self._compute(policy, self.cost.batches(policy, begin)) if rest else []
         return whole, sum(count * seconds for count, seconds in phases), self.num_prompts
 
-    def _per_prompt(self, policy: Policy, block_seconds: float) -> float:
+    def per_prompt(self, policy: Policy, block_seconds: float) -> float:
         """A bound for a block as a bound for the job."""
         whole, left, prompts = self._blocks(policy)
         return (whole * block_seconds + left) / prompts
@@ -209,7 +210,7 @@ class Search:
             phases.append((held.steps, compute + heads[1]))
         return phases
 
-    def _quick_bound(self, policy: Policy) -> float:
+    def quick_bound(self, policy: Policy) -> float:
         """Seconds of a block that no placement can undercut: the compute of each phase, the weights that the device has
         no room for, what neither device nor RAM has room for. Infinite if there is no room at all."""
         cost, shapes, L = self.cost, self.shapes, self.cost.num_decoder
@@ -235,7 +236,7 @@ class Search:
             seconds += count * step
         return seconds
 
-    def _relaxed(self, policy: Policy, to_beat: float | None) -> dict[str, tuple[float, float, float]] | None:
+    def relaxed(self, policy: Policy, to_beat: float | None) -> dict[str, tuple[float, float, float]] | None:
         """Fractions of each kind on each tier that minimise the seconds of a block, by linear programming; None if
         nothing fits, or if it takes more than `to_beat` seconds."""
         cost, L = self.cost, self.cost.num_decoder
@@ -332,7 +333,7 @@ class Search:
                 break
         if percent[0] < self._head_percent:
             start = (self._head_percent, min(percent[1], 100 - self._head_percent), *found.policy.percent[2:])
-            found = min(found, self._fitted(replace(policy, percent=start)), key=self._score)
+            found = min(found, self._fitted(replace(policy, percent=start)), key=self.score)
         return found
 
     @property
@@ -364,7 +365,7 @@ class Search:
             missing = {m: self._plan(m)[1].missing() for m in slower}
             fitting = [m for m in slower if missing[m] == 0]
             # what the moves cost matters once they fit
-            found = min(map(self.candidate, fitting or [min(slower, key=missing.get)]), key=self._score)
+            found = min(map(self.candidate, fitting or [min(slower, key=missing.get)]), key=self.score)
         return found
 
     def _moves(self, policy: Policy, steps: Sequence[int]) -> list[tuple[Policy, str, str]]:
@@ -389,8 +390,8 @@ class Search:
         """Small moves that make it better, until there are none: rounding may have lost something."""
         for step in sorted({16, self._head_percent, 4, 1}, reverse=True):
             for _ in range(8):
-                found = min((self.candidate(m[0]) for m in self._moves(best.policy, (step,) * 3)), key=self._score)
-                if self._score(found) >= (0.0, self._score(best)[1] * (1 - 1e-6)):
+                found = min((self.candidate(m[0]) for m in self._moves(best.policy, (step,) * 3)), key=self.score)
+                if self.score(found) >= (0.0, self.score(best)[1] * (1 - 1e-6)):
                     break
                 best = found
         return best
@@ -407,7 +408,7 @@ class Search:
         smallest = min(pairs, key=lambda p: (p.block_size, p.num_gpu_batches))
         homes = [(0, 0), (0, 100), (100, 0)] if self.shapes.cuda else [(0, 0), (100, 0)]
         tried = [self.candidate(replace(smallest, percent=(*w, *c, *a))) for w in homes for c in homes for a in homes]
-        best = min(tried, key=self._score)
+        best = min(tried, key=self.score)
         if self._missing(best) == 0:
             return best
         if any(c.plan.missing() == 0 for c in self._seen.values()):
@@ -419,7 +420,7 @@ class Search:
             raise PlanError(
                 f"no policy finishes a block within {self.max_latency:g} s: the fastest found takes "
                 f"{found.prediction.block_seconds:.1f} s; "
-                "raise --max-latency or shorten the output"
+                "raise `max_latency` or shorten the output"
             )
         block = f"no policy fits this job, not even {smallest.gpu_batch_size} x {smallest.num_gpu_batches} sequences"
         needed = self._shortage(smallest)
@@ -476,7 +477,9 @@ def _solve(lp: pulp.LpProblem) -> bool:
             solver.tmpDir = folder
             lp.solve(solver)
     except (pulp.PulpSolverError, OSError) as e:
-        raise UserError(f"the policy search cannot run its solver ({e}): give the batch sizes and --percent") from None
+        raise UserError(
+            f"the policy search cannot run its solver ({e}): give a policy (the batch sizes and `percent`)"
+        ) from None
     return lp.status != pulp.LpStatusInfeasible
 
 

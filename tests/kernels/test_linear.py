@@ -134,8 +134,8 @@ def test_only_matrices_that_stay_and_are_multiplied_are_packed(model):
         policy = Policy(2, 1, (*percent, 100, 0, 100, 0))
         with LLM(str(model), policy, device="cpu", dtype=dtype, progress=False) as llm:
             llm.generate([[5, 6, 7]])
-            packed = {name for name, t in llm._weights.resident.items() if t.is_mkldnn}
-            expected = {n for layer in llm.layers[1:-1] for n, s in layer.shapes.items() if len(s) == 2}
+            packed = {name for name, t in llm.runner.stores.weights.resident.items() if t.is_mkldnn}
+            expected = {n for layer in llm.model.layers[1:-1] for n, s in layer.shapes.items() if len(s) == 2}
             assert packed == (expected if percent[0] and dtype == "bfloat16" else set())
 
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import T4, laptop, percents, search
+from machines import T4, laptop, percents, planner_of, search
 
-from h2o_flexgen.models.registry import named_spec
-from h2o_flexgen.planning.cost import Away, _coming
+from h2o_flexgen.planning.cost import Away, prefetched_weights
+from h2o_flexgen.planning.planner import Resources
 from h2o_flexgen.planning.profile import Link
 from h2o_flexgen.policy import KVBudget, Policy
-from h2o_flexgen.policy_search import Planner
 from h2o_flexgen.sizes import Workload
 
 ALL_GPU = (100, 0, 100, 0, 100, 0)
+NO_LIMITS = Resources(dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 50))
 few = settings(max_examples=40)
 
 
@@ -62,7 +62,7 @@ def test_equal_blocks_are_counted_whatever_their_number(blocks):
 def test_what_streams_comes_while_something_computes(disk):
     """All of it in a step, never more than the layers before have time for, and none while nothing streams."""
     away = [Away(0, d) for d in disk]
-    coming = _coming(away)
+    coming = prefetched_weights(away)
     assert sum(c.disk for c in coming) == pytest.approx(sum(disk))
     assert max(c.disk for c in coming) <= max(disk)
     if all(disk[1:]):  # the next layer's; the head's layer brings the first that streams
@@ -72,7 +72,7 @@ def test_what_streams_comes_while_something_computes(disk):
 
 def test_a_layer_that_seldom_streams_has_several_layers_time():
     away = [Away(), Away(0, 6.0), Away(), Away(), Away(0, 2.0), Away()]
-    assert [c.disk for c in _coming(away)] == [0, 2 / 3, 2 / 3, 2 / 3, 3, 3]
+    assert [c.disk for c in prefetched_weights(away)] == [0, 2 / 3, 2 / 3, 2 / 3, 3, 3]
 
 
 def test_writing_beside_compute_is_slower():
@@ -85,12 +85,8 @@ def test_writing_beside_compute_is_slower():
 
 def test_prompts_of_different_lengths_cost_less_than_the_longest():
     def job(lens):
-        planner = Planner(named_spec("opt-1.3b"), Workload(lens, 16), laptop(), {})
-        cost = planner.search(None).cost
-        cost.workload = Workload(lens, 16)
-        policy = Policy(4, 1, ALL_GPU)
-        placement, _ = planner.search(None)._plan(policy)
-        return cost.predict(policy, placement).job_seconds
+        choice = planner_of(laptop(), "opt-1.3b").choose(Workload(lens, 16), NO_LIMITS, Policy(4, 1, ALL_GPU))
+        return choice.prediction.job_seconds
 
     assert job((512,) * 4 + (64,) * 12) < 0.6 * job((512,) * 16)
 
@@ -144,7 +140,7 @@ def test_a_fixed_budget_costs_less_the_longer_the_text(policy, profile):
 )
 def test_published_throughputs_are_predicted_within_a_quarter(model, prompt, gen, ratio, policy, published):
     workload = Workload((prompt,) * policy.block_size, gen)
-    planner = Planner(named_spec(model), workload, T4, dict.fromkeys(("gpu", "cpu", "disk"), 1 << 50))
     budget = None if ratio is None else KVBudget.from_ratio(ratio)
-    predicted = planner.search(budget).candidate(policy).prediction.block_tokens_per_s
+    choice = planner_of(T4, model, dummy=False).choose(workload, NO_LIMITS, policy, budget)
+    predicted = choice.prediction.block_tokens_per_s
     assert published / 1.25 < predicted < published * 1.25

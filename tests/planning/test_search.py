@@ -62,9 +62,9 @@ def test_the_linear_program_is_a_lower_bound(job, pair):
         if c.plan.shortfall() is not None:
             continue
         seconds = c.prediction.block_seconds * (1 + 1e-6)
-        assert s._quick_bound(c.policy) <= seconds
-        assert s._per_prompt(c.policy, s._quick_bound(c.policy)) <= s._score(c)[1] * (1 + 1e-6)
-        assert s._relaxed(c.policy, seconds) is not None
+        assert s.quick_bound(c.policy) <= seconds
+        assert s.per_prompt(c.policy, s.quick_bound(c.policy)) <= s.score(c)[1] * (1 + 1e-6)
+        assert s.relaxed(c.policy, seconds) is not None
 
 
 def test_the_head_goes_to_the_device_where_that_makes_room():
@@ -184,7 +184,7 @@ def test_budgets_go_from_the_floor_to_the_full_cache():
     assert choices[0] == (0.2, KVBudget.from_ratio(0.2))
     assert choices[-1] == (None, None)
     assert [r for r, _ in choices[:-1]] == sorted({r for r, _ in choices[:-1]})
-    with pytest.raises(UserError, match="min-hh-ratio"):
+    with pytest.raises(UserError, match="min_hh_ratio"):
         budget_choices(0.7, 100, 132)
 
 
