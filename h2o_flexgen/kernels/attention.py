@@ -92,8 +92,13 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
             elif score is not None:
                 weight = real[a:b, None, begin:end].expand(-1, G, -1).reshape(b - a, 1, G * n)
                 score[a:b, :end] += torch.bmm(weight, p)[:, 0]
-            found = torch.bmm(p if narrow is in_fp32 else logits.copy_(p), few_v[:, :end])
-            context[a:b, :, begin:end] = found.view(b - a, G, n, D)
+            target = context[a:b, :, begin:end]
+            rows = target.flatten(1, 2)  # a view of it, but for grouped heads in several chunks
+            if slow or rows.data_ptr() != target.data_ptr():
+                rows = torch.bmm(p if narrow is in_fp32 else logits.copy_(p), few_v[:, :end])
+                target.copy_(rows.view(b - a, G, n, D))
+            else:
+                torch.bmm(p if narrow is in_fp32 else logits.copy_(p), few_v[:, :end], out=rows)
     return context.view(B, H, T, D)
 
 
