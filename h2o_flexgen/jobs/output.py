@@ -31,7 +31,7 @@ class OutputFile:
         self._check_free()
         self.rows: dict[int, dict] = {}
         self.waiting: dict[int, bytes] = {}
-        self._file = None
+        self.file = None
         self._warned = self._whole = False
 
     def _check_free(self) -> None:
@@ -48,12 +48,12 @@ class OutputFile:
         if not self.waiting:
             return
         try:
-            if self._file is None:
+            if self.file is None:
                 self._check_free()
                 self._set_aside(self.partial, "rows of a job that was killed are kept in")
-                self._file = open(self.partial, "wb", buffering=0)
+                self.file = open(self.partial, "wb", buffering=0)
                 with suppress(OSError):  # a file system without locks
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for index in list(self.waiting):
                 self._write(self.waiting[index])
                 del self.waiting[index]
@@ -63,13 +63,13 @@ class OutputFile:
             self._warned = True
 
     def _write(self, line: bytes) -> None:
-        size = self._file.tell()
+        size = self.file.tell()
         try:
-            if self._file.write(line) < len(line):
+            if self.file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            self._file.truncate(size)  # half a row is none
-            self._file.seek(size)
+            self.file.truncate(size)  # half a row is none
+            self.file.seek(size)
             raise
 
     def where(self) -> str:
@@ -104,8 +104,8 @@ class OutputFile:
             raise UserError(f"cannot write {self.path}: {e.strerror}; {self.where()}") from None
         self.waiting.clear()
         with suppress(OSError):
-            if self._file is not None:
-                self._file.close()
+            if self.file is not None:
+                self.file.close()
             self.partial.unlink(missing_ok=True)
 
 

@@ -16,15 +16,7 @@ from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
 from h2o_flexgen.planning.memory import chunk_bytes, prefill_workspace
 from h2o_flexgen.planning.planner import Resources
 from h2o_flexgen.policy import TIERS
-from h2o_flexgen.sizes import (
-    GROUP_ROWS,
-    WRITE_BACKS,
-    Workload,
-    batch_sizes,
-    matmul_groups,
-    matmul_rows,
-    micro_tokens,
-)
+from h2o_flexgen.sizes import GROUP_ROWS, WRITE_BACKS, Workload, batch_sizes, matmul_groups, matmul_rows, micro_tokens
 
 NO_LIMITS = Resources(dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60))
 RULES = [FullCache(), HeavyHitterCache(50, 50), HeavyHitterCache(5, 400)]
