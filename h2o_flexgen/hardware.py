@@ -14,6 +14,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
+from h2o_flexgen.profiling.kernels import job_dtype
 from h2o_flexgen.profiling.measure import measure
 
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     device = Device(args.device)
     root = Path(args.offload_dir) if args.offload_dir else default_root()
     try:
-        text = measure(device, device.dtype(args.dtype), root).to_json() + "\n"
+        text = measure(device, job_dtype(device, args.dtype), root).to_json() + "\n"
         if args.output is not None:
             Path(args.output).write_text(text)
     except BrokenPipeError:

@@ -19,6 +19,7 @@ from h2o_flexgen.engine.sampling import Sampler, SamplingParams
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.stores import Job
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload.convert import sweep_conversions
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import OffloadFolder, default_root
@@ -26,6 +27,7 @@ from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.planner import Choice, Given, ModelData, Planner, Resources, cap_limits, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, read_policy
+from h2o_flexgen.profiling.kernels import job_dtype
 from h2o_flexgen.profiling.measure import load_or_measure
 from h2o_flexgen.sizes import Workload
 
@@ -43,7 +45,8 @@ class LLM:
         kv_budget: slots for heavy hitters and recent tokens; None keeps the full cache; "auto" takes the largest
             budget that costs no throughput (see `planning.budget`).
         device: "auto", "cpu", "cuda", "cuda:N".
-        dtype: "auto" (fp16 on CUDA; on the CPU bf16 where it is native, else fp32), or a float type's name.
+        dtype: a float type's name, or "auto": on CUDA fp16, or bf16 for a checkpoint in bf16 where the GPU has it; on
+            the CPU the type whose matmuls are the fastest, by measuring (`kernels.rates`).
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
         offload_dir: where cache, hidden states and random weights on disk go, in a private folder of its own.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: what there is).
@@ -86,7 +89,8 @@ class LLM:
         observer: Observer | None = None,
     ):
         self.device = Device(device)
-        self.dtype = self.device.dtype(dtype)
+        if dtype != "auto":
+            self.device.dtype(dtype)  # raises for one that is not known
         self.policy, self.kv_budget = _read_policy(policy, kv_budget)
         searched = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute, max_latency)
         if self.policy != "auto" and any(x is not None for x in searched):
@@ -94,7 +98,6 @@ class LLM:
                 'batch sizes, overlap, cpu_cache_compute and max_latency are for policy "auto": a policy has its own'
             )
         profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
-        self._check_profile(profile)
         if max_latency is not None and not max_latency > 0:
             raise UserError(f"`max_latency` must be more than 0 s, not {max_latency}")
         self.caps = dict(zip(TIERS, (gpu_mem, cpu_mem, disk_mem)))
@@ -106,14 +109,15 @@ class LLM:
         self.choice: Choice | None = None
         self.measurements: Report | None = None
 
-        self.model = load_model(model, path, self.dtype, progress)
+        self.model = load_model(model, path, lambda stored: _job_dtype(self.device, dtype, stored, profile), progress)
+        self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
-        self.runner = Runner(self.model, self.device, self.dtype, self.offload_root, gpu_mem, progress=progress)
+        self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress=progress)
         self.planner = Planner(
             ModelData.of(
                 self.spec,
-                _name(self.dtype),
-                map(_name, self.model.stored_dtypes),
+                dtype_name(self.dtype),
+                map(dtype_name, self.model.stored_dtypes),
                 cuda=self.device.is_cuda,
                 dummy=self.model.is_dummy,
             ),
@@ -122,14 +126,6 @@ class LLM:
             lambda: load_or_measure(self.device, self.dtype, self.offload_root, progress),
             progress,
         )
-
-    def _check_profile(self, profile: Profile | None) -> None:
-        job = (self.device.torch_device.type, _name(self.dtype))
-        if profile is not None and (profile.device, profile.dtype) != job:
-            raise UserError(
-                f"the hardware profile is of {profile.dtype} on {profile.device}, this job computes in {job[1]} on "
-                f"{job[0]}: measure again, or name another `device` or `dtype`"
-            )
 
     def __enter__(self) -> LLM:
         return self
@@ -238,8 +234,16 @@ class LLM:
             bar.close()
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _job_dtype(device: Device, dtype: str, stored: str | None, profile: Profile | None) -> torch.dtype:
+    """The type to compute in, of a checkpoint in the type `stored`. Raises UserError if a profile is of another."""
+    found = job_dtype(device, dtype, stored and getattr(torch, stored), profile and profile.kernels)
+    job = (device.torch_device.type, dtype_name(found))
+    if profile is not None and (profile.device, profile.dtype) != job:
+        raise UserError(
+            f"the hardware profile is of {profile.dtype} on {profile.device}, this job computes in {job[1]} on "
+            f"{job[0]}: measure again, or name another `device` or `dtype`"
+        )
+    return found
 
 
 def _read_policy(policy: Policy | str | Path, kv_budget: KVBudget | str | None) -> tuple:

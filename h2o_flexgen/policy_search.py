@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_writable, read_json, write_text
-from h2o_flexgen.models.registry import known_names, named_spec, read_spec
+from h2o_flexgen.files import check_writable, write_text
+from h2o_flexgen.models.registry import known_names, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
-from h2o_flexgen.planning.profile import ITEMSIZE, Profile
+from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, gib
 from h2o_flexgen.sizes import Workload
 
 if TYPE_CHECKING:  # the planner imports torch, which takes seconds
-    from h2o_flexgen.planning.planner import Choice
+    from h2o_flexgen.planning.planner import Choice, ModelData
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -135,6 +135,8 @@ def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: i
 
 
 def run(args: argparse.Namespace) -> None:
+    from h2o_flexgen.planning.planner import ModelData
+
     cli.check_sizes(args)
     budget = cli.make_budget(args)
     if args.percent is not None:
@@ -149,12 +151,13 @@ def run(args: argparse.Namespace) -> None:
     for option, path in (("--output", args.output), ("--plot", args.plot)):
         if path is not None:
             check_writable(option, Path(path))
-    spec, stored = find_spec(args.model)
+    spec, stored, dummy = find_spec(args.model)
     spec.check_length(args.prompt_len, args.gen_len)
-    profile = this_machine(args) if args.hardware is None else profile_of(args)
+    profile = this_machine(args, stored) if args.hardware is None else profile_of(args)
     if args.hardware is not None and profile.device == "cpu":
         args.device = "cpu"  # in the command, which would take a GPU where there is one
-    choice = choose(args, budget, spec, stored, profile)
+    model = ModelData.of(spec, profile.dtype, [stored], cuda=profile.device == "cuda", dummy=dummy)
+    choice = choose(args, budget, model, profile)
     num_prompts = args.num_prompts or choice.policy.block_size
     command = command_for(args, choice.policy, choice.kv_budget, num_prompts, profile.dtype)
     result = result_of(choice, command)
@@ -176,23 +179,21 @@ def run(args: argparse.Namespace) -> None:
         plot_curve(choice.curve, args.plot)
 
 
-def find_spec(model: str) -> tuple[ModelSpec, str | None]:
-    """The sizes of a model, and for a folder the type of its weights. The weights of a name need not be on this
-    machine: they count as random ones."""
-    spec = named_spec(model)
+def find_spec(model: str) -> tuple[ModelSpec, str, bool]:
+    """The sizes of a model, the type of its weights, and whether they are to be counted as random ones: those of a name
+    need not be on this machine."""
+    spec, stored = named_spec(model), "float16"  # as facebook/opt publishes its weights
     if spec is not None:
-        return spec, None
+        return spec, stored, True
     folder = Path(model).expanduser()
     if not folder.is_dir():
         raise UserError(f"--model {model}: neither a folder nor one of: {', '.join(known_names())}")
-    return read_spec(folder), stored_dtype(folder)
+    return read_spec(folder), stored_dtype(folder) or stored, False
 
 
-def choose(
-    args: argparse.Namespace, budget: KVBudget | str | None, spec: ModelSpec, stored: str | None, profile: Profile
-) -> Choice:
-    """The policy of the options for a job on a profile's machine. `stored` as `find_spec` gives it."""
-    from h2o_flexgen.planning.planner import Given, ModelData, Planner, Resources, check_cpu_cap
+def choose(args: argparse.Namespace, budget: KVBudget | str | None, model: ModelData, profile: Profile) -> Choice:
+    """The policy of the options for a job on a profile's machine."""
+    from h2o_flexgen.planning.planner import Given, Planner, Resources, check_cpu_cap
 
     prompts, policy = args.num_prompts or _MANY, None
     if args.num_prompts is None and None not in (args.gpu_batch_size, args.num_gpu_batches):
@@ -202,8 +203,6 @@ def choose(
         policy = Policy(size, batches, tuple(args.percent), args.overlap, bool(args.cpu_cache_compute))
     caps = cli.limits(args)
     check_cpu_cap(caps, profile.device != "cuda", policy is None)
-    checkpoint = stored or "float16"  # as facebook/opt publishes its weights
-    model = ModelData.of(spec, profile.dtype, [checkpoint], cuda=profile.device == "cuda", dummy=stored is None)
     given = Given(
         args.gpu_batch_size,
         args.num_gpu_batches,
@@ -262,13 +261,6 @@ def plot_curve(curve: list[BudgetPoint], path: str) -> None:
         plt.close(figure)
 
 
-def stored_dtype(folder: Path) -> str:
-    """The type of a checkpoint's weights, as its config.json names it."""
-    data = read_json("the config", folder / "config.json")
-    found = str(data.get("dtype") or data.get("torch_dtype")).removeprefix("torch.")
-    return found if found in ITEMSIZE else "float16"
-
-
 def profile_of(args: argparse.Namespace) -> Profile:
     """The profile that is given, if no other option contradicts it."""
     from h2o_flexgen.offload.device import Device
@@ -282,22 +274,24 @@ def profile_of(args: argparse.Namespace) -> Profile:
     return profile
 
 
-def this_machine(args: argparse.Namespace) -> Profile:
-    """This machine's rates as they were measured, and its memory as it is now."""
+def this_machine(args: argparse.Namespace, stored: str) -> Profile:
+    """This machine's rates as they were measured, and its memory as it is now; `stored`: the checkpoint's type."""
     from dataclasses import replace
 
+    import torch
     from transformers import AutoTokenizer  # noqa: F401  a job holds it
 
     from h2o_flexgen.offload import memory
     from h2o_flexgen.offload.device import Device
     from h2o_flexgen.offload.disk import default_root
+    from h2o_flexgen.profiling.kernels import job_dtype
     from h2o_flexgen.profiling.measure import load_or_measure
 
     device = Device(args.device)
     if device.is_cuda:
         device.start(None)
     root = Path(args.offload_dir) if args.offload_dir else default_root()
-    profile = load_or_measure(device, device.dtype(args.dtype), root)
+    profile = load_or_measure(device, job_dtype(device, args.dtype, getattr(torch, stored)), root)
     ram = memory.ram_in_all()
     gpu = device.free_bytes() if device.is_cuda else ram
     available = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}

@@ -79,3 +79,15 @@ def no_measuring(monkeypatch):
     import machines
 
     monkeypatch.setattr("h2o_flexgen.llm.load_or_measure", lambda *a: machines.laptop())
+
+
+@pytest.fixture(autouse=True)
+def fixed_kernels():
+    """Matmuls by the same kernels on every CPU, and type "auto" is bfloat16; which are faster is for benchmarks."""
+    import machines
+
+    from h2o_flexgen.kernels import linear
+
+    linear.use(machines.KERNELS)
+    yield
+    linear.use(machines.KERNELS)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from h2o_flexgen.kernels.rates import HALF_TYPES, ROWS, KernelRates
 from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.models.registry import named_spec
 from h2o_flexgen.planning.planner import Given, ModelData, Planner, Resources
@@ -16,6 +17,28 @@ from h2o_flexgen.sizes import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 T4 = Profile.from_file(ROOT / "policies" / "hardware" / "t4-16gb.json")
+
+
+def kernels(packed: tuple[str, ...] = (), slow: tuple[str, ...] = (), **fastest: str) -> KernelRates:
+    """Rates of a CPU that was never measured.
+
+    Args:
+        packed: types whose packed kernel is the fastest.
+        slow: types in which attention is slower than in fp32.
+        fastest: by type its fastest kernel for a matrix that is not packed; types that are not named are slow in all.
+    """
+    linear = {"float32": {"native": dict.fromkeys(ROWS, 1e11)}}
+    for dtype in HALF_TYPES:
+        linear[dtype] = {name: dict.fromkeys(ROWS, 1e10) for name in ("native", "widened", "packed")}
+        if dtype in fastest:
+            linear[dtype][fastest[dtype]] = dict.fromkeys(ROWS, 2e11)
+        if dtype in packed:
+            linear[dtype]["packed"] = dict.fromkeys(ROWS, 4e11)
+    return KernelRates(linear, {"float32": 1e11} | {t: 1e10 if t in slow else 2e11 for t in HALF_TYPES})
+
+
+#: what tests choose kernels by, so that they do the same on every CPU
+KERNELS = kernels(bfloat16="native", float16="widened", slow=("float16",))
 
 
 def laptop(**changes) -> Profile:
@@ -34,7 +57,7 @@ def laptop(**changes) -> Profile:
             "cpu_to_gpu": Link(5e9, 1e-10),
             "gpu_to_cpu": Link(5e9, 1e-10),
         },
-        "layer": {2048: [(1, 1e10), (32, 3e11), (128, 8e11)]},
+        "matmul": dict.fromkeys(("streamed", "resident"), {(2048, 2048): [(1, 1e10), (32, 3e11), (128, 8e11)]}),
         "prefill_attention": {"full": {64: 2e11}, "h2o": {64: 1e11}},
         "decode_attention": {"full": {64: 2e10}, "h2o": {64: 1.5e10}},
         "step_seconds": 5e-4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -12,7 +13,7 @@ import torch
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.parts import activation
-from h2o_flexgen.models.registry import family, known_names, named_spec, read_spec
+from h2o_flexgen.models.registry import family, known_names, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer
 from h2o_flexgen.models.spec import Layer, ModelSpec
 from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
@@ -26,6 +27,7 @@ class LoadedModel:
     """A model whose weights have been found, but not read.
 
     Attributes:
+        dtype: to compute in.
         layers: embedding, transformer blocks, head: the tensors of each.
         tokenizer: None if the model has none.
         stored_dtypes: of the matrices in the checkpoint. Vectors do not count: they never stream.
@@ -33,6 +35,7 @@ class LoadedModel:
 
     name: str
     spec: ModelSpec
+    dtype: torch.dtype
     layers: list[Layer]
     source: Checkpoint | DummyCheckpoint
     tokenizer: object | None
@@ -82,30 +85,34 @@ class LoadedModel:
         return self.tokenizer(text, verbose=False)["input_ids"]
 
 
-def load_model(model: str | None, path: str | None, dtype: torch.dtype, progress: bool) -> LoadedModel:
+def load_model(
+    model: str | None, path: str | None, choose_dtype: Callable[[str | None], torch.dtype], progress: bool
+) -> LoadedModel:
     """Find a model, and check that its checkpoint holds what the model needs.
 
     Args:
         model, path: as for `LLM`.
-        dtype: of the computation, in which random weights are made.
+        choose_dtype: from the type that the checkpoint is stored in, such as "bfloat16", or None where that is not
+            known, to the type to compute in.
         progress: show a bar if the checkpoint must be converted.
 
     Raises:
         UserError: there is no such model, its family or its format is not known, or its files are not whole.
     """
     if path == DUMMY:
-        spec, tokenizer = _dummy_spec(model), None
+        spec, tokenizer, stored = _dummy_spec(model), None, None
     else:
         weights, folder = find_model(model, path)
-        spec, tokenizer = read_spec(folder), load_tokenizer(folder)
+        spec, stored, tokenizer = read_spec(folder), stored_dtype(folder), load_tokenizer(folder)
+    dtype = choose_dtype(stored)
     activation(spec.activation)  # raises for one that is not known
     layers = family(spec.model_type).tensors(spec)
     shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
     source = DummyCheckpoint(shapes, dtype) if path == DUMMY else Checkpoint(weights, progress)
     source.check(shapes)
-    stored = {source.stored_dtype(name) for name, shape in shapes.items() if len(shape) > 1}
+    stored_dtypes = {source.stored_dtype(name) for name, shape in shapes.items() if len(shape) > 1}
     name = model or (path if path not in (None, DUMMY) else "demo_model")
-    return LoadedModel(name, spec, layers, source, tokenizer, stored)
+    return LoadedModel(name, spec, dtype, layers, source, tokenizer, stored_dtypes)
 
 
 def _dummy_spec(model: str | None) -> ModelSpec:

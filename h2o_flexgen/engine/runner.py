@@ -18,6 +18,7 @@ from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.engine.step import LayerSteps, LogitsSink
 from h2o_flexgen.engine.stores import Job, Stores
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device, TransferQueue
@@ -51,13 +52,12 @@ class Runner:
         self,
         model: LoadedModel,
         device: Device,
-        dtype: torch.dtype,
         offload_root: Path,
         gpu_mem: int | None = None,
         direct_reads: bool = True,
         progress: bool = True,
     ):
-        self.model, self.device, self.dtype = model, device, dtype
+        self.model, self.device, self.dtype = model, device, model.dtype
         self.offload_root, self.direct_reads, self.progress = offload_root, direct_reads, progress
         self.stores = Stores()
         self.folder: OffloadFolder | None = None
@@ -212,7 +212,7 @@ class Runner:
         return Report(
             model=self.model.name,
             device=str(self.device),
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.dtype),
             workload=JobSize(len(sequences), job.workload.longest, job.workload.gen_len),
             policy=job.policy,
             kv_budget=Slots(rule.heavy, rule.recent) if rule.scored else None,

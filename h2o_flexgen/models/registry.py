@@ -19,6 +19,9 @@ FAMILIES = (
     "gpt_neox",
 )
 
+#: types of weights that a job may compute in
+STORED_DTYPES = ("float16", "bfloat16", "float32")
+
 
 def family(model_type: str):
     """The module of a family: `spec`, `named`, `tensors`, `embed`, `block`, `logits`, and `rotate` if it has RoPE."""
@@ -60,6 +63,13 @@ def read_spec(folder: Path) -> ModelSpec:
     if generation.get("eos_token_id") is not None:
         config = config | {"eos_token_id": generation["eos_token_id"]}
     return spec_of(config, str(folder / "config.json"))
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """The type of a checkpoint's weights, such as "bfloat16", if its config.json names it."""
+    config = _read(folder / "config.json") or {}
+    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return name if name in STORED_DTYPES else None
 
 
 def _read(path: Path) -> dict | None:

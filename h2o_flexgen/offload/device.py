@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels.linear import has_bf16
+from h2o_flexgen.kernels.linear import dtype_name, rates
 from h2o_flexgen.offload import memory
 from h2o_flexgen.sizes import PAGE, aligned
 
@@ -65,17 +65,31 @@ class Device:
     def __str__(self) -> str:
         return str(self.torch_device)
 
-    def dtype(self, name: str) -> torch.dtype:
-        """`auto` is what this device computes fastest at full range: fp16, or bf16, or fp32."""
+    def dtype(self, name: str, stored: torch.dtype | None = None) -> torch.dtype:
+        """The type of that name.
+
+        Args:
+            name: "float16", "bfloat16", "float32", "fp16", "bf16", "fp32", or "auto": on CUDA fp16, or bf16 for a
+                checkpoint in bf16 where the GPU has it; on the CPU the fastest by measuring (`KernelRates.dtype`).
+            stored: what most of the checkpoint is stored in, if that is known.
+
+        Raises:
+            UserError: there is no such type.
+        """
+        if name == "auto" and self.is_cuda:
+            return torch.bfloat16 if stored == torch.bfloat16 and self.has_bf16 else torch.float16
         if name == "auto":
-            if self.is_cuda:
-                return torch.float16
-            return torch.bfloat16 if has_bf16() else torch.float32
+            return getattr(torch, rates().dtype(stored and dtype_name(stored)))
         dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
         dtypes |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
         if name not in dtypes:
             raise UserError(f"unknown dtype {name!r}: use auto, float16, bfloat16 or float32")
         return dtypes[name]
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether this GPU has bf16 matmuls."""
+        return self.is_cuda and torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
 
     # memory
 

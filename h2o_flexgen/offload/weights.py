@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels.linear import can_pack, pack
+from h2o_flexgen.kernels.linear import pack, packs
 from h2o_flexgen.offload.checkpoint import PART, Checkpoint, DummyCheckpoint, Stored, bar_of_bytes, parts_of
 from h2o_flexgen.offload.device import Device, TransferQueue, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
@@ -93,8 +93,8 @@ class WeightStore:
                 bar.update(sizes[name])
 
     def _packed(self) -> set[str]:
-        """Names of the matrices that stay where products are made and are used for nothing else."""
-        if self.device.is_cuda or self.dtype != torch.bfloat16 or not can_pack():
+        """Names of the matrices that stay on the device and are used for nothing but matmuls."""
+        if self.device.is_cuda or not packs(self.dtype):
             return set()
         matrices = {name for spec in self.layers for name, shape in spec.values() if len(shape) == 2}
         gathered = {name for name, _ in self.gathered.values()}

@@ -8,7 +8,7 @@ on each tier, so that the same functions cost a placement and write down the lin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from h2o_flexgen.planning.memory import Shapes
 from h2o_flexgen.planning.placement import Placement
-from h2o_flexgen.planning.profile import LINKS, Profile
+from h2o_flexgen.planning.profile import LINKS, Profile, Shape
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.sizes import (
     HEAD_ROWS,
@@ -42,6 +42,23 @@ class Away(NamedTuple):
 
     cpu: float = 0.0
     disk: float = 0.0
+
+
+class Compute(NamedTuple):
+    """Seconds of compute: `resident` where all weights stay on the device, and `extra` where all are streamed."""
+
+    resident: float = 0.0
+    extra: float = 0.0
+
+    def seconds(self, streamed: float) -> float:
+        """With this part of the weights, in [0, 1], streamed; it may be an expression of a linear program."""
+        return self.resident + self.extra * streamed if self.extra else self.resident
+
+
+def add_up(work: Iterable[Compute]) -> Compute:
+    """One after the other."""
+    resident, extra = zip(*work)
+    return Compute(sum(resident), sum(extra))
 
 
 class Held(NamedTuple):
@@ -158,65 +175,91 @@ class CostModel:
         self.num_decoder = spec.layers
         self.hidden_bytes = spec.hidden * shapes.compute_itemsize
         matrices = [sum(prod(s) for s in layer.values() if len(s) > 1) for layer in shapes.streamed]
-        self.layer_size, self.head_size = matrices[1], matrices[-1]  # numbers in a decoder layer and in the head
+        self.layer_size, self.head_size = matrices[1], matrices[-1]  # elements of a decoder layer and of the head
+        #: bytes of all decoder layers in the type of the computation
+        self.decoder_bytes = sum(matrices[1:-1]) * shapes.compute_itemsize
+        # a table whose rows are looked up is not packed
+        looked_up = {n for whole, streamed in zip(shapes.layers, shapes.streamed) for n in whole if n not in streamed}
+        self._layer_matrices, self._head_matrices = (
+            [(s, name not in looked_up) for name, s in layer.items() if len(s) > 1]
+            for layer in (shapes.streamed[1], shapes.streamed[-1])
+        )
         sizes = [prod(s) for s in shapes.streamed[1].values() if len(s) > 1]
         # as beside a cache from disk; without one they come in fewer (offload/disk.py), which saves a little of compute
         count = sum(requests(n * shapes.stored_itemsize) for n in sizes)
         self._requests_per_byte = count / (sum(sizes) * shapes.compute_itemsize)
         #: bytes that must pass through the device in a step
         self.streamed_bytes = sum(matrices) * shapes.compute_itemsize
-        self._decode_products = lru_cache(maxsize=None)(self._decode_products)
+        self._layer_matmuls = lru_cache(maxsize=None)(self._layer_matmuls)
+        self._head_matmuls = lru_cache(maxsize=None)(self._head_matmuls)
+        self._decode_matmuls = lru_cache(maxsize=None)(self._decode_matmuls)
         self._prefill_batch = lru_cache(maxsize=None)(self._prefill_batch)
 
     # compute
 
-    def _product(self, numbers: int, rows: int) -> float:
-        """Seconds of the product of `rows` rows and a matrix, or several, of so many numbers."""
-        return 2 * numbers * rows / self.profile.matmul_rate(self.shapes.spec.hidden, rows)
+    def _matmuls(self, matrices: list[tuple[Shape, bool]], rows: int) -> Compute:
+        """Of `rows` rows with each of the matrices: (shape, whether it is packed where resident ones are)."""
+        seconds = self.profile.matmul_seconds
+        streamed = sum(seconds(shape, rows) for shape, _ in matrices)
+        resident = sum(seconds(shape, rows, resident=packed) for shape, packed in matrices)
+        return Compute(resident, max(0.0, streamed - resident))
 
-    def _decode_products(self, sizes: tuple[int, ...]) -> float:
+    def _layer_matmuls(self, rows: int) -> Compute:
+        return self._matmuls(self._layer_matrices, rows)
+
+    def _head_matmuls(self, rows: int) -> Compute:
+        return self._matmuls(self._head_matrices, rows)
+
+    def _decode_matmuls(self, sizes: tuple[int, ...]) -> Compute:
         """A decode step of batches through a decoder layer, without attention."""
-        products = sum(self._product(self.layer_size, rows) for rows in matmul_rows(sizes))
-        return products + len(sizes) * self.profile.step_seconds
+        steps = Compute(len(sizes) * self.profile.step_seconds)
+        return add_up([steps, *map(self._layer_matmuls, matmul_rows(sizes))])
 
     def _attention(self, phase: str, work: float) -> float:
         """Seconds of one sequence in one layer."""
         spec = self.shapes.spec
         return self.profile.attention_seconds(phase, self.kind, work, spec.heads, spec.head_dim)
 
-    def _prefill_batch(self, batch: int, length: int, prefill_tokens: int) -> float:
-        """The same for prompts of `length` tokens in micro-batches, with attention."""
-        spec = self.shapes.spec
+    def _prefill_batch(self, batch: int, length: int, prefill_tokens: int) -> Compute:
+        """Prompts of `length` tokens in micro-batches through a decoder layer, with attention."""
         rows = min(batch, max(1, prefill_tokens // length))
         sizes = [rows] * (batch // rows) + [batch % rows] * (batch % rows > 0)
-        flops = 4 * spec.query_width * prefill_pairs(length)
-        each = self._attention("prefill", flops)
-        return sum(self._product(self.layer_size, n * length) + n * each + self.profile.step_seconds for n in sizes)
+        flops = 4 * self.shapes.spec.query_width * prefill_pairs(length)
+        rest = batch * self._attention("prefill", flops) + len(sizes) * self.profile.step_seconds
+        return add_up([Compute(rest), *(self._layer_matmuls(n * length) for n in sizes)])
 
-    def heads_compute(self, sizes: Sequence[int]) -> tuple[float, float]:
-        """From the last hidden states of batches to tokens, in prefill and in a decode step."""
-        return sum(map(self._head_compute, sizes)), sum(map(self._head_compute, matmul_rows(sizes)))
+    def heads_compute(self, sizes: Sequence[int], streamed: float = 0.0) -> tuple[float, float]:
+        """From the last hidden states of batches to tokens, in prefill and in a decode step; `streamed`: the part of
+        the head's weights that is not resident."""
+        return tuple(add_up(map(self._head_compute, n)).seconds(streamed) for n in (sizes, matmul_rows(sizes)))
 
-    def _head_compute(self, batch: int) -> float:
+    def _head_compute(self, batch: int) -> Compute:
         parts = [HEAD_ROWS] * (batch // HEAD_ROWS) + [batch % HEAD_ROWS] * (batch % HEAD_ROWS > 0)
         logits = batch * self.shapes.spec.vocab * self.profile.logit_seconds
-        return sum(self._product(self.head_size, n) for n in parts) / self.profile.head_efficiency + logits
+        return add_up([Compute(logits), *map(self._head_matmuls, parts)])
 
-    def prefill_compute(self, policy: Policy, batches: Batches) -> float:
-        """One decoder layer, all batches."""
-        return sum(self._prefill_batch(b, length, policy.prefill_tokens) for b, length in batches)
+    def prefill_compute(self, policy: Policy, batches: Batches, streamed: float = 0.0):
+        """One decoder layer, all batches; `streamed`: the part of its weights that is not resident."""
+        work = (self._prefill_batch(b, length, policy.prefill_tokens) for b, length in batches)
+        return add_up(work).seconds(streamed)
 
-    def decode_compute(self, policy: Policy, batches: Batches, slots: int, cache: Away, layers: int = 1):
-        """`layers` decoder layers, all batches; `cache` sequences times layers that come from disk, or may be
-        attended to on the CPU."""
-        products = layers * self._decode_products(tuple(b for b, _ in batches))
+    def decode_compute(
+        self, policy: Policy, batches: Batches, slots: int, cache: Away, layers: int = 1, streamed: float = 0.0
+    ):
+        """`layers` decoder layers, all batches.
+
+        Args:
+            cache: sequences times layers that come from disk, or may be attended to on the CPU.
+            streamed: the part of the layers' weights that is not resident.
+        """
+        matmuls = layers * self._decode_matmuls(tuple(b for b, _ in batches)).seconds(streamed)
+        visits = cache.disk * (self.profile.visit_seconds / policy.gpu_batch_size)
         sequences = layers * sum(b for b, _ in batches)
-        products = products + cache.disk * (self.profile.visit_seconds / policy.gpu_batch_size)
         nbytes = slots * self.shapes.row_bytes
         each = self._attention("decode", nbytes)
         if not self._attends_on_cpu(policy):
-            return products + sequences * each
-        return products + (sequences - cache.cpu) * each + cache.cpu * self._attention("cpu", nbytes)
+            return matmuls + visits + sequences * each
+        return matmuls + visits + (sequences - cache.cpu) * each + cache.cpu * self._attention("cpu", nbytes)
 
     def _attends_on_cpu(self, policy: Policy) -> bool:
         return policy.cpu_cache_compute and self.shapes.cuda and self.profile.cpu_attention is not None
@@ -389,44 +432,45 @@ class CostModel:
         acts = _away(placement.activations, sizes)
         terms = {"prefill": Counter(), "decode": Counter()}
 
-        def spend(phase: str, times: int, flows: Flows, products: float = 0.0, late: float = 0.0) -> float:
+        def spend(phase: str, times: int, flows: Flows, matmuls: float = 0.0, late: float = 0.0) -> float:
             seconds = self.seconds(flows, policy.overlap)
             if late > 0 and policy.overlap:
                 cache_in = max(seconds["cache from disk"], seconds["cache to gpu"])
-                seconds["cache behind products"] = products + late * cache_in
+                seconds["cache behind matmuls"] = matmuls + late * cache_in
             for name, value in seconds.items():
                 terms[phase][name] += times * value
             return times * max(seconds.values())
 
         # layers that are alike are costed once
-        nothing, coming = Away(), prefetched_weights(away)
+        nothing, coming = Away(), weights_beside(away)
         alike = Counter(zip(away[1:-1], coming[1:-1], cache))
         embedding, last = self.conversion(away[0]), self.conversion(away[-1])
-        prefill_ends, decode_ends = (
-            [(embedding, coming[0]), (last + head, coming[-1])] for head in self.heads_compute(sizes)
-        )
-        compute = self.prefill_compute(policy, batches)
+        heads = self.heads_compute(sizes, _part(away[-1], self.head_size * self.shapes.compute_itemsize))
+        prefill_ends, decode_ends = ([(embedding, coming[0]), (last + head, coming[-1])] for head in heads)
+        layer_bytes = self.layer_size * self.shapes.compute_itemsize
         prefill = 0.0
         for (w, next_w, c), n in alike.items():
-            work = compute + self.conversion(w)
+            work = self.prefill_compute(policy, batches, _part(w, layer_bytes)) + self.conversion(w)
             prefill += spend("prefill", n, self.prefill_flows(policy, work, length, next_w, c, acts))
         for work, next_w in prefill_ends:
             prefill += spend("prefill", 1, self.prefill_flows(policy, work, length, next_w, nothing, nothing))
         first = next((w for w in away if w != nothing), nothing)  # nothing runs beside the very first
         if policy.overlap:
             prefill += max(self.seconds(Flows(0.0, *self._weights(first), Traffic(), Traffic()), True).values())
-        decode, products, groups = 0.0, self._decode_products(tuple(sizes)), len(matmul_rows(sizes))
+        decode, matmuls, groups = 0.0, self._decode_matmuls(tuple(sizes)), len(matmul_rows(sizes))
         for held in self.held(length):
             for (w, next_w, c), n in alike.items():
-                work = self.decode_compute(policy, batches, held.slots, c) + self.conversion(w)
+                part = _part(w, layer_bytes)
+                work = self.decode_compute(policy, batches, held.slots, c, 1, part) + self.conversion(w)
                 flows = self.decode_flows(policy, work, held, next_w, c)
-                decode += spend("decode", held.steps * n, flows, products, self._late(policy, groups, c))
+                late = self._late(policy, groups, c)
+                decode += spend("decode", held.steps * n, flows, matmuls.seconds(part), late)
             for work, next_w in decode_ends:
                 decode += spend("decode", held.steps, self.decode_flows(policy, work, held, next_w, nothing))
         return prefill, decode, terms
 
     def _late(self, policy: Policy, groups: int, cache: Away) -> float:
-        """The part of a layer's cache that cannot come while `groups` of batches compute their products together:
+        """The part of a layer's cache that cannot come while `groups` of batches compute their matmuls together:
         attention frees the slots."""
         pieces = (cache.disk + (0 if policy.cpu_cache_compute else cache.cpu)) / policy.gpu_batch_size
         return 1 - kv_buffers(True, cache.disk > 0) * groups / pieces if pieces else 0.0
@@ -448,7 +492,7 @@ class CostModel:
         return [_away([placement.cache[layer, k] for k in keys], sizes) for layer in range(self.num_decoder)]
 
 
-def prefetched_weights(away: list[Away]) -> list[Away]:
+def weights_beside(away: list[Away]) -> list[Away]:
     """The weights that come while each layer computes: those of the next layer that streams, which the engine fetches
     from the layer that streamed before it on. `away`: of each layer."""
     nothing = Away()
@@ -460,6 +504,11 @@ def prefetched_weights(away: list[Away]) -> list[Away]:
         for at in range(before, j):
             coming[at if at >= begin else at + turn] = Away(*(x / (j - before) for x in away[j]))
     return coming
+
+
+def _part(away: Away, nbytes: int) -> float:
+    """How much of a layer's weights is streamed."""
+    return (away.cpu + away.disk) / nbytes
 
 
 def _away(homes: list[str], sizes: list[int]) -> Away:

@@ -86,11 +86,11 @@ class Search:
     def candidate(self, policy: Policy) -> Candidate:
         """Cost and bytes of a policy, whether it fits or not."""
         if policy not in self._seen:
-            placement, plan = self._plan(policy)
+            placement, plan = self.plan(policy)
             self._seen[policy] = Candidate(policy, self.cost.predict(policy, placement), plan)
         return self._seen[policy]
 
-    def _plan(self, policy: Policy) -> tuple[Placement, Plan]:
+    def plan(self, policy: Policy) -> tuple[Placement, Plan]:
         key = policy.fractions("weights")
         known = self._weights.get(key)
         workload = self._planned(policy)
@@ -250,11 +250,12 @@ class Search:
         # the head, and the conversion of every layer
         once = [head + cost.conversion(weights) for head in cost.heads_compute(sizes)]
 
+        streamed = self._streamed_part(lp, weights)
         seconds = []
-        compute = L * cost.prefill_compute(policy, batches) + once[0]
+        compute = L * cost.prefill_compute(policy, batches, streamed) + once[0]
         flows = [(1, cost.prefill_flows(policy, compute, length, weights, cache, acts))]
         for held in cost.held(length):
-            compute = cost.decode_compute(policy, batches, held.slots, cache, L) + once[1]
+            compute = cost.decode_compute(policy, batches, held.slots, cache, L, streamed) + once[1]
             flows.append((held.steps, cost.decode_flows(policy, compute, held, weights, cache)))
         for n, (count, flow) in enumerate(flows):
             t = pulp.LpVariable(f"seconds_{n}", 0)
@@ -274,6 +275,14 @@ class Search:
         if lp.status != pulp.LpStatusOptimal:  # the solver gave up: the pair must not be lost for that
             return dict.fromkeys(KINDS, (1.0, 0.0, 0.0))
         return {kind: tuple(min(1.0, max(0.0, v.value() or 0.0)) for v in x[kind]) for kind in KINDS}
+
+    def _streamed_part(self, lp: pulp.LpProblem, weights: Away) -> pulp.LpVariable:
+        """The least part of the decoder layers' weights that is streamed when `weights` are away in all: the other
+        layers' may be among them."""
+        part = pulp.LpVariable("decoder_streamed", 0, 1)
+        others = self.cost.streamed_bytes - self.cost.decoder_bytes
+        lp += part >= (weights.cpu + weights.disk - others) * (1 / self.cost.decoder_bytes)
+        return part
 
     def _memory(self, policy: Policy, sizes: list[int], x: dict) -> list:
         """(bytes needed, limit) per tier; at most what the plan says of any placement with these fractions."""
@@ -362,7 +371,7 @@ class Search:
             ]
             if not slower:
                 break
-            missing = {m: self._plan(m)[1].missing() for m in slower}
+            missing = {m: self.plan(m)[1].missing() for m in slower}
             fitting = [m for m in slower if missing[m] == 0]
             # what the moves cost matters once they fit
             found = min(map(self.candidate, fitting or [min(slower, key=missing.get)]), key=self.score)

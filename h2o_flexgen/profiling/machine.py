@@ -1,9 +1,10 @@
-"""Which machine this is: what a profile is valid for, and what a result must name."""
+"""Which machine this is, what rates measured on it are valid for, and how busy other programs keep it."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import torch
 
 from h2o_flexgen.offload.device import Device
 
-#: of a profile: one that was kept by an older version is measured again
-FORMAT = 9
+#: of what is kept: a file of another format is measured again
+FORMAT = 10
 
 
 def machine(offload_root: Path | None = None, device: Device | None = None) -> dict:
-    """What a profile is valid for."""
-    card = device.torch_device if device is not None and device.is_cuda else None
+    """What rates are valid for: CPU, RAM, GPU and, with a folder, its disk."""
+    gpu = device.torch_device if device is not None and device.is_cuda else None
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -27,7 +28,7 @@ def machine(offload_root: Path | None = None, device: Device | None = None) -> d
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpu": torch.cuda.get_device_name(card) if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name(gpu) if torch.cuda.is_available() else None,
     }
     if offload_root is not None:
         found["disk"] = mount_point(offload_root)
@@ -35,7 +36,7 @@ def machine(offload_root: Path | None = None, device: Device | None = None) -> d
 
 
 def versions() -> dict:
-    """What a profile is valid for, too."""
+    """Of the packages that rates are valid for."""
     return {"profile": FORMAT, **installed("torch", "h2o_flexgen")}
 
 
@@ -59,8 +60,8 @@ def mount_point(folder: Path) -> str:
 
 
 def scheduled(threads: Path = Path("/proc/self/task")) -> tuple[float, float]:
-    """Seconds that this process's threads ran on a processor, and that they waited for one; nothing where the system
-    does not count them."""
+    """Seconds that this process's threads ran, and that they waited for a core; zeros where the system does not count
+    them."""
     ran = waited = 0
     for path in threads.glob("*/schedstat"):
         try:
@@ -70,3 +71,19 @@ def scheduled(threads: Path = Path("/proc/self/task")) -> tuple[float, float]:
         ran += int(thread[0])
         waited += int(thread[1])
     return ran / 1e9, waited / 1e9
+
+
+class Crowding:
+    """How much of the time since it was made this process waited for a core.
+
+    Args:
+        clock: as `scheduled`.
+    """
+
+    def __init__(self, clock: Callable[[], tuple[float, float]] = scheduled):
+        self.clock, self.begun = clock, clock()
+
+    def share(self) -> float:
+        """In [0, 1]; 0 where the system does not count it."""
+        ran, waited = (max(0.0, now - then) for now, then in zip(self.clock(), self.begun))
+        return waited / (ran + waited) if waited else 0.0

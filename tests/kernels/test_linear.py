@@ -1,79 +1,99 @@
-"""Products of 16-bit numbers where the processor has none: as exact as float32 rounded once, in parts of any size."""
+"""x @ W.T + b in 16 bits by every kernel: as exact as fp32 rounded once."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import kernels
 
-from h2o_flexgen.kernels import attention
-from h2o_flexgen.kernels import linear as cpu
+from h2o_flexgen.kernels import attention, linear
 
 pytest_plugins = ["cli_tools"]
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture
-def no_halves(monkeypatch):
-    monkeypatch.setattr(cpu, "has_bf16", lambda: False)
+def matmul_in_fp64(x, w, b=None):
+    return F.linear(x.double(), w.double(), None if b is None else b.double())
 
 
 def assert_rounded(got, exact):
     torch.testing.assert_close(got.double(), exact, rtol=torch.finfo(got.dtype).eps, atol=1e-5)
 
 
+def use_kernel(name: str) -> None:
+    linear.use(kernels(bfloat16=name, float16=name))
+
+
+@pytest.fixture
+def slow():
+    """A CPU on which attention in 16 bits is slower than in fp32."""
+    linear.use(kernels(slow=("bfloat16", "float16")))
+
+
 @given(
     shape=st.lists(st.integers(1, 12), min_size=1, max_size=2),
-    into=st.integers(1, 20),
+    width=st.integers(1, 20),
     out=st.integers(1, 20),
     dtype=st.sampled_from(HALVES),
     bias=st.booleans(),
     limits=st.tuples(st.integers(1, 200), st.integers(1, 9), st.integers(0, 5)),
     seed=st.integers(0, 2**32),
 )
-def test_any_parts_give_the_product(shape, into, out, dtype, bias, limits, seed):
+def test_widening_any_slices_gives_the_matmul(shape, width, out, dtype, bias, limits, seed):
     generator = torch.Generator().manual_seed(seed)
-    x, w = (torch.randn(*s, into, generator=generator).to(dtype) for s in (shape, (out,)))
+    x, w = (torch.randn(*s, width, generator=generator).to(dtype) for s in (shape, (out,)))
     b = torch.randn(out, generator=generator).to(dtype) if bias else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "has_bf16", lambda: False)
-        for name, value in zip(("WIDEN_BYTES", "WIDEN_ROWS", "FEW"), limits):
-            patch.setattr(cpu, name, value)
-        patch.setattr(cpu, "FEWEST", 0)
-        before = x.clone(), w.clone(), b
-        got = cpu.linear(x, w, b)
+        for name, value in zip(("WIDEN_BYTES", "WIDEN_ROWS", "LEFT_ROWS"), limits):
+            patch.setattr(linear, name, value)
+        before = x.clone(), w.clone()
+        got = linear.widened(x, w, b)
     assert got.shape == (*shape, out) and got.dtype == dtype and got.is_contiguous()
-    assert_rounded(got, F.linear(x.double(), w.double(), None if b is None else b.double()))
+    assert_rounded(got, matmul_in_fp64(x, w, b))
     assert torch.equal(x, before[0]) and torch.equal(w, before[1])
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 256, 257, 512, 513, 1100])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_rows_around_the_limits_that_are_used(no_halves, dtype, rows):
+@pytest.mark.parametrize("name", linear.KERNELS)
+def test_every_kernel_gives_the_matmul_at_any_rows(name, dtype, rows):
+    use_kernel(name)
     x, w, b = torch.randn(rows, 70).to(dtype), torch.randn(300, 70).to(dtype), torch.randn(300).to(dtype)
-    exact = F.linear(x.double(), w.double(), b.double())
-    torch.testing.assert_close(cpu.linear(x, w, b).double(), exact, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(linear.linear(x, w, b).double(), matmul_in_fp64(x, w, b), rtol=0.02, atol=0.02)
 
 
-def test_float32_and_processors_with_bf16_use_torch(monkeypatch):
-    monkeypatch.setattr(cpu, "_widened", None)
-    monkeypatch.setattr(cpu, "has_bf16", lambda: True)
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w = torch.randn(9, 5).to(dtype), torch.randn(7, 5).to(dtype)
-        assert torch.equal(cpu.linear(x, w), F.linear(x, w))
+def test_the_rates_that_are_given_choose_the_kernel(monkeypatch):
+    called = []
+    for name in linear.KERNELS:
+        monkeypatch.setitem(linear.KERNELS, name, lambda x, w, b, name=name: called.append(name))
+    x, w = torch.ones(4, 8).bfloat16(), torch.ones(8, 8).bfloat16()
+    for name in linear.KERNELS:
+        use_kernel(name)
+        linear.linear(x, w)
+    assert called == list(linear.KERNELS)
 
 
-def test_a_row_does_not_depend_on_how_many_there_are_but_for_rounding(no_halves):
+def test_float32_is_always_torchs_own(monkeypatch):
+    monkeypatch.setattr(linear, "KERNELS", {})
+    x, w = torch.randn(9, 5), torch.randn(7, 5)
+    assert torch.equal(linear.linear(x, w), F.linear(x, w))
+
+
+def test_a_row_does_not_depend_on_how_many_there_are_but_for_rounding():
+    use_kernel("widened")
     x, w = torch.randn(40, 64).bfloat16(), torch.randn(50, 64).bfloat16()
-    torch.testing.assert_close(cpu.linear(x[:5], w), cpu.linear(x, w)[:5], rtol=0.01, atol=0.01)
+    torch.testing.assert_close(linear.linear(x[:5], w), linear.linear(x, w)[:5], rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("T", [5, 300])
-def test_attention_over_a_prompt_is_that_of_float32(no_halves, dtype, T):
+def test_attention_over_a_prompt_is_that_of_float32(slow, dtype, T):
     q, k, v = torch.randn(3, 2, 3, T, 8).to(dtype)
     lengths = torch.tensor([T, T - 2])
     wide = attention.causal_attention_with_scores(q.float(), k.float(), v.float(), lengths)
@@ -99,49 +119,102 @@ def test_attention_over_a_cache_in_fp16_is_that_of_float32(monkeypatch):
         torch.testing.assert_close(p, wide[1])
 
 
-def test_other_default_types_change_nothing(no_halves):
+def test_other_default_types_change_nothing():
+    use_kernel("widened")
     x, w = torch.randn(20, 8).bfloat16(), torch.randn(6, 8).bfloat16()
-    wanted = cpu.linear(x, w)
+    wanted = linear.linear(x, w)
     torch.set_default_dtype(torch.float64)
     try:
-        assert torch.equal(cpu.linear(x, w), wanted)
+        assert torch.equal(linear.linear(x, w), wanted)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-packing = pytest.mark.skipif(not cpu.can_pack(), reason="no bf16 instructions, or a torch without the operators")
+# measuring
 
 
-@packing
+@pytest.fixture
+def small_matrices(monkeypatch):
+    monkeypatch.setattr(linear, "FEW_ROWS_SHAPE", (48, 32))
+    monkeypatch.setattr(linear, "MANY_ROWS_SHAPE", (32, 32))
+    monkeypatch.setattr(linear, "ATTENTION_SHAPE", (2, 8, 4))
+
+
+def test_every_kernel_that_runs_here_is_measured(small_matrices):
+    found = linear.measure()
+    assert set(found.linear) == set(found.attention) == {"bfloat16", "float16", "float32"}
+    for dtype in HALVES:
+        packed = {"packed"} if linear.can_pack(dtype) else set()
+        assert set(found.linear[linear.dtype_name(dtype)]) == {*linear.KERNELS, *packed}
+    assert set(found.linear["float32"]) == {"native"}
+    assert type(found).from_dict(found.__dict__) == found
+
+
+def test_the_first_use_measures_once_and_given_rates_spare_it(monkeypatch):
+    measured: list[Callable] = []
+    monkeypatch.setattr(linear, "measure", lambda: measured.append(1) or kernels(bfloat16="widened"))
+    x = torch.ones(2, 4).bfloat16()
+    linear.linear(x, x)
+    assert measured == []
+    linear.use(None)
+    assert not linear.are_known()
+    linear.linear(x, x)
+    linear.linear(x, x)
+    assert measured == [1] and linear.are_known()
+
+
+def test_fp32_needs_no_measuring(monkeypatch):
+    monkeypatch.setattr(linear, "measure", None)
+    linear.use(None)
+    x = torch.ones(2, 4)
+    linear.linear(x, x)
+    assert not linear.is_slow(x) and not linear.packs(torch.float32)
+
+
+# packed
+
+
+def packing(dtype):
+    return pytest.mark.skipif(not linear.can_pack(dtype), reason=f"this CPU or torch does not pack {dtype}")
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=packing(dtype)) for dtype in HALVES])
 @pytest.mark.parametrize("rows", [(1,), (3, 1), (2, 17), (130,)])
-@pytest.mark.parametrize("out, into", [(32, 64), (64, 256), (7, 5), (1, 48)])
+@pytest.mark.parametrize("out, width", [(32, 64), (64, 256), (7, 5), (1, 48)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_packed_matrix_gives_the_product(rows, out, into, bias):
-    x, w = torch.randn(*rows, into).bfloat16(), torch.randn(out, into).bfloat16()
-    b = torch.randn(out).bfloat16() if bias else None
-    found = cpu.linear(x, cpu.pack(w), b)
+def test_a_packed_matrix_gives_the_matmul(rows, out, width, bias, dtype):
+    x, w = torch.randn(*rows, width).to(dtype), torch.randn(out, width).to(dtype)
+    b = torch.randn(out).to(dtype) if bias else None
+    found = linear.linear(x, linear.pack(w), b)
     assert found.shape == (*rows, out) and found.is_contiguous()
-    exact = F.linear(x.double(), w.double(), None if b is None else b.double())
-    torch.testing.assert_close(found.double(), exact, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=0.1)
+    torch.testing.assert_close(found.double(), matmul_in_fp64(x, w, b), rtol=2 * torch.finfo(dtype).eps, atol=0.1)
 
 
-@packing
-def test_only_matrices_that_stay_and_are_multiplied_are_packed(model):
-    """Those of decoder layers at home on the device: not the table of words, whose rows are looked up."""
+@packing(torch.bfloat16)
+@pytest.mark.parametrize(
+    "percent, dtype, packs", [((100, 0), "bfloat16", True), ((0, 0), "bfloat16", False), ((100, 0), "float32", False)]
+)
+def test_only_matrices_that_stay_and_are_multiplied_are_packed(model, monkeypatch, percent, dtype, packs):
+    """Those of decoder layers that are resident: not the table of words, whose rows are looked up."""
     from h2o_flexgen import LLM, Policy
+    from h2o_flexgen.offload import weights
 
-    for percent, dtype in (((100, 0), "bfloat16"), ((0, 0), "bfloat16"), ((100, 0), "float32")):
-        policy = Policy(2, 1, (*percent, 100, 0, 100, 0))
-        with LLM(str(model), policy, device="cpu", dtype=dtype, progress=False) as llm:
-            llm.generate([[5, 6, 7]])
-            packed = {name for name, t in llm.runner.stores.weights.resident.items() if t.is_mkldnn}
-            expected = {n for layer in llm.model.layers[1:-1] for n, s in layer.shapes.items() if len(s) == 2}
-            assert packed == (expected if percent[0] and dtype == "bfloat16" else set())
+    linear.use(kernels(packed=("bfloat16",)))
+    packed = []
+    monkeypatch.setattr(weights, "pack", lambda w: packed.append(tuple(w.shape)) or linear.pack(w))
+    policy = Policy(2, 1, (*percent, 100, 0, 100, 0))
+    with LLM(str(model), policy, device="cpu", dtype=dtype, progress=False) as llm:
+        llm.generate([[5, 6, 7]])
+    matrices = [shape for layer in llm.model.layers[1:-1] for shape in layer.shapes.values() if len(shape) == 2]
+    assert sorted(packed) == (sorted(matrices) if packs else [])
 
 
-def test_a_torch_without_the_operators(monkeypatch):
+def test_a_torch_without_the_operators_does_not_pack(monkeypatch):
     def none(weight):
         raise AttributeError("no such operator")
 
-    monkeypatch.setattr(cpu, "pack", none)
-    assert not cpu.can_pack.__wrapped__()
+    linear.can_pack.cache_clear()
+    monkeypatch.setattr(linear, "pack", none)
+    linear.use(kernels(packed=("bfloat16",)))
+    assert not linear.packs(torch.bfloat16)
+    linear.can_pack.cache_clear()

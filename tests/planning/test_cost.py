@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import T4, laptop, percents, planner_of, search
 
-from h2o_flexgen.planning.cost import Away, prefetched_weights
+from h2o_flexgen.planning.cost import Away, weights_beside
 from h2o_flexgen.planning.planner import Resources
-from h2o_flexgen.planning.profile import Link
+from h2o_flexgen.planning.profile import Link, between
 from h2o_flexgen.policy import KVBudget, Policy
 from h2o_flexgen.sizes import Workload
 
@@ -25,14 +26,36 @@ def time(policy: Policy, profile=None, **job):
 
 
 def test_a_decode_step_by_hand():
-    """OPT-1.3B, 8 sequences on the device: products, attention over 129 slots, the head, dispatch."""
+    """OPT-1.3B, 8 sequences on the device: matmuls, attention over 129 slots, the head, dispatch."""
     profile = laptop()
     p = time(Policy(8, 1, ALL_GPU), prompts=8, prompt_len=128, gen_len=2)
     E, L, V = 2048, 24, 50272
-    products = 2 * 12 * E * E * 8 / profile.matmul_rate(E, 8) + profile.step_seconds
+    rate = between(dict(profile.matmul["resident"][2048, 2048]), 8)
+    matmuls = 2 * 12 * E * E * 8 / rate + profile.step_seconds
     attention = 8 * 129 * 2 * E * 2 / 2e10
-    head = 2 * V * E * 8 / profile.matmul_rate(E, 8) + 8 * V * 1e-9
-    assert p.decode_seconds == pytest.approx(L * (products + attention) + head)
+    head = 2 * V * E * 8 / rate + 8 * V * 1e-9
+    assert p.decode_seconds == pytest.approx(L * (matmuls + attention) + head)
+
+
+@given(st.integers(0, 100))
+def test_weights_that_stay_compute_at_the_packed_rate_and_the_others_do_not(percent):
+    """In proportion to their bytes; the head is a table whose rows are looked up, and never packed."""
+    free = {name: Link(1e15) for name in laptop().links}
+    slow, fast = ({(2048, 2048): [(1, rate)]} for rate in (1e11, 2e11))
+    profile = laptop(links=free, matmul={"streamed": slow, "resident": fast}, step_seconds=0.0)
+    s = search(profile, prompts=8, prompt_len=128, gen_len=2)
+    policy = Policy(8, 1, (percent, 0, 100, 0, 100, 0))
+    placement, _ = s.plan(policy)
+    resident = sum(
+        prod(shape)
+        for layer in s.shapes.streamed[1:-1]
+        for name, shape in layer.items()
+        if len(shape) > 1 and placement.weights[name] == "gpu"
+    )
+    E, L, V = 2048, 24, 50272
+    matmuls = 2 * 8 * (resident / 2e11 + (L * 12 * E * E - resident + V * E) / 1e11)
+    rest = L * 8 * 129 * 2 * E * 2 / 2e10 + 8 * V * 1e-9
+    assert s.candidate(policy).prediction.decode_seconds == pytest.approx(matmuls + rest, rel=0.01)
 
 
 def test_weights_on_disk_cost_their_bytes_over_the_disks_rate():
@@ -62,7 +85,7 @@ def test_equal_blocks_are_counted_whatever_their_number(blocks):
 def test_what_streams_comes_while_something_computes(disk):
     """All of it in a step, never more than the layers before have time for, and none while nothing streams."""
     away = [Away(0, d) for d in disk]
-    coming = prefetched_weights(away)
+    coming = weights_beside(away)
     assert sum(c.disk for c in coming) == pytest.approx(sum(disk))
     assert max(c.disk for c in coming) <= max(disk)
     if all(disk[1:]):  # the next layer's; the head's layer brings the first that streams
@@ -72,7 +95,7 @@ def test_what_streams_comes_while_something_computes(disk):
 
 def test_a_layer_that_seldom_streams_has_several_layers_time():
     away = [Away(), Away(0, 6.0), Away(), Away(), Away(0, 2.0), Away()]
-    assert [c.disk for c in prefetched_weights(away)] == [0, 2 / 3, 2 / 3, 2 / 3, 3, 3]
+    assert [c.disk for c in weights_beside(away)] == [0, 2 / 3, 2 / 3, 2 / 3, 3, 3]
 
 
 def test_writing_beside_compute_is_slower():

@@ -7,16 +7,50 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import laptop
+from machines import KERNELS, laptop
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.planning.profile import Profile, between
 
 
-def test_a_profile_survives_a_file(tmp_path):
-    profile = laptop(cpu_attention={"full": {64: 1e10}, "h2o": {64: 1e10}})
+@pytest.mark.parametrize("kernels", [None, KERNELS])
+def test_a_profile_survives_a_file(tmp_path, kernels):
+    profile = laptop(cpu_attention={"full": {64: 1e10}, "h2o": {64: 1e10}}, kernels=kernels)
     (tmp_path / "p.json").write_text(profile.to_json())
     assert Profile.from_file(tmp_path / "p.json") == profile
+
+
+def test_resident_matmuls_that_were_not_measured_are_like_streamed_ones():
+    data = json.loads(laptop().to_json())
+    del data["matmul"]["resident"]
+    assert Profile.from_dict(data) == laptop()
+
+
+SHAPES = [(768, 768), (2048, 2048), (8192, 2048), (2048, 8192), (50272, 768)]
+#: a rate that tells its shape
+TABLES = {shape: [(1, 1e9 * n), (100, 1e11 * n)] for n, shape in enumerate(SHAPES, 1)}
+PROFILE = laptop(matmul={"streamed": TABLES, "resident": {shape: [(1, 1e12)] for shape in SHAPES}})
+
+
+@pytest.mark.parametrize(
+    "shape, like",
+    [(shape, shape) for shape in SHAPES]
+    + [
+        ((576, 576), (768, 768)),
+        ((192, 576), (768, 768)),
+        ((3072, 3072), (2048, 2048)),
+        ((11008, 4096), (8192, 2048)),
+        ((4096, 11008), (2048, 8192)),
+        ((49152, 576), (50272, 768)),
+        ((32000, 2048), (50272, 768)),
+    ],
+)
+def test_a_matmul_has_the_rate_of_the_nearest_shape(shape, like):
+    flops = 2 * shape[0] * shape[1]
+    n = 1 + SHAPES.index(like)
+    assert PROFILE.matmul_seconds(shape, 1) == pytest.approx(flops / (1e9 * n))
+    assert PROFILE.matmul_seconds(shape, 10) == pytest.approx(10 * flops / (1e10 * n))
+    assert PROFILE.matmul_seconds(shape, 10, resident=True) == pytest.approx(10 * flops / 1e12)
 
 
 @pytest.mark.parametrize(
@@ -25,10 +59,13 @@ def test_a_profile_survives_a_file(tmp_path):
         {"links": {}},
         {"links": {**json.loads(laptop().to_json())["links"], "disk_to_cpu": {"bytes_per_s": 0}}},
         {"links": {**json.loads(laptop().to_json())["links"], "disk_to_cpu": {"bytes_per_s": "fast"}}},
-        {"layer": {}},
-        {"layer": {"768": []}},
-        {"layer": {"768": [[1, -5]]}},
-        {"layer": {"768": [[1, float("nan")]]}},
+        {"matmul": {}},
+        {"matmul": {"resident": {"768x768": [[1, 5]]}}},
+        {"matmul": {"streamed": {}}},
+        {"matmul": {"streamed": {"768": [[1, 5]]}}},
+        {"matmul": {"streamed": {"768x768": []}}},
+        {"matmul": {"streamed": {"768x768": [[1, -5]]}}},
+        {"matmul": {"streamed": {"768x768": [[1, float("nan")]]}}},
         {"device": "tpu"},
         {"memory": {"gpu": 1}},
         {"decode_attention": {"full": {"64": 1}}},
@@ -36,8 +73,10 @@ def test_a_profile_survives_a_file(tmp_path):
         {"dtype": "int8"},
         {"memory": "much"},
         {"memory": {"gpu": 1, "cpu": 1, "disk": -1}},
-        {"layer": {"0": [[1, 5]]}},
-        {"layer": {"768": [[0, 5]]}},
+        {"matmul": {"streamed": {"0x768": [[1, 5]]}}},
+        {"matmul": {"streamed": {"768x768": [[0, 5]]}}},
+        {"kernels": {"linear": {"bfloat16": {}}, "attention": {}}},
+        {"kernels": 3},
         {"step_seconds": float("nan")},
         {"step_seconds": "1"},
         {"logit_seconds": -1},

@@ -4,47 +4,80 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from machines import laptop
+from machines import KERNELS, kernels, laptop
 
 from h2o_flexgen import hardware as command
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels import linear
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.profiling import compute
 from h2o_flexgen.profiling import measure as hardware
+from h2o_flexgen.profiling.machine import Crowding, scheduled
+from h2o_flexgen.profiling.scale import Scale
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(hardware, "HIDDEN", {"cpu": (128,)})
-    monkeypatch.setattr(hardware, "TOKENS", (1, 512))
-    monkeypatch.setattr(hardware, "HEAD_TOKENS", 1)
-    monkeypatch.setattr(hardware, "PROMPT", 32)
-    monkeypatch.setattr(hardware, "FILE", 1 << 20)
-    monkeypatch.setattr(hardware, "TRANSFER", 1 << 18)
-    monkeypatch.setattr(hardware, "SHORT", 4)
-    monkeypatch.setattr(hardware, "SMALL", {"disk_to_cpu": 1 << 16, "cpu_to_disk": 1 << 14})
-    monkeypatch.setattr(hardware, "PASSES", 1)
-    seconds = hardware._seconds
-    monkeypatch.setattr(hardware, "_seconds", lambda device, work, cold: seconds(device, work, 0.0, cold))
+#: so little that a test is quick
+TINY = Scale(
+    shapes=((64, 64), (256, 64), (1024, 64)),
+    rows=(1, 512),
+    weight_bytes=0,
+    logits=(1, 512),
+    prompt=32,
+    short=4,
+    cold_bytes=1 << 20,
+    transfer_bytes=1 << 18,
+    file_bytes=1 << 20,
+    small_bytes={"disk_to_cpu": 1 << 16, "cpu_to_disk": 1 << 14},
+    call_seconds=0.0,
+    passes=1,
+)
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-def test_a_measured_profile_is_a_profile(quick, tmp_path):
-    profile = hardware.measure(Device("cpu"), torch.float32, tmp_path / "offload", progress=False)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_measured_profile_is_a_profile(tmp_path, dtype):
+    profile = hardware.measure(Device("cpu"), dtype, tmp_path / "offload", False, TINY)
     assert Profile.from_dict(json.loads(profile.to_json())) == profile
     assert profile.memory["gpu"] == profile.memory["cpu"] > 0
     assert profile.machine["cores"] >= 1
     assert list((tmp_path / "offload").iterdir()) == []
+    assert profile.kernels == (None if dtype == torch.float32 else KERNELS)
+    for tables in profile.matmul.values():
+        rows = {shape: [n for n, _ in rates] for shape, rates in tables.items()}
+        assert rows == {(64, 64): [1, 512], (256, 64): [1, 512], (1024, 64): [1]}  # a head takes few rows
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_resident_matrices_are_measured_packed_where_they_are(monkeypatch, packed):
+    monkeypatch.setattr(compute, "packs", lambda dtype: packed)
+    monkeypatch.setattr(compute, "pack", lambda w: w)
+    kinds = {case.key[1] for case in compute.matmul_cases(Device("cpu"), torch.bfloat16, TINY)}
+    assert kinds == ({"streamed", "resident"} if packed else {"streamed"})
+
+
+def test_rates_leave_out_what_a_matmul_takes_whatever_its_size():
+    seconds = {("step",): 7e-3, ("matmul", "streamed", (64, 32), 8): 3e-3}
+    found = hardware.Measured(seconds, torch.float32, TINY).matmul()
+    assert found == dict.fromkeys(("streamed", "resident"), {(64, 32): [(8, pytest.approx(2 * 64 * 32 * 8 / 2e-3))]})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "policies" / "hardware").iterdir()), ids=lambda path: path.stem)
 def test_kept_profiles_can_be_read(path):
     Profile.from_file(path)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The command measures little."""
+    monkeypatch.setattr(command, "measure", partial(hardware.measure, progress=False, scale=TINY))
 
 
 def test_the_command_writes_a_profile(quick, tmp_path):
@@ -54,23 +87,26 @@ def test_the_command_writes_a_profile(quick, tmp_path):
     assert Profile.from_file(out).dtype == "float32"
 
 
-@pytest.fixture
-def one_size(monkeypatch):
-    """The layers that `laptop` knows."""
-    monkeypatch.setattr(hardware, "HIDDEN", {"cpu": tuple(laptop().layer)})
+#: the matrices that `laptop` knows
+LAPTOP = Scale(shapes=tuple(laptop().matmul["streamed"]))
 
 
-def test_a_machine_is_measured_once_and_again_when_it_changes(one_size, monkeypatch, tmp_path):
+def here(folder: Path) -> dict:
+    """What a profile of this machine says of it."""
+    return {"machine": hardware.machine(folder), "versions": hardware.versions(), "dtype": "float32"}
+
+
+def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_path):
     made = []
 
-    def measure(device, dtype, root, progress):
-        made.append(replace(laptop(), machine=hardware.machine(root), versions=hardware.versions(), dtype="float32"))
+    def measure(device, dtype, root, progress, scale):
+        made.append(replace(laptop(), **here(root)))
         return made[-1]
 
     monkeypatch.setattr(hardware, "measure", measure)
 
     def ask():
-        return hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, progress=False)
+        return hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, False, LAPTOP)
 
     assert ask() == made[0]
     assert ask() == made[0]
@@ -86,62 +122,71 @@ def test_a_machine_is_measured_once_and_again_when_it_changes(one_size, monkeypa
 
 
 def test_what_there_was_no_memory_to_measure_is_measured_when_there_is(monkeypatch, tmp_path):
-    now = dict(machine=hardware.machine(tmp_path), versions=hardware.versions(), dtype="float32")
-    monkeypatch.setattr(hardware, "HIDDEN", {"cpu": (64, 2048)})
+    scale = Scale(shapes=((64, 64), (2048, 2048)))
     free, made = [1 << 20], []
     monkeypatch.setattr(Device, "free_bytes", lambda self: free[0])
 
-    def measure(device, dtype, root, progress):
-        table = laptop().layer[2048]
-        made.append(replace(laptop(), layer={n: table for n in hardware._sizes(device, dtype)}, **now))
+    def measure(device, dtype, root, progress, scale):
+        rates = laptop().matmul["streamed"][2048, 2048]
+        tables = dict.fromkeys(compute.fitting_shapes(device, dtype, scale), rates)
+        made.append(replace(laptop(), matmul={"streamed": tables, "resident": tables}, **here(root)))
         return made[-1]
 
     monkeypatch.setattr(hardware, "measure", measure)
     for free[0], measured in ((1 << 20, 1), (1 << 20, 1), (1 << 40, 2), (1 << 40, 2), (1 << 20, 2)):
-        profile = hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, progress=False)
+        profile = hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, False, scale)
         assert profile == made[-1] and len(made) == measured
-    assert [list(profile.layer) for profile in made] == [[64], [64, 2048]]
+    assert [list(profile.matmul["streamed"]) for profile in made] == [[(64, 64)], [(64, 64), (2048, 2048)]]
 
 
-def test_rates_beside_a_busy_program_are_not_kept(one_size, monkeypatch, tmp_path):
-    now = dict(machine=hardware.machine(tmp_path), versions=hardware.versions(), dtype="float32")
-    found = iter(replace(laptop(), crowded=crowded, **now) for crowded in (0.5, 0.1))
+def test_rates_beside_a_busy_program_are_not_kept(monkeypatch, tmp_path):
+    found = iter(replace(laptop(), crowded=crowded, **here(tmp_path)) for crowded in (0.5, 0.1))
     monkeypatch.setattr(hardware, "measure", lambda *a: next(found))
-    asked = [hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, progress=False) for _ in range(3)]
+    asked = [hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, False, LAPTOP) for _ in range(3)]
     assert [profile.crowded for profile in asked] == [0.5, 0.1, 0.1]
 
 
-def test_waiting_for_a_processor_is_counted_and_told(quick, monkeypatch, tmp_path, capsys):
+def test_a_kept_profile_chooses_the_kernels_it_was_measured_with(monkeypatch, tmp_path):
+    measured = replace(laptop(), kernels=kernels(bfloat16="widened"), **(here(tmp_path) | {"dtype": "bfloat16"}))
+    monkeypatch.setattr(hardware, "measure", lambda *a: measured)
+    for _ in range(2):
+        linear.use(KERNELS)
+        hardware.load_or_measure(Device("cpu"), torch.bfloat16, tmp_path, False, LAPTOP)
+    assert linear.rates() == measured.kernels
+
+
+def test_waiting_for_a_core_is_counted(tmp_path):
     for n, text in enumerate(["3000000000 1000000000 17", "1000000000 0 1"]):
         (tmp_path / str(n)).mkdir()
         (tmp_path / str(n) / "schedstat").write_text(text + "\n")
-    counted = hardware.scheduled(tmp_path)
+    counted = scheduled(tmp_path)
     assert counted == (4.0, 1.0)
-    assert hardware.scheduled(tmp_path / "none") == (0.0, 0.0)
-    for before, crowded, said in [((0.0, 0.0), 0.2, 0), ((2.0, 0.0), 1 / 3, 1), (counted, 0.0, 0)]:
-        answers = iter([before, counted])
-        monkeypatch.setattr(hardware, "scheduled", answers.__next__)
-        profile = hardware.measure(Device("cpu"), torch.float32, tmp_path / "offload", progress=False)
-        assert profile.crowded == pytest.approx(crowded)
-        assert capsys.readouterr().err.count("waiting for a processor") == said
+    assert scheduled(tmp_path / "none") == (0.0, 0.0)
+    for before, share in [((0.0, 0.0), 0.2), ((2.0, 0.0), 1 / 3), (counted, 0.0)]:
+        assert Crowding(iter([before, counted]).__next__).share() == pytest.approx(share)
 
 
-def test_a_card_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
+@pytest.mark.parametrize("share, said", [(0.1, 0), (0.5, 1)])
+def test_a_busy_machine_is_told(monkeypatch, tmp_path, caplog, share, said):
+    monkeypatch.setattr(Crowding, "share", lambda self: share)
+    profile = hardware.measure(Device("cpu"), torch.float32, tmp_path / "offload", False, TINY)
+    assert profile.crowded == share
+    assert caplog.text.count("waiting for a processor") == said
+
+
+def test_a_gpu_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
-    monkeypatch.setattr(hardware, "_measure", full)
+    monkeypatch.setattr(hardware, "cases", full)
     with pytest.raises(UserError, match="too little memory left to measure"):
         hardware.measure(Device("cpu"), torch.float32, tmp_path)
-    monkeypatch.setattr(Device, "_start", full)
-    with pytest.raises(UserError, match="no memory left to begin with"):
-        Device("cpu").start(None)
 
 
-def test_a_folder_that_cannot_be_written(quick, tmp_path):
+def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to the offload folder"):
-        hardware.measure(Device("cpu"), torch.float32, tmp_path / "file" / "offload", progress=False)
+        hardware.measure(Device("cpu"), torch.float32, tmp_path / "file" / "offload", False, TINY)
 
 
 def test_errors_of_the_command_are_one_line(quick, tmp_path, capsys):
