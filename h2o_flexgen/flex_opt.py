@@ -76,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--cpu-cache-compute",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="attention on the CPU for caches there (default: searched; with --percent off)",
+        help="attention on the CPU for KV blocks in its RAM (default: searched; with --percent off)",
     )
     for what in ("weight", "cache"):
         add(f"--compress-{what}", action="store_true", help="not built yet: ends with an error")

@@ -49,7 +49,7 @@ class LLM:
             the CPU the type whose matmuls are the fastest, by measuring (`kernels.rates`).
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
         offload_dir: where cache, hidden states and random weights on disk go, in a private folder of its own.
-        gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: what there is).
+        gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
         hardware: a profile as `python -m h2o_flexgen.hardware` writes it, instead of measuring.
         max_latency: the most seconds that a block may take, for policy "auto".
@@ -59,7 +59,7 @@ class LLM:
 
     Attributes:
         choice: the policy of the last job with its plan, known before anything is allocated; None before.
-        measurements: the Report of the last job; None before, and if it did not come to its end.
+        measurements: the Report of the last job; None before, and after one that failed.
 
     Raises:
         UserError: an argument that cannot be used, with what to do about it.
@@ -139,7 +139,7 @@ class LLM:
 
     @property
     def report(self) -> dict:
-        """`measurements` as plain data for JSON; {} if there are none."""
+        """`measurements` as plain data for JSON, or {}."""
         return {} if self.measurements is None else self.measurements.to_dict()
 
     def resources(self) -> Resources:
@@ -182,9 +182,9 @@ class LLM:
         Args:
             prompts: texts, or lists of token ids.
             skip_errors: a prompt that cannot be run becomes an output with `error` instead of raising.
-            on_output: called with every finished output as soon as its batch is done, and on an interrupt with
-                what there is of the block that was running ("abort"); not at all if no prompt can be run. One that an
-                interrupt hits gets the same output again.
+            on_output: called with every output as soon as its batch is done, and on an interrupt with the outputs of
+                the block that was running as far as they are ("abort"). A call that is interrupted is made again. It
+                is not called if no prompt can be run.
 
         Raises:
             UserError: a prompt that cannot be run, or a job for which there is no memory.

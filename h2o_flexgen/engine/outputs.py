@@ -1,4 +1,4 @@
-"""What becomes of each prompt."""
+"""The outputs of a job, one for each prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What became of one prompt; `error` says why it could not be run or broke off, and then there are no outputs."""
+    """The outcome of one prompt: one output, or `error`, which says why it could not be run or broke off."""
 
     index: int
     prompt: str | None

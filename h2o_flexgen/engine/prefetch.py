@@ -1,4 +1,4 @@
-"""What comes to the device while a step computes."""
+"""Transfers that start ahead of the step that needs them."""
 
 from __future__ import annotations
 

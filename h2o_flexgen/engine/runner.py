@@ -71,7 +71,7 @@ class Runner:
         memory.hold_heap()
         self._at_start = memory.baseline()
 
-    # what there is
+    # resources
 
     def available(self) -> dict[str, int]:
         """Bytes that may be planned for on each tier, for a job that takes over what this one's weights hold."""
@@ -238,7 +238,7 @@ class Runner:
         """For a first block in which the logits of all sequences are NaN.
 
         Args:
-            whole_job: there are no other sequences. If there are, a few bad prompts must not stop them.
+            whole_job: the block is the whole job. If it is not, a few bad prompts must not stop the others.
 
         Raises:
             UserError: the checkpoint is broken, or the dtype too narrow for it.

@@ -13,7 +13,7 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.sizes import SAMPLE_ROWS
 
-#: colder than this nothing but the most likely token has a chance, and dividing by it would overflow
+#: below this temperature only the most likely token has a chance, and dividing by it would overflow
 GREEDY_BELOW = 1e-6
 
 
@@ -28,7 +28,7 @@ class SamplingParams:
             arXiv 1904.09751, section 3.1); 1: all.
         max_tokens: output length.
         ignore_eos: go on after the end-of-sequence token.
-        seed: a prompt's text depends on the seed, its place in the job and nothing else.
+        seed: random numbers depend on it, on a prompt's place in the job and on the step, and on nothing else.
 
     Raises:
         UserError: a value out of range.
@@ -102,7 +102,7 @@ def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int
         tokens (B,) int64, and their log-probabilities under the model (B,) fp32, NaN where a row's logits are
         broken. Both on the CPU.
     """
-    # a few rows at a time: on a CPU, whose caches hold them, in half the time
+    # a few rows at a time: they stay in the caches of a CPU, which takes half the time
     few = [slice(at, at + SAMPLE_ROWS) for at in range(0, len(logits), SAMPLE_ROWS)]
     chosen = [_choose(logits[rows].float(), params, indices[rows], step) for rows in few]
     tokens, logprobs = (torch.cat(parts).cpu() for parts in zip(*chosen))

@@ -124,7 +124,7 @@ class LayerSteps:
         self.stores.activations.put(k, m, self._offset(k, m), hidden)
 
     def _load_hidden(self, step: Step, m: int) -> Tensor:
-        """(B, T, E) of a micro-batch; what comes after it is on its way when this returns."""
+        """(B, T, E) of a micro-batch; the next one is being fetched when this returns."""
         k, activations = step.k, self.stores.activations
         hidden = activations.get(k, m, self._offset(k, m))
         if m + 1 < len(self.batches[k].micro):
@@ -146,7 +146,7 @@ class LayerSteps:
         return [active[begin:end] for begin, end in matmul_groups(sizes)]
 
     def decode(self, i: int, j: int, group: list[int], w: Weights) -> None:
-        """One layer of one token step: matmuls of all rows at once, attention batch by batch as KV blocks come."""
+        """One layer of one token step: matmuls of all rows at once, attention batch by batch as KV blocks arrive."""
         self.prefetch.caches(Step(i, j, group[0]))
         batches = [self.batches[k] for k in group]
         sizes = [len(batch.sequences) for batch in batches]

@@ -10,7 +10,12 @@ from h2o_flexgen.errors import UserError
 
 
 def read_prompts(path: str) -> list[str | list[int] | UserError]:
-    """Rows of an input file; a row that is no prompt becomes the error that says why."""
+    """The prompts of an input file: texts or lists of token ids. A row that is no prompt becomes a UserError, which says
+    why.
+
+    Raises:
+        UserError: the file cannot be read, is not UTF-8, or holds no prompts.
+    """
     try:
         text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as e:

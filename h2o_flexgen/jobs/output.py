@@ -18,9 +18,19 @@ log = logging.getLogger(__name__)
 
 
 class OutputFile:
-    """Rows as they finish go to PATH.partial; at the end, or on an interrupt, PATH is put in place whole and in
-    input order. So a killed job leaves the rows it had, and an error touches nothing. Rows for which there is no space
-    wait in memory until there is."""
+    """The output file of a job.
+
+    Rows go to PATH.partial as they finish. At the end, or on an interrupt, PATH is put in place whole and in the order
+    of the input. So a killed job leaves the rows that it had, and an error leaves PATH as it was. Rows that a full disk
+    does not take wait in memory.
+
+    Attributes:
+        rows: what has finished, by index; waiting: of these, lines that are not written yet.
+        file: PATH.partial while it is open.
+
+    Raises:
+        UserError: PATH cannot be written, or another job writes it.
+    """
 
     def __init__(self, path: str):
         check_writable("`output_file`", Path(path))
@@ -44,7 +54,7 @@ class OutputFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits, if that can be done now."""
+        """Write the rows that wait, if the disk takes them."""
         if not self.waiting:
             return
         try:
@@ -73,13 +83,13 @@ class OutputFile:
             raise
 
     def where(self) -> str:
-        """Where what is finished can be had, if nothing can be put in place."""
+        """For an error: how many rows are in the partial file."""
         self.flush()
         return f"{len(self.rows) - len(self.waiting)} of {len(self.rows)} finished rows are in {self.partial}"
 
     @staticmethod
     def _set_aside(path: Path, why: str) -> None:
-        """Rename a file that would be overwritten, if it is there."""
+        """Rename a file that would be overwritten, if it exists."""
         if path.exists():
             names = (path.with_name(f"{path.name}~{n or ''}") for n in itertools.count())
             kept = next(name for name in names if not name.exists())
@@ -87,8 +97,14 @@ class OutputFile:
             log.warning("%s %s", why, kept)
 
     def finish(self, whole: bool) -> None:
-        """Put the rows there are in place, if there are any. May be called again where it was interrupted. `whole`:
-        they are all; fewer do not replace a file that is there, but set it aside."""
+        """Put the finished rows in place, if there are any. May be called again after an interrupt.
+
+        Args:
+            whole: all rows are finished. If not, a file of an earlier job is not replaced but renamed.
+
+        Raises:
+            UserError: the disk is full; the message says where the rows are.
+        """
         if not self.rows:
             return
         self._whole |= whole

@@ -19,16 +19,19 @@ MIN_HH_RATIO = 0.1
 #: throughput that a larger budget may cost and still count as free
 FREE = 0.03
 _RATIOS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
-#: budgets that are tried between the largest free one and the next, if they differ by more than so much
-_BETWEEN, _NEAR = 2, 1.2
+#: budgets that are tried between the largest free one and the next
+_BETWEEN = 2
+#: two budgets whose slots differ by no more than this factor need none between them
+_NEAR = 1.2
 
 
 @dataclass(frozen=True)
 class BudgetPoint:
-    """One point of the trade: a budget, the block that fits with it, and its throughput in tokens per second.
+    """A KV budget, the block that fits with it, and its predicted throughput.
 
-    `ratio`: heavy hitters over the longest prompt, None for the full cache; `slots` counts heavy and recent ones, or
-    the full cache's.
+    Attributes:
+        ratio: heavy hitters over the longest prompt; None for the full cache.
+        slots: heavy and recent slots together, or those of the full cache, per sequence, layer and KV head.
     """
 
     ratio: float | None
@@ -61,6 +64,7 @@ def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float |
 
 
 def check_floor(floor: float) -> None:
+    """Raises UserError for a floor outside (0, 0.5]: above that half, heavy and recent tokens are the whole prompt."""
     if not 0 < floor <= 0.5:
         raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
 
@@ -80,10 +84,10 @@ def size_budget(
 
     Args:
         longest, total: tokens of the longest prompt, and with its output.
-        find: (ratio, budget) -> the point of the curve, and whatever else was found with it.
+        find: (ratio, budget) -> the point of the curve, and the choice that belongs to it.
 
     Returns:
-        The largest budget that costs nothing, what was found with it, and the curve.
+        The largest budget that costs nothing, its choice, and the curve, the fewest slots first.
 
     Raises:
         PlanError: nothing fits, not even with the smallest budget.
@@ -92,27 +96,27 @@ def size_budget(
     choices = budget_choices(floor, longest, total)
     bar = tqdm(total=len(choices) + _BETWEEN, desc="sizing the KV budget", leave=False, disable=not progress)
 
-    def look(ratio: float | None, budget: KVBudget | None) -> PlanError | None:
+    def look_at(ratio: float | None, budget: KVBudget | None) -> PlanError | None:
         bar.update()
         try:
-            point, rest = find(ratio, budget)
+            point, choice = find(ratio, budget)
         except PlanError as e:
             return e
-        found[point] = (budget, rest)
+        found[point] = (budget, choice)
         return None
 
     with bar:
-        errors = [look(ratio, budget) for ratio, budget in choices]
+        errors = [look_at(ratio, budget) for ratio, budget in choices]
         if not found:
             raise errors[0]
         curve = sorted(found, key=lambda p: p.slots)
         for _ in range(_BETWEEN):
-            here = largest_free(curve)
-            larger = [p for p in curve if p.slots > _NEAR * here.slots]
+            free = largest_free(curve)
+            larger = [p for p in curve if p.slots > _NEAR * free.slots]
             if not larger:
                 break
-            heavy = isqrt(here.slots * larger[0].slots) // 2
-            if look(round(heavy / longest, 3), KVBudget.from_size(heavy)) is not None:
+            heavy = isqrt(free.slots * larger[0].slots) // 2
+            if look_at(round(heavy / longest, 3), KVBudget.from_size(heavy)) is not None:
                 break
             curve = sorted(found, key=lambda p: p.slots)
     return *found[largest_free(curve)], curve
