@@ -305,7 +305,7 @@ def test_stopped_before_the_model_is_there(cli, model, monkeypatch, number):
     """In this process: the signal comes while the weights' headers are read."""
     from h2o_flexgen.offload.checkpoint import Checkpoint
 
-    monkeypatch.setattr(Checkpoint, "check", lambda self, needed: signal.raise_signal(number))
+    monkeypatch.setattr(Checkpoint, "add_file", lambda self, path: signal.raise_signal(number))
     code, out, err = cli("--model", model)
     assert (code, out, err) == (128 + number, "", "interrupted\n")
 

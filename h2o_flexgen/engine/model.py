@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 
@@ -13,10 +13,11 @@ import torch
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.parts import activation
-from h2o_flexgen.models.registry import family, known_names, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.registry import family, head_name, known_names, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer
 from h2o_flexgen.models.spec import Layer, ModelSpec
-from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
+from h2o_flexgen.offload.checkpoint import Checkpoint
+from h2o_flexgen.offload.random_weights import DummyCheckpoint
 
 #: the path that stands for random weights
 DUMMY = "_DUMMY_"
@@ -110,6 +111,8 @@ def load_model(
     shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
     source = DummyCheckpoint(shapes, dtype) if path == DUMMY else Checkpoint(weights, progress)
     source.check(shapes)
+    if spec.tied and path != DUMMY:
+        source.check_tied(*(head_name(replace(spec, tied=tied)) for tied in (True, False)))
     stored_dtypes = {source.stored_dtype(name) for name, shape in shapes.items() if len(shape) > 1}
     name = model or (path if path not in (None, DUMMY) else "demo_model")
     return LoadedModel(name, spec, dtype, layers, source, tokenizer, stored_dtypes)

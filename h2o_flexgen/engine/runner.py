@@ -21,9 +21,10 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
-from h2o_flexgen.offload.device import Device, TransferQueue
+from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import DiskIO, File, OffloadFolder
 from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.queues import TransferQueue
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.policy import MARGIN
 from h2o_flexgen.sizes import KV_BUFFERS, batch_sizes, micro_tokens
@@ -343,10 +344,9 @@ class Runner:
     def _make_stores(self) -> None:
         job, longest = self.job, self.job.workload.longest
         sizes = batch_sizes(len(job.workload.prompt_lens), job.policy)
-        self._io.large_later = "disk" not in job.cache.values()
+        self._io.large_prefetches = "disk" not in job.cache.values()
         self.stores.caches = KVStore(
             self.device,
-            self.model.spec.layers,
             [self._layout(size, longest) for size in sizes],
             job.cache,
             self._io,

@@ -10,8 +10,8 @@ from h2o_flexgen.errors import UserError
 
 
 def read_prompts(path: str) -> list[str | list[int] | UserError]:
-    """The prompts of an input file: texts or lists of token ids. A row that is no prompt becomes a UserError, which says
-    why.
+    """The prompts of an input file: texts or lists of token ids. A row that is no prompt becomes a UserError that
+    says why.
 
     Raises:
         UserError: the file cannot be read, is not UTF-8, or holds no prompts.

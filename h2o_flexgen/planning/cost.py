@@ -218,7 +218,8 @@ class CostModel:
     def _attention(self, phase: str, work: float) -> float:
         """Seconds of one sequence in one layer."""
         spec = self.shapes.spec
-        return self.profile.attention_seconds(phase, self.kind, work, spec.heads, spec.head_dim)
+        heads, group = (spec.heads, 1) if phase == "prefill" else (spec.kv_heads, spec.groups)
+        return self.profile.attention_seconds(phase, self.kind, work, heads, spec.head_dim, group)
 
     def _prefill_batch(self, batch: int, length: int, prefill_tokens: int) -> Compute:
         """Prompts of `length` tokens in micro-batches through a decoder layer, with attention."""

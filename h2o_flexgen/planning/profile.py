@@ -19,6 +19,8 @@ LINKS = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
 MATMULS = ("streamed", "resident")
 #: of the cache
 ATTENTION = ("full", "h2o")
+#: query heads to a KV head in the attention that `grouped` is measured with
+GROUP = 4
 #: part of the time that a process may wait for a core while it measures: 0.03 at rest, 0.4 beside a busy program
 CROWDED = 0.2
 
@@ -64,6 +66,8 @@ class Profile:
         cpu_attention: decode attention on the CPU beside a CUDA device, likewise; None without one.
         head_seconds: "prefill", "decode" or "cpu" -> "full" or "h2o" -> seconds of attention for each head of each
             sequence, whatever its work.
+        grouped: "decode" or "cpu" -> "full" or "h2o" -> how many times longer attention over a cache takes where GROUP
+            query heads share a head of K and V than where each has its own; the bytes are the same.
         visit_seconds: what a KV block from disk takes from compute besides its bytes and requests.
         step_seconds: what a step of one batch through one layer costs whatever its size.
         logit_seconds: to turn one logit into a part of a choice.
@@ -86,6 +90,7 @@ class Profile:
     decode_attention: dict[str, dict[int, float]]
     cpu_attention: dict[str, dict[int, float]] | None = None
     head_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    grouped: dict[str, dict[str, float]] = field(default_factory=dict)
     visit_seconds: float = 0.0
     step_seconds: float = 0.0
     logit_seconds: float = 0.0
@@ -109,10 +114,17 @@ class Profile:
         nearest = min(tables, key=lambda s: math.hypot(math.log(s[0] / out), math.log(s[1] / width)))
         return 2 * out * width * rows / between(dict(tables[nearest]), rows)
 
-    def attention_seconds(self, phase: str, kind: str, work: float, heads: int, head_dim: int) -> float:
-        """Of one sequence; `work`: flops in prefill, else bytes of K and V. `phase` "cpu": a decode step there."""
+    def attention_seconds(self, phase: str, kind: str, work: float, heads: int, head_dim: int, group: int = 1) -> float:
+        """Of one sequence.
+
+        Args:
+            phase: "prefill", "decode", or "cpu" for a decode step there.
+            work: flops in prefill, else bytes of K and V.
+            heads: of K and V, or of queries in prefill; `group`: query heads to each.
+        """
         rate = between(getattr(self, f"{phase}_attention")[kind], head_dim)
-        return work / rate + heads * self.head_seconds.get(phase, {}).get(kind, 0.0)
+        seconds = work / rate + heads * self.head_seconds.get(phase, {}).get(kind, 0.0)
+        return seconds * between({1: 1.0, GROUP: self.grouped.get(phase, {}).get(kind, 1.0)}, group)
 
     def to_json(self) -> str:
         data = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -165,6 +177,7 @@ class Profile:
         positive = [x for shapes in self.matmul.values() for shape in shapes for x in shape]
         positive += [x for table in tables for item in table.items() for x in item]
         positive += [link.bytes_per_s for link in self.links.values()]
+        positive += [x for each in self.grouped.values() for x in each.values()]
         if not all(math.isfinite(x) and x > 0 for x in positive):
             raise ValueError("a rate or a size is not a positive number")
         others = [x for link in self.links.values() for x in astuple(link)[1:]]

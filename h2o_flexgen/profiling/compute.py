@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.linear import linear, pack, packs
 from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device, convert
-from h2o_flexgen.planning.profile import MATMULS, Shape
+from h2o_flexgen.planning.profile import GROUP, MATMULS, Shape
 from h2o_flexgen.profiling.scale import Scale
 from h2o_flexgen.sizes import HEAD_ROWS, prefill_pairs
 
@@ -61,6 +61,7 @@ def cases(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[Case]:
     ("matmul", "streamed" or "resident", (out, in), rows)
     ("small", rule): attention of a decode step that takes no time for its size
     (phase, rule, head size) and (phase, rule, "short"): attention
+    ("decode" or "cpu", rule, "grouped"): attention of GROUP query heads to each KV head
     ("choose",): tokens from logits; ("convert",): weights of another type
     """
     yield Case(("step",), device, partial(_step_call, device, dtype), cold=True)
@@ -68,8 +69,8 @@ def cases(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[Case]:
     for name in RULES:
         smallest = Attention(SHORT_RULES[name], 1, 2, HEAD_DIMS[0], scale.short)
         yield Case(("small", name), device, partial(_decode_call, device, dtype, smallest), cold=True)
-    for name, phase, size in product(RULES, PHASES, (*HEAD_DIMS, "short")):
-        if phase == "cpu" and not device.is_cuda:
+    for name, phase, size in product(RULES, PHASES, (*HEAD_DIMS, "short", "grouped")):
+        if (phase == "cpu" and not device.is_cuda) or (phase, size) == ("prefill", "grouped"):
             continue
         where = Device("cpu") if phase == "cpu" else device
         call = _prefill_call if phase == "prefill" else _decode_call
@@ -147,14 +148,17 @@ class Attention:
     heads: int
     head_dim: int
     tokens: int
+    group: int = 1
 
     @classmethod
     def of(cls, phase: str, rule: str, size: int | str, scale: Scale) -> Attention:
-        """`size`: a head size, or "short"."""
+        """`size`: a head size, "short", or "grouped": as the first head size, but for its queries."""
         sequences = 1 if phase == "cpu" else scale.sequences
         if size == "short":
             return cls(SHORT_RULES[rule], SEQUENCES * sequences, WIDTH // HEAD_DIMS[0], HEAD_DIMS[0], scale.short)
         batch = sequences * (1 if phase == "prefill" else SEQUENCES)
+        if size == "grouped":
+            return cls(RULES[rule], batch, WIDTH // HEAD_DIMS[0], HEAD_DIMS[0], scale.prompt, GROUP)
         return cls(RULES[rule], batch, WIDTH // size, size, scale.prompt)
 
     def layout(self, dtype: torch.dtype, decode: bool = True) -> KVLayout:
@@ -183,11 +187,15 @@ def _prefill_call(device: Device, dtype: torch.dtype, case: Attention) -> Callab
 def _decode_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:
     """Attention of one token per sequence over a cache that is full."""
     layout = case.layout(dtype)
-    return attention_call(device, case.rule, layout, 4 * layout.slots if case.rule.scored else layout.slots - 1, 1)
+    length = 4 * layout.slots if case.rule.scored else layout.slots - 1
+    return attention_call(device, case.rule, layout, length, 1, case.group)
 
 
-def attention_call(device: Device, rule: CacheRule, layout: KVLayout, length: int, step: int) -> Callable[[], object]:
-    """Attention of a decode step after prompts of `length` tokens, over a cache of its own."""
+def attention_call(
+    device: Device, rule: CacheRule, layout: KVLayout, length: int, step: int, group: int = 1
+) -> Callable[[], object]:
+    """Attention of a decode step after prompts of `length` tokens, over a cache of its own; `group`: query heads to
+    each KV head."""
     B, H = layout.batch, layout.heads
     kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
     for x in (*kv.k, *kv.v):
@@ -195,8 +203,8 @@ def attention_call(device: Device, rule: CacheRule, layout: KVLayout, length: in
     if rule.scored:
         kv.score.uniform_()
         kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
-    shape = (B, H, 1, layout.head_dim)
-    q, k, v = (torch.randn(shape, device=device.torch_device).to(layout.dtype) for _ in range(3))
+    shapes = [(B, heads, 1, layout.head_dim) for heads in (H * group, H, H)]
+    q, k, v = (torch.randn(shape, device=device.torch_device).to(layout.dtype) for shape in shapes)
     lengths = torch.full((B,), length)
     return lambda: rule.decode(kv, q, k, v, lengths, step)
 

@@ -13,7 +13,7 @@ import torch
 from h2o_flexgen.offload.device import Device
 
 #: of what is kept: a file of another format is measured again
-FORMAT = 10
+FORMAT = 11
 
 
 def machine(offload_root: Path | None = None, device: Device | None = None) -> dict:

@@ -103,6 +103,7 @@ def _measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: b
         decode_attention=attention["decode"],
         cpu_attention=attention.get("cpu"),
         head_seconds=head_seconds,
+        grouped=found.grouped(),
         visit_seconds=found.visit_seconds(),
         step_seconds=found("step") + max(found("small", rule) for rule in RULES),
         logit_seconds=found("choose") / (scale.logits[0] * scale.logits[1]),
@@ -198,6 +199,13 @@ class Measured:
             constant = constants[phase][rule] = max(0.0, each["short"] - slope * work["short"])
             found[phase][rule] = {dim: work[dim] / beyond(each[dim], constant) for dim in HEAD_DIMS}
         return dict(found), dict(constants)
+
+    def grouped(self) -> dict[str, dict[str, float]]:
+        """Per phase and rule: seconds of grouped heads over those of heads with a query each."""
+        found = defaultdict(dict)
+        for phase, rule, _ in (key for key in self.seconds if key[-1] == "grouped"):
+            found[phase][rule] = self(phase, rule, "grouped") / self(phase, rule, HEAD_DIMS[0])
+        return dict(found)
 
 
 def beyond(taken: float, known: float) -> float:
