@@ -1,6 +1,7 @@
 """Tiny models with random weights that make the tokens vary, and prompts whose reference is not a close call.
 
-A new family takes an entry in BASE and one in VARIANTS, and one in oracle.ORACLES if its blocks are not LLaMA's.
+A new family takes an entry in VARIANTS, the plainest one first; if its config or its blocks are not LLaMA's, one in
+BASE or in oracle.ORACLES too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LLAMA = dict(
     max_position_embeddings=128,
     eos_token_id=2,
 )
-#: model_type -> the config of its variants
+#: model_type -> the config of its variants, if it is not LLAMA
 BASE = {
     "opt": dict(
         vocab_size=96,
@@ -42,9 +43,7 @@ BASE = {
         init_std=0.4,
         eos_token_id=2,
     ),
-    "llama": LLAMA,
     "mistral": {**LLAMA, "sliding_window": None},
-    "qwen2": LLAMA,
     "gpt_neox": dict(
         vocab_size=96,
         hidden_size=32,
@@ -133,7 +132,7 @@ VARIANTS = {
     },
 }
 FAMILY = {name: model_type for model_type, variants in VARIANTS.items() for name in variants}
-CONFIGS = {name: {**BASE[FAMILY[name]], **VARIANTS[FAMILY[name]][name]} for name in FAMILY}
+CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name]} for name in FAMILY}
 #: family -> its first variant
 FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
 

@@ -22,7 +22,7 @@ from h2o_flexgen.models.spec import ModelSpec
 
 LLAMA = dict(vocab_size=50, hidden_size=256, num_hidden_layers=2, intermediate_size=40, num_attention_heads=32)
 #: the keys that a family needs
-GOOD = {
+GOOD = dict.fromkeys(zoo.VARIANTS, LLAMA) | {
     "opt": dict(
         vocab_size=50,
         hidden_size=16,
@@ -31,10 +31,6 @@ GOOD = {
         num_attention_heads=4,
         max_position_embeddings=64,
     ),
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": LLAMA,
-    "gpt_neox": LLAMA,
 }
 WITH_ROPE = [model_type for model_type in GOOD if model_type != "opt"]
 
@@ -44,7 +40,7 @@ def config_of(model_type, **changes):
 
 
 def test_every_family_is_tested():
-    assert set(FAMILIES) == set(GOOD) == set(zoo.VARIANTS)
+    assert set(FAMILIES) == set(zoo.VARIANTS)
     assert all(len(variants) >= 4 for variants in zoo.VARIANTS.values())
 
 
@@ -68,6 +64,7 @@ OPT_PAIRS = {
     "affine": "layer_norm_elementwise_affine",
 }
 ROPE_PAIRS = {"inner": "intermediate_size", "activation": "hidden_act"}
+LLAMA_PAIRS = {"eps": "rms_norm_eps"}
 OWN_PAIRS = {
     "opt": OPT_PAIRS,
     "llama": {
@@ -77,7 +74,6 @@ OWN_PAIRS = {
         "mlp_bias": "mlp_bias",
     },
     "mistral": {"eps": "rms_norm_eps", "window": "sliding_window"},
-    "qwen2": {"eps": "rms_norm_eps"},
     "gpt_neox": {"eps": "layer_norm_eps", "bias": "attention_bias", "parallel": "use_parallel_residual"},
 }
 
@@ -86,7 +82,7 @@ def assert_means(spec, config):
     """A spec says what transformers' config says."""
     model_type = config.model_type
     assert spec.model_type == model_type
-    pairs = PAIRS | (OPT_PAIRS if model_type == "opt" else ROPE_PAIRS) | OWN_PAIRS.get(model_type, {})
+    pairs = PAIRS | (OPT_PAIRS if model_type == "opt" else ROPE_PAIRS) | OWN_PAIRS.get(model_type, LLAMA_PAIRS)
     for ours, theirs in pairs.items():
         assert getattr(spec, ours) == getattr(config, theirs), ours
     eos = config.eos_token_id
@@ -373,7 +369,7 @@ def test_kv_heads_that_do_not_divide_the_heads_are_refused(model_type, kv_heads)
     assert f"32 is not divisible by num_key_value_heads {kv_heads}" in says
 
 
-@pytest.mark.parametrize("model_type", GOOD)
+@pytest.mark.parametrize("model_type", ["opt", "llama", "mistral", "qwen2", "gpt_neox"])
 def test_heads_that_do_not_divide_the_hidden_size_are_refused(model_type):
     changes = dict(num_attention_heads=7, num_key_value_heads=7) if model_type != "opt" else dict(num_attention_heads=3)
     assert "not divisible" in refusal(config_of(model_type, **changes))
@@ -541,19 +537,26 @@ def test_heads_that_are_not_the_checkpoints_are_refused(altered, name, changes):
         load(folder)
 
 
-TIED = {
+#: names of the embedding and of an untied head, if they are not LLaMA's
+HEADS = {
     "opt": ("model.decoder.embed_tokens.weight", "lm_head.weight"),
-    "llama_no_groups_tied": ("model.embed_tokens.weight", "lm_head.weight"),
-    "mistral_groups_of_8_tied_window_yarn": ("model.embed_tokens.weight", "lm_head.weight"),
-    "qwen2_groups_of_3_tied_yarn": ("model.embed_tokens.weight", "lm_head.weight"),
-    "gpt_neox_serial_tied": ("gpt_neox.embed_in.weight", "embed_out.weight"),
+    "gpt_neox": ("gpt_neox.embed_in.weight", "embed_out.weight"),
 }
+TIED = [name for name, config in zoo.CONFIGS.items() if config.get("tie_word_embeddings")] + ["opt"]
+
+
+def embedding_and_head(name):
+    return HEADS.get(zoo.FAMILY[name], ("model.embed_tokens.weight", "lm_head.weight"))
+
+
+def test_a_tied_variant_of_each_family_is_tested():
+    assert {zoo.FAMILY[name] for name in TIED} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", TIED)
 def test_a_tied_head_beside_another_one_is_refused(altered, name):
     """transformers would not tie them, and say other tokens."""
-    words, head = TIED[name]
+    words, head = embedding_and_head(name)
     for other in (torch.randn_like, lambda x: x[:-1].clone(), lambda x: x + 1e-3):
         with pytest.raises(UserError, match=f"'{re.escape(head)}'.*tie_word_embeddings"):
             load(altered(name, lambda state, other=other: state.update({head: other(state[words])})))
@@ -561,7 +564,7 @@ def test_a_tied_head_beside_another_one_is_refused(altered, name):
 
 @pytest.mark.parametrize("name", TIED)
 def test_a_tied_head_beside_its_copy_is_fine(altered, name):
-    words, head = TIED[name]
+    words, head = embedding_and_head(name)
     load(altered(name, lambda state: state.update({head: state[words].clone()})))
 
 
