@@ -1,7 +1,8 @@
 """H2O, with sets and masks: one prompt at a time, the whole history kept, nothing clever.
 
-Written from the paper and from transformers' OPT, without a look at the engine: its own attention, its own layer
-norm, a Python set of kept positions per layer and head. Slow and easy to check. Also full attention (`heavy=None`).
+Written from the papers and from transformers' models, without a look at the engine: its own attention, norms and
+rotations, a Python set of kept positions per layer and KV head. Slow and easy to check. Also full attention
+(`heavy=None`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Trace:
     Attributes:
         margins: per token, how far its logit is above the second best.
         slack: the smallest difference in score that decided which token stays or goes.
-        kept: per step (0 is prefill), layer and head: the positions kept at the end of the step.
-        evicted: per layer and head: how many tokens were dropped.
+        kept: per step (0 is prefill), layer and KV head: the positions kept at the end of the step.
+        evicted: per layer and KV head: how many tokens were dropped.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -57,37 +58,75 @@ def choose_evicted(kept: set[int], score, now: int, heavy: int, recent: int) -> 
     return outside[0], gap
 
 
+def fresh_rotary(model):
+    """A new rotary module of a transformers model, None if it has none: with dynamic RoPE a used one remembers the
+    longest text that it has seen."""
+    used = getattr(model.base_model, "rotary_emb", None)
+    return None if used is None else type(used)(model.config)
+
+
 class Oracle:
-    """Generates with the weights of a transformers OPTForCausalLM, in `dtype`."""
+    """Generates with the weights of a transformers model, in `dtype`. Subclasses know the layers of a family.
+
+    Shapes: n tokens of one sequence, H query heads, KV heads of K and V, D elements of a head.
+    """
+
+    prefix = "model."
 
     def __init__(self, model, dtype: torch.dtype = torch.float64):
-        self.config = model.config
+        self.model, self.config = model, model.config
         self.dtype = dtype
-        self.w = {name.removeprefix("model.decoder."): t.detach().to(dtype) for name, t in model.state_dict().items()}
-        self.act = model.model.decoder.layers[0].activation_fn
-        if self.config.tie_word_embeddings:
-            self.w["lm_head.weight"] = self.w["embed_tokens.weight"]
+        self.w = {name.removeprefix(self.prefix): t.detach().to(dtype) for name, t in model.state_dict().items()}
+        self.layers, self.heads = self.config.num_hidden_layers, self.config.num_attention_heads
+        self.kv_heads = getattr(self.config, "num_key_value_heads", None) or self.heads
+        self.group = self.heads // self.kv_heads
+
+    # what a family says
+
+    def embed(self, tokens: list[int], positions: range) -> Tensor:
+        raise NotImplementedError
+
+    def block(self, layer: int, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def logits(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    # parts
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         y = x @ self.w[f"{name}.weight"].T
         return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
+    def norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         x = x - x.mean(-1, keepdim=True)
-        x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+        x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
         return x * self.w[f"{name}.weight"] + self.w[f"{name}.bias"] if f"{name}.weight" in self.w else x
+
+    def rms_norm(self, name: str, x: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.config.rms_norm_eps) * self.w[f"{name}.weight"]
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """x (n, heads, D) at the positions of this step: of each head the first elements turn in pairs, the first with
+        the one half of them further on, and so forth; those behind stay."""
+        half = self.angles.shape[-1]
+        cos, sin = (f(self.angles)[:, None] * self.scale for f in (torch.cos, torch.sin))
+        a, b = x[..., :half], x[..., half : 2 * half]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
+
+    # one prompt
 
     @torch.no_grad()
     def generate(
         self, prompt: list[int], max_tokens: int, heavy: int | None = None, recent: int | None = None
     ) -> Trace:
-        config = self.config
-        L, H = config.num_hidden_layers, config.num_attention_heads
-        self.heavy, self.recent, self.trace = heavy, recent, Trace(evicted=[[0] * H for _ in range(L)])
+        L, KV = self.layers, self.kv_heads
+        self.heavy, self.recent, self.trace = heavy, recent, Trace(evicted=[[0] * KV for _ in range(L)])
+        self.rotary = fresh_rotary(self.model)
         self.k = [None] * L
         self.v = [None] * L
-        self.score = [[{} for _ in range(H)] for _ in range(L)]
-        self.kept = [[set() for _ in range(H)] for _ in range(L)]
+        self.score = [[{} for _ in range(KV)] for _ in range(L)]
+        self.kept = [[set() for _ in range(KV)] for _ in range(L)]
         fed, first = list(prompt), 0
         for _ in range(max_tokens):
             logits = self._forward(fed, first)
@@ -103,42 +142,39 @@ class Oracle:
 
     def _forward(self, tokens: list[int], first: int) -> Tensor:
         """Logits after the last of `tokens`, whose first one is at position `first`."""
-        x = self.w["embed_tokens.weight"][tokens]
-        if "project_in.weight" in self.w:
-            x = self.linear("project_in", x)
-        x = x + self.w["embed_positions.weight"][[2 + first + t for t in range(len(tokens))]]
-        before = self.config.do_layer_norm_before
-        for layer in range(self.config.num_hidden_layers):
-            at = f"layers.{layer}"
-            y = self.norm(f"{at}.self_attn_layer_norm", x) if before else x
-            x = x + self.linear(f"{at}.self_attn.out_proj", self._attention(layer, y, first))
-            x = x if before else self.norm(f"{at}.self_attn_layer_norm", x)
-            y = self.norm(f"{at}.final_layer_norm", x) if before else x
-            x = x + self.linear(f"{at}.fc2", self.act(self.linear(f"{at}.fc1", y)))
-            x = x if before else self.norm(f"{at}.final_layer_norm", x)
-        x = x[-1]
-        if before and not self.config._remove_final_layer_norm:
-            x = self.norm("final_layer_norm", x)
-        if "project_out.weight" in self.w:
-            x = self.linear("project_out", x)
-        return self.w["lm_head.weight"] @ x
+        positions = range(first, first + len(tokens))
+        if self.rotary is not None:
+            self._turn(torch.tensor([list(positions)]))
+        x = self.embed(tokens, positions)
+        for layer in range(self.layers):
+            x = self.block(layer, x)
+        return self.logits(x[-1])
 
-    def _attention(self, layer: int, x: Tensor, first: int) -> Tensor:
-        H = self.config.num_attention_heads
-        q, k, v = (self.linear(f"layers.{layer}.self_attn.{p}_proj", x).view(len(x), H, -1) for p in "qkv")
-        self.k[layer] = k if first == 0 else torch.cat([self.k[layer], k])
-        self.v[layer] = v if first == 0 else torch.cat([self.v[layer], v])
-        step = self._prompt_head if first == 0 else self._token_head
-        heads = [step(layer, h, q[:, h], self.k[layer][:, h], self.v[layer][:, h]) for h in range(H)]
-        return torch.cat(heads, -1)
+    def _turn(self, positions: Tensor) -> None:
+        """The angles of this step, (n, pairs). Radians per position are transformers', at the length of the text."""
+        self.rotary(torch.zeros(1), positions)
+        self.angles = positions[0, :, None].to(self.dtype) * self.rotary.inv_freq.to(self.dtype)
+        self.scale = self.rotary.attention_scaling
 
-    def _prompt_head(self, layer: int, h: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = len(q)
-        logits = q @ k.T / q.shape[-1] ** 0.5
-        logits[torch.arange(n)[None, :] > torch.arange(n)[:, None]] = float("-inf")
-        p = torch.softmax(logits, -1)
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (n, H, D), k and v (n, KV, D) of new tokens -> (n, H * D)."""
+        is_prompt = self.k[layer] is None
+        self.k[layer] = k if is_prompt else torch.cat([self.k[layer], k])
+        self.v[layer] = v if is_prompt else torch.cat([self.v[layer], v])
+        step = self._prompt_heads if is_prompt else self._token_heads
+        contexts = []
+        for h in range(self.kv_heads):
+            group = [q[:, g] for g in range(h * self.group, (h + 1) * self.group)]
+            contexts += step(layer, h, group, self.k[layer][:, h], self.v[layer][:, h])
+        return torch.cat(contexts, -1)
+
+    def _prompt_heads(self, layer: int, h: int, group: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
+        """The query heads of KV head h."""
+        n = len(k)
+        later = torch.arange(n)[None, :] > torch.arange(n)[:, None]
+        each = [torch.softmax((q @ k.T / q.shape[-1] ** 0.5).masked_fill(later, float("-inf")), -1) for q in group]
         if self.heavy is not None:
-            score = p.sum(0).tolist()
+            score = sum(p.sum(0) for p in each).tolist()
             kept, gap = choose_kept(score, self.heavy, self.recent)
             self.trace.slack = min(self.trace.slack, gap)
             self.trace.evicted[layer][h] += n - len(kept)
@@ -146,17 +182,16 @@ class Oracle:
             self.score[layer][h] = dict(enumerate(score))
         else:
             self.kept[layer][h] = set(range(n))
-        return p @ v
+        return [p @ v for p in each]
 
-    def _token_head(self, layer: int, h: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _token_heads(self, layer: int, h: int, group: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
         now = len(k) - 1
         kept, score = self.kept[layer][h], self.score[layer][h]
         kept.add(now)
-        seen = torch.tensor([j in kept for j in range(now + 1)])
-        logits = (q[0] @ k.T / q.shape[-1] ** 0.5).masked_fill(~seen, float("-inf"))
-        p = torch.softmax(logits, -1)
+        gone = torch.tensor([j not in kept for j in range(now + 1)])
+        each = [torch.softmax((q[0] @ k.T / q.shape[-1] ** 0.5).masked_fill(gone, float("-inf")), -1) for q in group]
         if self.heavy is not None:
-            given = p.tolist()
+            given = sum(each).tolist()
             for j in kept:
                 score[j] = score.get(j, 0.0) + given[j]
             goes, gap = choose_evicted(kept, score, now, self.heavy, self.recent)
@@ -164,4 +199,99 @@ class Oracle:
                 kept.remove(goes)
                 self.trace.slack = min(self.trace.slack, gap)
                 self.trace.evicted[layer][h] += 1
-        return (p @ v)[None]
+        return [(p @ v)[None] for p in each]
+
+
+class OptOracle(Oracle):
+    """OPT."""
+
+    prefix = "model.decoder."
+
+    def __init__(self, model, dtype: torch.dtype = torch.float64):
+        super().__init__(model, dtype)
+        self.act = model.model.decoder.layers[0].activation_fn
+
+    def embed(self, tokens, positions):
+        x = self.w["embed_tokens.weight"][tokens]
+        if "project_in.weight" in self.w:
+            x = self.linear("project_in", x)
+        return x + self.w["embed_positions.weight"][[2 + p for p in positions]]
+
+    def block(self, layer, x):
+        at, before = f"layers.{layer}", self.config.do_layer_norm_before
+        y = self.norm(f"{at}.self_attn_layer_norm", x, 1e-5) if before else x
+        q, k, v = (self.linear(f"{at}.self_attn.{p}_proj", y).view(len(x), self.heads, -1) for p in "qkv")
+        x = x + self.linear(f"{at}.self_attn.out_proj", self.attention(layer, q, k, v))
+        x = x if before else self.norm(f"{at}.self_attn_layer_norm", x, 1e-5)
+        y = self.norm(f"{at}.final_layer_norm", x, 1e-5) if before else x
+        x = x + self.linear(f"{at}.fc2", self.act(self.linear(f"{at}.fc1", y)))
+        return x if before else self.norm(f"{at}.final_layer_norm", x, 1e-5)
+
+    def logits(self, x):
+        if self.config.do_layer_norm_before and not self.config._remove_final_layer_norm:
+            x = self.norm("final_layer_norm", x, 1e-5)
+        if "project_out.weight" in self.w:
+            x = self.linear("project_out", x)
+        return self.w["lm_head.weight"] @ x
+
+
+class LlamaOracle(Oracle):
+    """LLaMA and the families with its blocks; with norms of each head's queries and keys where there are such."""
+
+    def __init__(self, model, dtype: torch.dtype = torch.float64):
+        super().__init__(model, dtype)
+        self.act = model.model.layers[0].mlp.act_fn
+
+    def embed(self, tokens, positions):
+        return self.w["embed_tokens.weight"][tokens]
+
+    def block(self, layer, x):
+        at, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
+        y = self.rms_norm(f"layers.{layer}.input_layernorm", x)
+        q = self.linear(f"{at}.q_proj", y).view(len(x), self.heads, -1)
+        k = self.linear(f"{at}.k_proj", y).view(len(x), self.kv_heads, -1)
+        v = self.linear(f"{at}.v_proj", y).view(len(x), self.kv_heads, -1)
+        if f"{at}.q_norm.weight" in self.w:
+            q, k = self.rms_norm(f"{at}.q_norm", q), self.rms_norm(f"{at}.k_norm", k)
+        x = x + self.linear(f"{at}.o_proj", self.attention(layer, self.rotate(q), self.rotate(k), v))
+        y = self.rms_norm(f"layers.{layer}.post_attention_layernorm", x)
+        gated = self.act(self.linear(f"{mlp}.gate_proj", y)) * self.linear(f"{mlp}.up_proj", y)
+        return x + self.linear(f"{mlp}.down_proj", gated)
+
+    def logits(self, x):
+        return self.w["lm_head.weight"] @ self.rms_norm("norm", x)
+
+
+class NeoXOracle(Oracle):
+    """GPT-NeoX."""
+
+    prefix = "gpt_neox."
+
+    def __init__(self, model, dtype: torch.dtype = torch.float64):
+        super().__init__(model, dtype)
+        self.act = model.gpt_neox.layers[0].mlp.act
+
+    def embed(self, tokens, positions):
+        return self.w["embed_in.weight"][tokens]
+
+    def block(self, layer, x):
+        at, eps = f"layers.{layer}", self.config.layer_norm_eps
+        mixed = self.linear(f"{at}.attention.query_key_value", self.norm(f"{at}.input_layernorm", x, eps))
+        D = x.shape[-1] // self.heads
+        # one head after the other, and of each its query, key and value
+        q, k, v = mixed.view(len(x), self.heads, 3 * D).split(D, -1)
+        y = x + self.linear(f"{at}.attention.dense", self.attention(layer, self.rotate(q), self.rotate(k), v))
+        z = self.norm(f"{at}.post_attention_layernorm", x if self.config.use_parallel_residual else y, eps)
+        return y + self.linear(f"{at}.mlp.dense_4h_to_h", self.act(self.linear(f"{at}.mlp.dense_h_to_4h", z)))
+
+    def logits(self, x):
+        return self.w["lm_head.weight"] @ self.norm("final_layer_norm", x, self.config.layer_norm_eps)
+
+
+#: families whose blocks are not LLaMA's
+ORACLES = {"opt": OptOracle, "gpt_neox": NeoXOracle}
+
+
+def oracle_of(model) -> Oracle:
+    """The oracle with the weights of a transformers model."""
+    return ORACLES.get(model.config.model_type, LlamaOracle)(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import zoo
 
 from h2o_flexgen import sizes
@@ -21,49 +20,36 @@ def assert_same(outputs, references, atol=1e-4):
         assert output.logprobs == pytest.approx(reference.logprobs, abs=atol), f"prompt {n}"
 
 
-def transformers_tokens(model, prompt, max_tokens):
-    with torch.inference_mode():
-        out = model.hf.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=1,
-        )
-    return out[0, len(prompt) :].tolist()
+# every variant of every family
+
+HOMES = {
+    "ram": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=3, num_gpu_batches=2),
+    "disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=2, num_gpu_batches=2, prefill_tokens=30),
+}
 
 
-# every kind of OPT
+@pytest.fixture(scope="module", params=zoo.CONFIGS)
+def variant(request, tiny):
+    """Each model of the zoo; of the module's scope, so that the tests of one follow each other."""
+    return tiny(request.param)
 
 
-@pytest.mark.parametrize("name", zoo.CONFIGS)
-def test_full_cache_gives_the_tokens_of_transformers(tiny, run, name):
-    model = tiny(name)
-    prompts = model.clear_cut_prompts(LENGTHS, 20)
-    outputs = run(model, prompts, 20, gpu_batch_size=3, num_gpu_batches=2)
-    assert [o.token_ids for o in outputs] == [transformers_tokens(model, p, 20) for p in prompts]
-    assert_same(outputs, model.references(prompts, 20))
+@pytest.mark.parametrize("home", HOMES)
+def test_full_cache_gives_the_tokens_of_transformers(variant, run, home):
+    prompts = variant.clear_cut_prompts(LENGTHS, 20, [(None, None), BUDGET])
+    outputs = run(variant, prompts, 20, **HOMES[home])
+    assert [o.token_ids for o in outputs] == [variant.transformers(p, 20)[0] for p in prompts]
+    assert_same(outputs, variant.references(prompts, 20))
 
 
-@pytest.mark.parametrize("name", zoo.CONFIGS)
-def test_h2o_gives_the_tokens_of_the_oracle(tiny, run, name):
-    model = tiny(name)
-    prompts = model.clear_cut_prompts(LENGTHS, 20, [BUDGET])
-    references = model.references(prompts, 20, *BUDGET)
+@pytest.mark.parametrize("home", HOMES)
+def test_h2o_gives_the_tokens_of_the_oracle(variant, run, home):
+    prompts = variant.clear_cut_prompts(LENGTHS, 20, [(None, None), BUDGET])
+    references = variant.references(prompts, 20, *BUDGET)
     assert all(count > 0 for r in references for layer in r.evicted for count in layer)
-    assert any(r.tokens != f.tokens for r, f in zip(references, model.references(prompts, 20)))
-    outputs = run(model, prompts, 20, BUDGET, gpu_batch_size=4, num_gpu_batches=1)
+    assert any(r.tokens != f.tokens for r, f in zip(references, variant.references(prompts, 20)))
+    outputs = run(variant, prompts, 20, BUDGET, **HOMES[home])
     assert_same(outputs, references)
-
-
-@pytest.mark.parametrize("name", zoo.CONFIGS)
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
-def test_every_kind_of_opt_runs_from_disk(tiny, run, name, budget):
-    model = tiny(name)
-    prompts = model.clear_cut_prompts(LENGTHS, 12, [budget or (None, None)])
-    outputs = run(model, prompts, 12, budget, gpu_batch_size=2, num_gpu_batches=2, percent=(0, 0, 0, 0, 0, 0))
-    assert_same(outputs, model.references(prompts, 12, *(budget or ())))
 
 
 # wherever the bytes live
@@ -107,13 +93,31 @@ def small_segments(monkeypatch):
     monkeypatch.setattr(sizes, "SEGMENT", 8)
 
 
+#: policies for the first variant of every family; OPT runs under all
+FEW = (
+    "all_gpu",
+    "all_cpu_attention_there",
+    "all_disk_micro",
+    "thirds",
+    "thirds_attention_there",
+    "weights_cpu_disk",
+    "cache_gpu_cpu",
+    "cache_gpu_disk",
+    "cache_cpu_disk_attention_there",
+    "activations_mixed",
+    "everything_mixed",
+)
+
+
+@pytest.mark.parametrize(
+    "name, policy", [(n, p) for n in zoo.FIRST.values() for p in (POLICIES if n == "opt" else FEW)]
+)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
-def test_tokens_do_not_depend_on_the_policy(tiny, run, policy, overlap, budget):
-    model = tiny()
+def test_tokens_do_not_depend_on_the_policy(tiny, run, name, policy, overlap, budget):
+    model = tiny(name)
     prompts = model.clear_cut_prompts(LENGTHS, LONG, [(None, None), BUDGET])
-    outputs = run(model, prompts, LONG, budget, overlap=overlap, **policy)
+    outputs = run(model, prompts, LONG, budget, overlap=overlap, **POLICIES[policy])
     assert_same(outputs, model.references(prompts, LONG, *(budget or ())))
 
 
@@ -125,7 +129,9 @@ def test_the_long_outputs_fold_the_logs_of_disk_pieces_several_times():
 # budgets at their edges
 
 
-@pytest.mark.parametrize("disk", [False, True], ids=["gpu", "disk"])
+@pytest.mark.parametrize(
+    "name, home", [("one_layer", "ram"), ("one_layer", "disk"), ("llama_groups_of_3_wide_heads_linear", "disk")]
+)
 @pytest.mark.parametrize(
     "budget",
     [
@@ -150,11 +156,10 @@ def test_the_long_outputs_fold_the_logs_of_disk_pieces_several_times():
     ],
     ids=lambda b: f"{b[0]}+{b[1]}",
 )
-def test_budgets_at_their_edges(tiny, run, budget, disk):
-    model = tiny("one_layer")
+def test_budgets_at_their_edges(tiny, run, name, home, budget):
+    model = tiny(name)
     prompts = model.clear_cut_prompts(LENGTHS, 20, [budget])
-    percent = (0, 0, 0, 0, 0, 0) if disk else (100, 0, 100, 0, 100, 0)
-    outputs = run(model, prompts, 20, budget, gpu_batch_size=3, num_gpu_batches=2, percent=percent, prefill_tokens=30)
+    outputs = run(model, prompts, 20, budget, **HOMES[home])
     assert_same(outputs, model.references(prompts, 20, *budget))
 
 
@@ -165,21 +170,53 @@ def test_a_budget_that_holds_everything_is_the_full_cache(tiny, run):
     assert_same(outputs, model.references(prompts, 20))
 
 
+@pytest.mark.parametrize("name", ["untied", "qwen2_groups_of_8_dynamic"])
 @pytest.mark.parametrize("n", range(6, 13))
-def test_the_prompt_that_just_fits_the_budget(tiny, run, n):
+def test_the_prompt_that_just_fits_the_budget(tiny, run, n, name):
     """Around n == heavy + recent, and with shorter and longer neighbours."""
-    model = tiny("untied")
+    model = tiny(name)
     prompts = model.clear_cut_prompts([n, 2, n, 20], 10, [(5, 4)])
     outputs = run(model, prompts, 10, (5, 4), gpu_batch_size=4)
     assert_same(outputs, model.references(prompts, 10, 5, 4))
+
+
+# lengths at their edges
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("name", zoo.FIRST.values())
+def test_prompts_of_one_token(tiny, run, name, budget):
+    model = tiny(name)
+    prompts = model.clear_cut_prompts([1, 1, 1], 12, [budget or (None, None)])
+    outputs = run(model, prompts, 12, budget, gpu_batch_size=2, num_gpu_batches=2)
+    assert_same(outputs, model.references(prompts, 12, *(budget or ())))
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("name", [name for name in zoo.CONFIGS if "dynamic" in name])
+def test_dynamic_rope_does_not_see_the_neighbours(tiny, run, name, budget):
+    """Texts that end before, at and behind the trained length, alone and beside a long one that starts behind it."""
+    model = tiny(name)
+    trained = model.hf.config.max_position_embeddings
+    lengths = [trained - 9, trained - 2, trained - 1, trained, trained + 1, 2 * trained]
+    prompts = model.clear_cut_prompts(lengths, 8, [budget or (None, None)])
+    together = run(model, prompts, 8, budget, gpu_batch_size=len(prompts))
+    alone = run(model, prompts, 8, budget, gpu_batch_size=1)
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    assert_same(together, model.references(prompts, 8, *(budget or ())))
 
 
 # what is kept, not only what is said
 
 
 @pytest.mark.parametrize("budget", [(4, 4), (0, 5), (5, 0), (1, 1), (7, 2), (3, 30)], ids=lambda b: f"{b[0]}+{b[1]}")
-def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, budget):
-    model = tiny()
+@pytest.mark.parametrize(
+    "name, home",
+    [("opt", "ram"), ("llama_groups_of_3_wide_heads_linear", "ram"), ("gpt_neox", "disk"), ("llama", "disk")],
+)
+def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, name, home, budget):
+    """Per layer, sequence and KV head."""
+    model = tiny(name)
     prompts = model.clear_cut_prompts(LENGTHS, 24, [budget])
     order = sorted(prompts, key=len, reverse=True)
     references = [model.reference(p, 24, *budget) for p in order]
@@ -192,12 +229,13 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, bud
         return result
 
     monkeypatch.setattr(HeavyHitterCache, "decode", spy)
-    run(model, prompts, 24, budget, gpu_batch_size=len(prompts))
+    run(model, prompts, 24, budget, percent=HOMES[home]["percent"], gpu_batch_size=len(prompts))
     assert len(seen) == 23 * layers
     for call, (step, position) in enumerate(seen):
         layer = call % layers
         for b, prompt in enumerate(order):
             new = len(prompt) + step - 1
+            assert len(position[b]) == model.oracle.kv_heads
             for h, held in enumerate(position[b]):
                 # the token that must go leaves when the next one comes
                 expected = references[b].kept[step - 1][layer][h] | {new}

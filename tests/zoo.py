@@ -1,13 +1,18 @@
-"""Tiny OPT models with random weights that make the tokens vary, and prompts whose reference is not a close call."""
+"""Tiny models with random weights that make the tokens vary, and prompts whose reference is not a close call.
+
+A new family takes an entry in VARIANTS, the plainest one first; if its config or its blocks are not LLaMA's, one in
+BASE or in oracle.ORACLES too.
+"""
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from oracle import Oracle, Trace
+from oracle import Trace, fresh_rotary, oracle_of
 
 #: the least that must lie between the best and the second best logit, and between a score that stays and one that
 #: goes, for fp32 sums in another order to give the same tokens
@@ -15,40 +20,121 @@ MARGIN, SLACK = 2e-3, 1e-5
 #: the most by which transformers' own logarithms of probabilities in fp32, token by token, may be off
 NOISE = 2e-5
 
-BASE = dict(
+LLAMA = dict(
     vocab_size=96,
-    hidden_size=32,
+    hidden_size=24,
     num_hidden_layers=2,
-    ffn_dim=64,
+    intermediate_size=40,
     num_attention_heads=4,
+    num_key_value_heads=2,
     max_position_embeddings=128,
-    word_embed_proj_dim=32,
+    eos_token_id=2,
 )
-CONFIGS = {
-    "opt": dict(num_hidden_layers=3),
-    "post_norm": dict(do_layer_norm_before=False),
-    "350m_style": dict(do_layer_norm_before=False, word_embed_proj_dim=20),
-    "pre_norm_projected": dict(word_embed_proj_dim=12),
-    "widened_embedding": dict(word_embed_proj_dim=48),
-    "no_bias": dict(enable_bias=False),
-    "no_affine": dict(layer_norm_elementwise_affine=False),
-    "post_norm_no_affine": dict(do_layer_norm_before=False, layer_norm_elementwise_affine=False),
-    "galactica": dict(
-        activation_function="gelu", enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=True
+#: model_type -> the config of its variants, if it is not LLAMA
+BASE = {
+    "opt": dict(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        ffn_dim=64,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        word_embed_proj_dim=32,
+        init_std=0.4,
+        eos_token_id=2,
     ),
-    "gelu_new": dict(activation_function="gelu_new"),
-    "silu": dict(activation_function="silu"),
-    "untied": dict(tie_word_embeddings=False),
-    "untied_projected": dict(tie_word_embeddings=False, word_embed_proj_dim=24, do_layer_norm_before=False),
-    "no_final_norm": dict(_remove_final_layer_norm=True),
-    "odd_vocab": dict(vocab_size=77),
-    "one_layer": dict(num_hidden_layers=1),
-    "deep": dict(num_hidden_layers=6, hidden_size=16, word_embed_proj_dim=16, num_attention_heads=2, ffn_dim=32),
-    "one_head": dict(num_attention_heads=1),
-    "heads_of_one": dict(num_attention_heads=32),
-    "odd_sizes": dict(hidden_size=21, word_embed_proj_dim=21, num_attention_heads=3, ffn_dim=35),
-    "narrow_ffn": dict(ffn_dim=10),
+    "mistral": {**LLAMA, "sliding_window": None},
+    "gpt_neox": dict(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        eos_token_id=2,
+    ),
 }
+LINEAR = dict(rope_theta=5e3, rope_scaling={"type": "linear", "factor": 2.5})
+#: texts are longer than these 16 positions
+DYNAMIC = dict(max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+LLAMA3 = dict(
+    rope_parameters={
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+)
+YARN = dict(
+    max_position_embeddings=16,
+    rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+)
+THREE = dict(num_attention_heads=6, num_key_value_heads=2)
+EIGHT = dict(num_attention_heads=8, num_key_value_heads=1, hidden_size=32)
+#: model_type -> {variant: what its config has otherwise}; the first one of a family runs under many policies
+VARIANTS = {
+    "opt": {
+        "opt": dict(num_hidden_layers=3),
+        "post_norm": dict(do_layer_norm_before=False),
+        "350m_style": dict(do_layer_norm_before=False, word_embed_proj_dim=20),
+        "pre_norm_projected": dict(word_embed_proj_dim=12),
+        "widened_embedding": dict(word_embed_proj_dim=48),
+        "no_bias": dict(enable_bias=False),
+        "no_affine": dict(layer_norm_elementwise_affine=False),
+        "post_norm_no_affine": dict(do_layer_norm_before=False, layer_norm_elementwise_affine=False),
+        "galactica": dict(
+            activation_function="gelu", enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=True
+        ),
+        "gelu_new": dict(activation_function="gelu_new"),
+        "silu": dict(activation_function="silu"),
+        "untied": dict(tie_word_embeddings=False),
+        "untied_projected": dict(tie_word_embeddings=False, word_embed_proj_dim=24, do_layer_norm_before=False),
+        "no_final_norm": dict(_remove_final_layer_norm=True),
+        "odd_vocab": dict(vocab_size=77),
+        "one_layer": dict(num_hidden_layers=1),
+        "deep": dict(num_hidden_layers=6, hidden_size=16, word_embed_proj_dim=16, num_attention_heads=2, ffn_dim=32),
+        "one_head": dict(num_attention_heads=1),
+        "heads_of_one": dict(num_attention_heads=32),
+        "odd_sizes": dict(hidden_size=21, word_embed_proj_dim=21, num_attention_heads=3, ffn_dim=35),
+        "narrow_ffn": dict(ffn_dim=10),
+    },
+    "llama": {
+        "llama": dict(),
+        "llama_no_groups_tied": dict(num_key_value_heads=4, tie_word_embeddings=True),
+        "llama_groups_of_3_wide_heads_linear": dict(**THREE, **LINEAR, head_dim=10),
+        "llama_groups_of_8_dynamic": dict(**EIGHT, **DYNAMIC, tie_word_embeddings=True),
+        "llama_biases_llama3": dict(**LLAMA3, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3),
+        "llama_yarn": dict(**YARN, hidden_act="gelu_pytorch_tanh", vocab_size=77),
+    },
+    "mistral": {
+        "mistral": dict(head_dim=8),
+        "mistral_groups_of_3_odd_hidden_linear": dict(**THREE, **LINEAR, hidden_size=23, head_dim=6),
+        "mistral_groups_of_8_tied_window_yarn": dict(**EIGHT, **YARN, tie_word_embeddings=True, sliding_window=64),
+        "mistral_no_groups_dynamic": dict(**DYNAMIC, num_key_value_heads=4),
+    },
+    "qwen2": {
+        "qwen2": dict(),
+        "qwen2_groups_of_3_tied_yarn": dict(**THREE, **YARN, tie_word_embeddings=True),
+        "qwen2_groups_of_8_dynamic": dict(**EIGHT, **DYNAMIC),
+        "qwen2_no_groups_llama3": dict(**LLAMA3, num_key_value_heads=4, head_dim=14),
+        "qwen2_window_of_no_layer": dict(use_sliding_window=True, sliding_window=4, max_window_layers=2),
+    },
+    "gpt_neox": {
+        "gpt_neox": dict(rotary_pct=0.5),
+        "gpt_neox_serial_tied": dict(use_parallel_residual=False, tie_word_embeddings=True),
+        "gpt_neox_odd_heads_linear": dict(
+            **LINEAR, hidden_size=21, num_attention_heads=3, intermediate_size=35, rotary_pct=0.6
+        ),
+        "gpt_neox_no_bias_dynamic": dict(**DYNAMIC, attention_bias=False, rotary_pct=1.0, rotary_emb_base=3000),
+        "gpt_neox_one_head_yarn": dict(**YARN, num_attention_heads=1, hidden_act="gelu_fast"),
+    },
+}
+FAMILY = {name: model_type for model_type, variants in VARIANTS.items() for name in variants}
+CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name]} for name in FAMILY}
+#: family -> its first variant
+FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
 
 
 @dataclass
@@ -59,10 +145,10 @@ class Tiny:
     hf: object
     folder: Path
     _references: dict = field(default_factory=dict)
-    _noises: dict = field(default_factory=dict)
+    _texts: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        self.oracle = Oracle(self.hf)
+        self.oracle = oracle_of(self.hf)
 
     @property
     def vocab_size(self) -> int:
@@ -98,31 +184,44 @@ class Tiny:
 
     def _noise(self, prompt: list[int], max_tokens: int) -> float:
         """How far from the reference, in fp64, the same sums in fp32 come: some tokens magnify every rounding."""
-        key, given, past = (tuple(prompt), max_tokens), prompt, None
-        if key in self._noises:
-            return self._noises[key]
-        trace, worst = self.reference(prompt, max_tokens), 0.0
-        with torch.inference_mode():
-            for token, logprob in zip(trace.tokens, trace.logprobs):
-                out = self.hf(torch.tensor([given]), past_key_values=past, use_cache=True)
-                worst = max(worst, abs(float(out.logits[0, -1].log_softmax(-1)[token]) - logprob))
-                given, past = [token], out.past_key_values
-        self._noises[key] = worst
-        return worst
+        trace, (tokens, logprobs) = self.reference(prompt, max_tokens), self.transformers(prompt, max_tokens)
+        assert tokens == trace.tokens, f"{self.name}: the oracle is not transformers for the prompt {prompt}"
+        return max(abs(a - b) for a, b in zip(logprobs, trace.logprobs))
+
+    def transformers(self, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
+        """Tokens that transformers generates greedily in fp32, and the logarithms of their probabilities."""
+        key = (tuple(prompt), max_tokens)
+        if key not in self._texts:
+            self.hf.base_model.rotary_emb = fresh_rotary(self.hf)
+            with torch.inference_mode():
+                out = self.hf.generate(
+                    torch.tensor([prompt]),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                    max_new_tokens=max_tokens,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=1,
+                    output_logits=True,
+                    return_dict_in_generate=True,
+                )
+            tokens = out.sequences[0, len(prompt) :].tolist()
+            logprobs = [float(row[0].log_softmax(-1)[token]) for row, token in zip(out.logits, tokens)]
+            self._texts[key] = tokens, logprobs
+        return self._texts[key]
 
 
 def build(name: str, folder: Path, seed: int = 0, **changes) -> Tiny:
     """Make the model `name` of CONFIGS, with `changes` to its configuration, and save it."""
-    from transformers import OPTConfig, OPTForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = OPTConfig(**{**BASE, "init_std": 0.4, "eos_token_id": 2, **CONFIGS.get(name, {}), **changes})
+    config = AutoConfig.for_model(FAMILY[name], **copy.deepcopy({**CONFIGS[name], **changes}))
     torch.manual_seed(seed)
-    model = OPTForCausalLM(config).float().eval()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for key, tensor in model.named_parameters():
             if key.endswith("bias"):
                 tensor.normal_(0, 0.1)
-            elif "layer_norm" in key:
+            elif "norm" in key:
                 tensor.normal_(1, 0.3)
             elif "embed" in key:
                 tensor.normal_(0, 0.8)

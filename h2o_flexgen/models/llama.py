@@ -38,15 +38,17 @@ class LlamaSpec(ModelSpec):
     mlp_bias: bool = False
 
 
-def spec(config: Config, kv_heads: int | None = None, head_dim: int | None = None, **changes) -> LlamaSpec:
+def spec(
+    config: Config, kv_heads: int | None = None, head_dim: int | None = None, default_positions: int = 2048, **changes
+) -> LlamaSpec:
     """Raises UserError: a key that is missing, or sizes that do not fit.
 
     Args:
-        kv_heads, head_dim: a family's defaults.
+        kv_heads, head_dim, default_positions: a family's defaults.
         changes: fields that a family has otherwise.
     """
     heads = config.heads(kv_heads, head_dim)
-    rope, positions = read_rope(config, heads["head_dim"])
+    rope, positions = read_rope(config, heads["head_dim"], positions=default_positions)
     bias = config.flag("attention_bias", False)
     return LlamaSpec(
         **{

@@ -21,6 +21,7 @@ def spec(config: Config) -> LlamaSpec:
         config,
         model_type="mistral",
         kv_heads=8,
+        default_positions=131072,
         window=None if window is None else config.size("sliding_window", 4096),
     )
 

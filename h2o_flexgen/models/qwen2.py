@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.models import llama
 from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, rotate, tensors
 from h2o_flexgen.models.spec import Config
@@ -24,8 +25,10 @@ def window(config: Config, layers: int) -> int | None:
     """The sliding window of a Qwen config, if any of its layers has one."""
     if not config.flag("use_sliding_window", False) or config.data.get("sliding_window", 4096) is None:
         return None
-    types = config.data.get("layer_types") or []
-    slides = "sliding_attention" in types if types else layers > config.data.get("max_window_layers", 28)
+    types = config.data.get("layer_types")
+    if types is not None and not isinstance(types, list):
+        raise UserError(f"{config.where}: layer_types must be a list, not {types!r}")
+    slides = "sliding_attention" in types if types else layers > config.size("max_window_layers", 28, least=0)
     return config.size("sliding_window", 4096) if slides else None
 
 
@@ -35,6 +38,8 @@ def spec(config: Config) -> LlamaSpec:
     return llama.spec(
         config,
         model_type="qwen2",
+        kv_heads=32,
+        default_positions=32768,
         eos=config.tokens("eos_token_id"),
         qkv_bias=True,
         out_bias=False,

@@ -28,6 +28,11 @@ def family(model_type: str):
     return import_module(f"h2o_flexgen.models.{model_type}")
 
 
+def head_name(spec: ModelSpec) -> str:
+    """The checkpoint's name of the head's matrix."""
+    return family(spec.model_type).tensors(spec)[-1].streamed["head.weight"][0]
+
+
 def spec_of(config: dict, where: str = "the config") -> ModelSpec:
     """The spec of a model with this configuration, as config.json holds it.
 

@@ -21,18 +21,26 @@ TYPES = {
 }
 
 
-def read_rope(config: Config, head_dim: int, theta_key: str = "rope_theta", partial: float = 1.0) -> tuple[Rope, int]:
+def read_rope(
+    config: Config,
+    head_dim: int,
+    theta_key: str = "rope_theta",
+    partial: float | None = None,
+    positions: int = 2048,
+) -> tuple[Rope, int]:
     """The RoPE of a config in its old spelling (`rope_theta`, `rope_scaling`) or its new one (`rope_parameters`), and
     the most positions that it takes the model to.
 
     Args:
         theta_key: the old name of theta.
-        partial: the part of a head that is rotated, unless `rope_parameters` says otherwise.
+        partial: the part of a head that is rotated, unless `rope_parameters` says otherwise; None for families that
+            always rotate whole heads.
+        positions: the family's default of `max_position_embeddings`.
 
     Raises:
         UserError: a type that is not known, a parameter that is missing or no number.
     """
-    data = config.data.get("rope_parameters") or config.data.get("rope_scaling") or {}
+    data = config.data.get("rope_scaling") or config.data.get("rope_parameters") or {}
     if not isinstance(data, dict):
         raise UserError(f"{config.where}: rope_scaling must be an object, not {data!r}")
     given = Config(data, f"{config.where}, RoPE")
@@ -41,8 +49,8 @@ def read_rope(config: Config, head_dim: int, theta_key: str = "rope_theta", part
         raise UserError(f"{config.where}: the RoPE type {type_!r} is not supported; known: {', '.join(TYPES)}")
     for key in TYPES[type_]:
         given.number(key)
-    positions = config.size("max_position_embeddings", 2048)
-    dim = int(head_dim * given.number("partial_rotary_factor", partial))
+    positions = config.size("max_position_embeddings", positions)
+    dim = head_dim if partial is None else int(head_dim * given.number("partial_rotary_factor", partial))
     if not 0 < dim <= head_dim or dim % 2:
         raise UserError(f"{config.where}: RoPE cannot rotate {dim} of {head_dim} elements of a head")
     scaling = {k: v for k, v in data.items() if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")}
@@ -57,8 +65,10 @@ def read_rope(config: Config, head_dim: int, theta_key: str = "rope_theta", part
     theta = given.number("rope_theta", config.number(theta_key, 10000.0))
     try:
         rope = Rope(type_, theta, dim, positions, tuple(sorted(scaling.items())))
-        _frequencies(rope, positions)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
+        frequencies, scale = _frequencies(rope, positions)
+        if not torch.isfinite(frequencies * scale).all():
+            raise ValueError("the frequencies are not finite")
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
         raise UserError(f"{config.where}: the RoPE parameters {data} make no sense ({e!r})") from None
     return rope, max(positions, longest)
 

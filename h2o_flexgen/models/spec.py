@@ -8,6 +8,8 @@ from functools import cached_property
 
 from h2o_flexgen.errors import UserError
 
+#: of the sizes in a config; no product of three overflows a float
+LARGEST = (1 << 31) - 1
 #: {short name: (name in the checkpoint, shape)}
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -142,15 +144,16 @@ class Config:
             raise UserError(f"{self.where}: {key} must be {what}, not {value!r}")
         return value
 
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default, int, "a whole number, 1 or more")
-        if value < 1:
-            raise UserError(f"{self.where}: {key} must be a whole number, 1 or more, not {value!r}")
+    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        what = f"a whole number from {least} to {LARGEST}"
+        value = self._get(key, default, int, what)
+        if not least <= value <= LARGEST:
+            raise UserError(f"{self.where}: {key} must be {what}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default, (int, float), "a positive number")
-        if not 0 < value < float("inf"):
+        if not 0 < value < 1e300:
             raise UserError(f"{self.where}: {key} must be a positive number, not {value!r}")
         return float(value)
 
@@ -169,9 +172,11 @@ class Config:
         return frozenset(ids)
 
     def heads(self, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, int]:
-        """`heads`, `kv_heads` and `head_dim` of a spec, with a family's defaults for the last two."""
+        """`heads`, `kv_heads` and `head_dim` of a spec, with a family's defaults for the last two if they are left out;
+        null for `num_key_value_heads` is as many as query heads."""
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
-        kv_heads = self.size("num_key_value_heads", kv_heads or heads)
+        left_out = "num_key_value_heads" not in self.data
+        kv_heads = self.size("num_key_value_heads", (left_out and kv_heads) or heads)
         if heads % kv_heads:
             raise UserError(
                 f"{self.where}: num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}"

@@ -41,6 +41,12 @@ class Stored:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    def row(self, index: int) -> Tensor:
+        """A row of a matrix, in fp32."""
+        size = self.shape[1] * self.dtype.itemsize
+        data = os.pread(self.file.fd, size, self.offset + index * size)
+        return torch.frombuffer(bytearray(data), dtype=self.dtype).float()
+
 
 class Checkpoint:
     """The tensors of a model folder.
@@ -121,6 +127,19 @@ class Checkpoint:
                     f"the checkpoint {self.folder} has {name!r} in shape {list(stored.shape)}, "
                     f"the config asks for {list(shape)}"
                 )
+
+    def check_tied(self, embedding: str, head: str) -> None:
+        """Raises UserError if there is a head besides the embedding that the config ties it to, with other values: for
+        transformers they are not tied then. A few rows are compared."""
+        words, own = self.find(embedding), self.tensors.get(head)
+        if own is None:
+            return
+        rows = range(0, words.shape[0], max(1, words.shape[0] // 8))
+        if own.shape != words.shape or not all(torch.equal(words.row(n), own.row(n)) for n in rows):
+            raise UserError(
+                f"the checkpoint {self.folder} has a head {head!r} that is not its embedding, though the config ties "
+                "them: set tie_word_embeddings to false in its config.json"
+            )
 
     def stored_dtype(self, name: str) -> torch.dtype:
         return self.find(name).dtype

@@ -59,7 +59,7 @@ class File:
             except OSError as e:
                 raise UserError(
                     f"no space for {nbytes} bytes in the offload folder {self.path.parent} ({e.strerror}): "
-                    "free disk space or name another offload_dir"
+                    "free disk space or name another `offload_dir`"
                 ) from None
 
     def read_at(self, view: memoryview, offset: int, direct: bool = False) -> None:
@@ -83,7 +83,7 @@ class File:
         except OSError as e:
             raise UserError(
                 f"cannot write to the offload folder {self.path.parent}: {e.strerror}; "
-                "free disk space or name another offload_dir"
+                "free disk space or name another `offload_dir`"
             ) from None
 
     def _move(self, call, view: memoryview, offset: int, direct: bool) -> None:
@@ -265,7 +265,7 @@ class OffloadFolder:
                 raise
         except OSError as e:
             raise UserError(
-                f"cannot write to the offload folder {self.root} ({e.strerror}): name another offload_dir"
+                f"cannot write to the offload folder {self.root} ({e.strerror}): name another `offload_dir`"
             ) from None
         atexit.register(self.close)  # for an LLM that is never closed
 

@@ -148,7 +148,7 @@ class WeightStore:
         if is_finite(tensor):
             return
         narrowed = self.dtype == torch.float16 != stored_dtype
-        or_large = ", or its elements too large for float16: use dtype bfloat16 or float32" if narrowed else ""
+        or_large = ", or its elements too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
         raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken{or_large}")
 
     def _packed(self) -> set[str]:

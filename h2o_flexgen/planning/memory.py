@@ -92,10 +92,10 @@ class Plan:
             key=lambda item: item[2],
         )
         advice = {
-            "disk": "free disk space or name another --offload-dir",
-            "gpu": "lower the gpu percentages, --gpu-batch-size or the KV budget",
+            "disk": "free disk space or name another `offload_dir`",
+            "gpu": "lower the gpu percentages, `gpu_batch_size` or the KV budget",
             "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
-            "ram": "move weights or cache to disk with --percent, or lower the batch sizes or the KV budget",
+            "ram": "move weights or cache to disk (`percent`), or lower the batch sizes or the KV budget",
         }[tier]
         raise PlanError(
             f"{name} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
@@ -242,7 +242,7 @@ def plan_policy(
 def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int]) -> int:
     """What computing a layer or the head takes on the device, for batches of so many prompts, the largest first, of up
     to `longest` tokens."""
-    prefill = _prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
+    prefill = prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
@@ -303,7 +303,7 @@ def _plan_activations(
     plan.add("cpu", "activation host buffers", 2 * sizes.host)
 
 
-def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
+def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     """Bytes of a micro-batch of so many tokens, of prompts of up to `P`, in one transformer block."""
     spec, size = shapes.spec, shapes.compute_itemsize
     E, Q, KV = spec.hidden, spec.query_width, spec.kv_width

@@ -15,26 +15,28 @@ from h2o_flexgen.sizes import PAGE
 
 @given(
     B=st.integers(1, 3),
-    H=st.integers(1, 3),
+    KV=st.integers(1, 3),
+    group=st.sampled_from([1, 3, 8]),
     D=st.integers(1, 5),
     segment=st.integers(1, 6),
     steps=st.integers(0, 15),
     data=st.data(),
 )
-def test_every_token_is_attended_to_and_nothing_else(B, H, D, segment, steps, data):
+def test_every_token_is_attended_to_and_nothing_else(B, KV, group, D, segment, steps, data):
     T = data.draw(st.integers(1, 9), "T")
     lengths = [T] + [data.draw(st.integers(1, T), "length") for _ in range(B - 1)]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
-    q, k, v = (torch.randn(B, H, T + steps, D, generator=generator) for _ in range(3))
+    heads = (KV * group, KV, KV)
+    q, k, v = (torch.randn(B, H, T + steps, D, generator=generator) for H in heads)
     rule = FullCache()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizes, "SEGMENT", segment)
-        layout = KVLayout(B, H, rule.segments(T, steps + 1), D, torch.float32, False)
+        layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, torch.float32, False)
         assert layout.slots == T + steps
         cache = layout.view(torch.zeros(layout.kv_bytes, dtype=torch.uint8))
         for tensor in (*cache.k, *cache.v):
             tensor.fill_(float("nan"))  # what another job left behind
-        ragged = [torch.zeros(B, H, T, D).uniform_(-9, 9, generator=generator) for _ in range(3)]
+        ragged = [torch.zeros(B, H, T, D).uniform_(-9, 9, generator=generator) for H in heads]
         for b, n in enumerate(lengths):
             for padded, x in zip(ragged, (q, k, v)):
                 padded[b, :, :n] = x[b, :, :n]
@@ -43,10 +45,11 @@ def test_every_token_is_attended_to_and_nothing_else(B, H, D, segment, steps, da
             now = [n + step - 1 for n in lengths]
             new = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (q, k, v))
             context, slots = rule.decode(cache, *new, torch.tensor(lengths), step)
-            assert slots.tolist() == [[t] * H for t in now]
+            assert slots.tolist() == [[t] * KV for t in now]
             for b, t in enumerate(now):
-                logits = torch.einsum("hd,hsd->hs", q[b, :, t], k[b, :, : t + 1]).double() / D**0.5
-                expected = torch.einsum("hs,hsd->hd", torch.softmax(logits, -1), v[b, :, : t + 1].double())
+                seen_k, seen_v = (x[b, :, : t + 1].double().repeat_interleave(group, 0) for x in (k, v))
+                logits = torch.einsum("hd,hsd->hs", q[b, :, t].double(), seen_k) / D**0.5
+                expected = torch.einsum("hs,hsd->hd", torch.softmax(logits, -1), seen_v)
                 torch.testing.assert_close(context[b, :, 0].double(), expected, atol=1e-5, rtol=1e-4)
 
 

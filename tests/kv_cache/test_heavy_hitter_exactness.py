@@ -13,8 +13,8 @@ from oracle import choose_evicted, choose_kept
 from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
 
 
-def make_cache(rule, B, H, T, D, steps, used_before=True):
-    layout = KVLayout(B, H, rule.segments(T, steps + 1), D, torch.float32, True)
+def make_cache(rule, B, KV, T, D, steps, used_before=True):
+    layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, torch.float32, True)
     kv, meta = torch.zeros(layout.kv_bytes, dtype=torch.uint8), torch.zeros(layout.meta_bytes, dtype=torch.uint8)
     cache = layout.view(kv, meta)
     if used_before:  # what another batch or block may have left behind
@@ -42,7 +42,8 @@ def jobs(draw):
     T = draw(st.integers(1, 14))
     return dict(
         B=(B := draw(st.integers(1, 3))),
-        H=draw(st.integers(1, 3)),
+        KV=draw(st.integers(1, 3)),
+        group=draw(st.sampled_from([1, 1, 2, 3, 8])),
         T=T,
         lengths=[T] + [draw(st.integers(1, T)) for _ in range(B - 1)],
         heavy=(heavy := draw(st.integers(0, 8))),
@@ -55,27 +56,32 @@ def jobs(draw):
 @settings(max_examples=400)
 @given(job=jobs(), D=st.integers(1, 6), scale=st.sampled_from([0.1, 1.0, 3.0]))
 def test_random_tensors_keep_what_the_set_model_keeps(job, D, scale):
-    B, H, T, lengths, steps = (job[x] for x in ("B", "H", "T", "lengths", "steps"))
+    B, KV, group, T, lengths, steps = (job[x] for x in ("B", "KV", "group", "T", "lengths", "steps"))
     rule = HeavyHitterCache(job["heavy"], job["recent"])
     generator = torch.Generator().manual_seed(job["seed"])
-    total = T + steps
-    q, k, v = (torch.randn(B, H, total, D, generator=generator) * scale for _ in range(3))
+    total, heads = T + steps, (KV * group, KV, KV)
+    q, k, v = (torch.randn(B, H, total, D, generator=generator) * scale for H in heads)
     # each sequence's tokens follow one another; the padding between prompt and output is garbage
-    ragged = [torch.zeros(B, H, T, D).uniform_(-9, 9, generator=generator) for _ in range(3)]
+    ragged = [torch.zeros(B, H, T, D).uniform_(-9, 9, generator=generator) for H in heads]
     for b, n in enumerate(lengths):
         for padded, x in zip(ragged, (q, k, v)):
             padded[b, :, :n] = x[b, :, :n]
-    cache = make_cache(rule, B, H, T, D, steps)
-    contexts = [rule.prefill(cache, *ragged, torch.tensor(lengths))]
+    cache = make_cache(rule, B, KV, T, D, steps)
+    context = rule.prefill(cache, *ragged, torch.tensor(lengths)).unflatten(1, (KV, group))
+    q = q.unflatten(1, (KV, group))
 
     kept, scores = {}, {}
     for b, n in enumerate(lengths):
-        for h in range(H):
-            logits = (q[b, h, :n].double() @ k[b, h, :n].double().T) / D**0.5
-            logits[torch.ones(n, n, dtype=torch.bool).triu(1)] = float("-inf")
-            p = torch.softmax(logits, -1)
-            torch.testing.assert_close(contexts[0][b, h, :n].double(), p @ v[b, h, :n].double(), atol=1e-5, rtol=1e-4)
-            score = p.sum(0).tolist()
+        for h in range(KV):
+            score = torch.zeros(n, dtype=torch.float64)
+            for g in range(group):
+                logits = (q[b, h, g, :n].double() @ k[b, h, :n].double().T) / D**0.5
+                logits[torch.ones(n, n, dtype=torch.bool).triu(1)] = float("-inf")
+                p = torch.softmax(logits, -1)
+                expected = p @ v[b, h, :n].double()
+                torch.testing.assert_close(context[b, h, g, :n].double(), expected, atol=1e-5, rtol=1e-4)
+                score += p.sum(0)
+            score = score.tolist()
             kept[b, h], gap = choose_kept(score, rule.heavy, rule.recent)
             assume(gap > 1e-5)
             scores[b, h] = dict(enumerate(score))
@@ -83,18 +89,21 @@ def test_random_tensors_keep_what_the_set_model_keeps(job, D, scale):
 
     for step in range(1, steps + 1):
         now = [n + step - 1 for n in lengths]
-        qs, ks, vs = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (q, k, v))
+        qs = torch.stack([q[b, :, :, t] for b, t in enumerate(now)]).flatten(1, 2)[:, :, None]
+        ks, vs = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (k, v))
         context, slots = rule.decode(cache, qs, ks, vs, torch.tensor(lengths), step)
+        context = context.unflatten(1, (KV, group))
         for b, t in enumerate(now):
-            for h in range(H):
+            for h in range(KV):
                 seen = sorted(kept[b, h] | {t})
                 assert_holds(cache, b, h, seen, k, v)
                 assert cache.position[b, h, slots[b, h]] == t
-                p = torch.softmax(k[b, h, seen].double() @ q[b, h, t].double() / D**0.5, 0)
-                expected = p @ v[b, h, seen].double()
-                torch.testing.assert_close(context[b, h, 0].double(), expected, atol=1e-5, rtol=1e-4)
-                for j, given_ in zip(seen, p.tolist()):
-                    scores[b, h][j] = scores[b, h].get(j, 0.0) + given_
+                for g in range(group):
+                    p = torch.softmax(k[b, h, seen].double() @ q[b, h, g, t].double() / D**0.5, 0)
+                    expected = p @ v[b, h, seen].double()
+                    torch.testing.assert_close(context[b, h, g, 0].double(), expected, atol=1e-5, rtol=1e-4)
+                    for j, given_ in zip(seen, p.tolist()):
+                        scores[b, h][j] = scores[b, h].get(j, 0.0) + given_
                 goes, gap = choose_evicted(set(seen), scores[b, h], t, rule.heavy, rule.recent)
                 assume(gap > 1e-5)
                 kept[b, h] = set(seen) - {goes}
@@ -111,44 +120,55 @@ def dyadic_targets(rng, i):
 def test_exact_ties_go_as_the_set_model_says(job):
     """Keys are orthogonal and large, queries are sums of keys: a query gives each of its targets the same share and
     the others exactly 0, so that many scores are equal to the last bit."""
-    B, H, T, lengths, steps = (job[x] for x in ("B", "H", "T", "lengths", "steps"))
+    B, KV, group, T, lengths, steps = (job[x] for x in ("B", "KV", "group", "T", "lengths", "steps"))
     rule = HeavyHitterCache(job["heavy"], job["recent"])
     rng = random.Random(job["seed"])
     total = D = T + steps
     large = (250 * D**0.5) ** 0.5
-    k = (torch.eye(total) * large).expand(B, H, total, D).clone()
-    v = torch.arange(total, dtype=torch.float32)[:, None].expand(B, H, total, D).clone()
+    k = (torch.eye(total) * large).expand(B, KV, total, D).clone()
+    v = torch.arange(total, dtype=torch.float32)[:, None].expand(B, KV, total, D).clone()
+    H = KV * group
     targets = {(b, h, i): dyadic_targets(rng, i) for b in range(B) for h in range(H) for i in range(total)}
     q = torch.zeros(B, H, total, D)
     for (b, h, i), chosen in targets.items():
         q[b, h, i, list(chosen)] = large
-    cache = make_cache(rule, B, H, T, D, steps)
+    cache = make_cache(rule, B, KV, T, D, steps)
     rule.prefill(cache, q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.tensor(lengths))
 
     kept, scores = {}, {}
     for b, n in enumerate(lengths):
-        for h in range(H):
+        for h in range(KV):
             score = [0.0] * n
             for i in range(n):
-                for j in targets[b, h, i]:
-                    score[j] += 1 / len(targets[b, h, i])
+                for chosen in (targets[b, g, i] for g in range(h * group, (h + 1) * group)):
+                    for j in chosen:
+                        score[j] += 1 / len(chosen)
             kept[b, h], _ = choose_kept(score, rule.heavy, rule.recent)
             scores[b, h] = {j: np.float32(s) for j, s in enumerate(score)}
             assert_holds(cache, b, h, kept[b, h], k, v)
 
     for step in range(1, steps + 1):
         now = [n + step - 1 for n in lengths]
+        for (b, h), positions in kept.items():
+            for g in range(h * group, (h + 1) * group):
+                attended = targets[b, g, now[b]] & (positions | {now[b]})
+                if len(attended) == 3:  # thirds add up to other sums in another order
+                    gone = min(attended)
+                    targets[b, g, now[b]].remove(gone)
+                    q[b, g, now[b], gone] = 0
         qs, ks, vs = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (q, k, v))
         rule.decode(cache, qs, ks, vs, torch.tensor(lengths), step)
         for b, t in enumerate(now):
-            for h in range(H):
+            for h in range(KV):
                 seen = kept[b, h] | {t}
                 assert_holds(cache, b, h, seen, k, v)
-                attended = targets[b, h, t] & seen
-                for j in attended:
-                    share = np.float32(1) / np.float32(len(attended))
+                received = dict.fromkeys(seen, np.float32(0))  # what the group gives is added at once
+                for g in range(h * group, (h + 1) * group):
+                    attended = targets[b, g, t] & seen
+                    for j in attended:
+                        received[j] += np.float32(1) / np.float32(len(attended))
+                for j, share in received.items():
                     scores[b, h][j] = scores[b, h].get(j, np.float32(0)) + share
-                scores[b, h].setdefault(t, np.float32(0))
                 goes, _ = choose_evicted(seen, scores[b, h], t, rule.heavy, rule.recent)
                 kept[b, h] = seen - {goes}
 

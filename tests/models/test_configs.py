@@ -1,0 +1,600 @@
+"""What a config means, for each family as for transformers; and those that are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from h2o_flexgen import LLM, Policy, SamplingParams, UserError
+from h2o_flexgen.models.registry import FAMILIES, family, known_names, named_config, named_spec, read_spec, spec_of
+from h2o_flexgen.models.rope import TYPES, rotate
+from h2o_flexgen.models.spec import ModelSpec
+
+LLAMA = dict(vocab_size=50, hidden_size=256, num_hidden_layers=2, intermediate_size=40, num_attention_heads=32)
+#: the keys that a family needs
+GOOD = dict.fromkeys(zoo.VARIANTS, LLAMA) | {
+    "opt": dict(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        ffn_dim=32,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    ),
+}
+WITH_ROPE = [model_type for model_type in GOOD if model_type != "opt"]
+
+
+def config_of(model_type, **changes):
+    return {"model_type": model_type, **copy.deepcopy(GOOD[model_type]), **changes}
+
+
+def test_every_family_is_tested():
+    assert set(FAMILIES) == set(zoo.VARIANTS)
+    assert all(len(variants) >= 4 for variants in zoo.VARIANTS.values())
+
+
+# what a config means
+
+#: our name -> transformers', where a family has it
+PAIRS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "vocab": "vocab_size",
+    "heads": "num_attention_heads",
+    "tied": "tie_word_embeddings",
+}
+OPT_PAIRS = {
+    "inner": "ffn_dim",
+    "activation": "activation_function",
+    "positions": "max_position_embeddings",
+    "word_width": "word_embed_proj_dim",
+    "pre_norm": "do_layer_norm_before",
+    "bias": "enable_bias",
+    "affine": "layer_norm_elementwise_affine",
+}
+ROPE_PAIRS = {"inner": "intermediate_size", "activation": "hidden_act"}
+LLAMA_PAIRS = {"eps": "rms_norm_eps"}
+OWN_PAIRS = {
+    "opt": OPT_PAIRS,
+    "llama": {
+        "eps": "rms_norm_eps",
+        "qkv_bias": "attention_bias",
+        "out_bias": "attention_bias",
+        "mlp_bias": "mlp_bias",
+    },
+    "mistral": {"eps": "rms_norm_eps", "window": "sliding_window"},
+    "gpt_neox": {"eps": "layer_norm_eps", "bias": "attention_bias", "parallel": "use_parallel_residual"},
+}
+
+
+def assert_means(spec, config):
+    """A spec says what transformers' config says."""
+    model_type = config.model_type
+    assert spec.model_type == model_type
+    pairs = PAIRS | (OPT_PAIRS if model_type == "opt" else ROPE_PAIRS) | OWN_PAIRS.get(model_type, LLAMA_PAIRS)
+    for ours, theirs in pairs.items():
+        assert getattr(spec, ours) == getattr(config, theirs), ours
+    eos = config.eos_token_id
+    assert spec.eos == (frozenset() if eos is None else {eos} if isinstance(eos, int) else set(eos))
+    assert spec.kv_heads == (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if model_type == "opt":
+        assert spec.final_norm == (config.do_layer_norm_before and not config._remove_final_layer_norm)
+        return
+    given = dict(config.rope_parameters)
+    partial = given.pop("partial_rotary_factor", 1.0) if model_type == "gpt_neox" else 1.0
+    assert spec.rope.type == given.pop("rope_type")
+    assert spec.rope.theta == given.pop("rope_theta")
+    assert spec.rope.dim == int(spec.head_dim * partial)
+    assert spec.rope.positions == config.max_position_embeddings <= spec.positions
+    assert dict(spec.rope.scaling) == {key: value for key, value in given.items() if key != "type"}
+    if getattr(config, "layer_types", None):
+        assert spec.window == (config.sliding_window if "sliding_attention" in config.layer_types else None)
+
+
+@pytest.mark.parametrize("name", zoo.CONFIGS)
+def test_the_configuration_is_read_as_transformers_means_it(tiny, name):
+    model = tiny(name)
+    assert_means(read_spec(model.folder), model.hf.config)
+
+
+@pytest.mark.parametrize("model_type", GOOD)
+def test_what_a_config_leaves_out_has_the_defaults_of_transformers(model_type):
+    config = config_of(model_type)
+    assert_means(spec_of(config), AutoConfig.for_model(**copy.deepcopy(config)))
+
+
+@pytest.mark.parametrize("model_type", WITH_ROPE)
+def test_null_kv_heads_are_as_many_as_query_heads(model_type):
+    assert spec_of(config_of(model_type, num_key_value_heads=None)).kv_heads == 32
+
+
+def test_null_is_a_width_left_out():
+    assert spec_of(config_of("opt", word_embed_proj_dim=None)).word_width == 16
+
+
+@pytest.mark.parametrize("sliding", [None, 3, 100])
+def test_the_sliding_window_of_mistral(sliding):
+    config = config_of("mistral", sliding_window=sliding)
+    assert_means(spec_of(config), AutoConfig.for_model(**copy.deepcopy(config)))
+    assert spec_of(config).window == sliding
+
+
+@pytest.mark.parametrize(
+    "changes, window",
+    [
+        (dict(use_sliding_window=True, max_window_layers=0), 4096),
+        (dict(use_sliding_window=True, max_window_layers=1, sliding_window=9), 9),
+        (dict(use_sliding_window=True, max_window_layers=2, sliding_window=9), None),
+        (dict(use_sliding_window=True, sliding_window=9), None),
+        (dict(use_sliding_window=False, max_window_layers=0, sliding_window=9), None),
+        (dict(use_sliding_window=True, max_window_layers=0, sliding_window=None), None),
+        (dict(use_sliding_window=True, sliding_window=9, layer_types=["full_attention", "sliding_attention"]), 9),
+        (dict(use_sliding_window=True, sliding_window=9, layer_types=["full_attention"] * 2), None),
+    ],
+)
+def test_the_sliding_window_of_qwen2(changes, window):
+    config = config_of("qwen2", **changes)
+    assert spec_of(config).window == window
+    assert_means(spec_of(config), AutoConfig.for_model(**copy.deepcopy(config)))
+
+
+# two spellings of RoPE
+
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"factor": 4.0, "beta_fast": 16.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("model_type", WITH_ROPE)
+@pytest.mark.parametrize("rope_type", TYPES)
+def test_old_and_new_spelling_of_rope_are_one_spec(model_type, rope_type):
+    neox = model_type == "gpt_neox"
+    theta, partial = ("rotary_emb_base", {"rotary_pct": 0.5}) if neox else ("rope_theta", {})
+    more = {"max_position_embeddings": 256}
+    old = [
+        config_of(model_type, rope_scaling={key: rope_type, **SCALINGS[rope_type]}, **more, **partial, **{theta: 5e5})
+        for key in ("type", "rope_type")
+    ]
+    new_partial = {"partial_rotary_factor": 0.5} if neox else {}
+    parameters = {"rope_type": rope_type, "rope_theta": 5e5, **SCALINGS[rope_type], **new_partial}
+    new = config_of(model_type, rope_parameters=parameters, **more)
+    transformers = AutoConfig.for_model(**copy.deepcopy(old[0]))
+    specs = [spec_of(config) for config in (*old, new, json.loads(transformers.to_json_string()))]
+    assert all(spec == specs[0] for spec in specs)
+    assert specs[0].rope.type == rope_type and specs[0].rope.theta == 5e5
+    assert_means(specs[0], transformers)
+
+
+@pytest.mark.parametrize("model_type", WITH_ROPE)
+def test_no_scaling_is_the_default_rope(model_type):
+    default = spec_of(config_of(model_type))
+    assert default.rope.type == "default"
+    for nothing in (None, {}):
+        assert spec_of(config_of(model_type, rope_scaling=nothing, rope_parameters=nothing)) == default
+
+
+@pytest.mark.parametrize(
+    "rope_type, positions", [("default", 256), ("linear", 512), ("dynamic", 1024), ("llama3", 256), ("yarn", 256)]
+)
+def test_scaling_takes_a_model_behind_its_trained_positions(rope_type, positions):
+    scaling = {"rope_type": rope_type, **SCALINGS[rope_type]}
+    assert spec_of(config_of("llama", max_position_embeddings=256, rope_scaling=scaling)).positions == positions
+
+
+def test_yarn_takes_a_model_to_its_factor_times_the_original_positions():
+    """Qwen2.5 names the trained length in both keys, others the stretched one in `max_position_embeddings`."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for positions in (64, 256):
+        assert spec_of(config_of("qwen2", max_position_embeddings=positions, rope_scaling=yarn)).positions == 256
+
+
+# end of text
+
+
+@pytest.mark.parametrize("model_type", GOOD)
+@pytest.mark.parametrize("eos, ids", [(2, {2}), ([2, 5], {2, 5}), (None, set()), ([], set())])
+def test_eos_is_none_one_or_several(model_type, eos, ids):
+    assert spec_of(config_of(model_type, eos_token_id=eos)).eos == ids
+
+
+@pytest.mark.parametrize(
+    "generation, ids",
+    [({"eos_token_id": [7, 8, 9]}, {7, 8, 9}), ({"eos_token_id": 7}, {7}), ({"eos_token_id": None}, {3}), ({}, {3})],
+)
+def test_generation_config_says_what_ends_a_text(tmp_path, generation, ids):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama", eos_token_id=3)))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_spec(tmp_path).eos == ids
+
+
+def test_a_text_ends_with_any_id_of_generation_config(tiny, tmp_path):
+    """As that of LLaMA 3's instruct models, with several."""
+    model = tiny("llama")
+    (prompt,) = model.clear_cut_prompts([9], 12)
+    tokens = model.reference(prompt, 12).tokens
+    folder = tmp_path / "model"
+    shutil.copytree(model.folder, folder)
+    absent = next(token for token in range(model.vocab_size) if token not in tokens)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [absent, tokens[4]]}))
+    with LLM(str(folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=12))
+    assert output.outputs[0].token_ids == tokens[: tokens.index(tokens[4]) + 1]
+    assert output.outputs[0].finish_reason == "stop"
+
+
+# named sizes
+
+
+def parameters_of(spec):
+    tensors = {}
+    for layer in family(spec.model_type).tensors(spec):
+        tensors |= layer.shapes
+    return sum(torch.Size(shape).numel() for shape in tensors.values())
+
+
+@pytest.mark.parametrize("name", known_names())
+def test_named_sizes_have_as_many_parameters_as_their_name_says(name):
+    number, unit = re.findall(r"-([\d.]+)([mb])\b", name.lower())[-1]
+    said = float(number) * {"m": 1e6, "b": 1e9}[unit]
+    # LLaMA 3.2 and Qwen2.5 round down boldly
+    assert parameters_of(named_spec(name)) == pytest.approx(said, rel=0.06 if "opt" in name else 0.25)
+
+
+#: as the hub counts them in the published checkpoints
+COUNTS = {
+    "meta-llama/Llama-2-7b-hf": 6738415616,
+    "meta-llama/Llama-2-13b-hf": 13015864320,
+    "meta-llama/Llama-2-70b-hf": 68976648192,
+    "meta-llama/Llama-3.1-8B": 8030261248,
+    "meta-llama/Llama-3.1-70B": 70553706496,
+    "meta-llama/Llama-3.2-1B": 1235814400,
+    "meta-llama/Llama-3.2-3B": 3212749824,
+    "mistralai/Mistral-7B-v0.3": 7248023552,
+    "Qwen/Qwen2.5-0.5B": 494032768,
+    "Qwen/Qwen2.5-1.5B": 1543714304,
+    "Qwen/Qwen2.5-3B": 3085938688,
+    "Qwen/Qwen2.5-7B": 7615616512,
+    "Qwen/Qwen2.5-14B": 14770033664,
+    "Qwen/Qwen2.5-32B": 32763876352,
+    "Qwen/Qwen2.5-72B": 72706203648,
+    "EleutherAI/pythia-70m": 70426624,
+    "EleutherAI/pythia-160m": 162322944,
+    "EleutherAI/pythia-410m": 405334016,
+    "EleutherAI/pythia-1b": 1011781632,
+    "EleutherAI/pythia-1.4b": 1414647808,
+    "EleutherAI/pythia-2.8b": 2775208960,
+    "EleutherAI/pythia-6.9b": 6857302016,
+    "EleutherAI/pythia-12b": 11846072320,
+    "EleutherAI/gpt-neox-20b": 20554567680,
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_named_sizes_have_as_many_parameters_as_the_published_checkpoints(name):
+    assert parameters_of(named_spec(name)) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", known_names())
+def test_named_sizes_mean_to_transformers_what_they_mean_to_us(name):
+    config = named_config(name)
+    assert_means(named_spec(name), AutoConfig.for_model(**copy.deepcopy(config)))
+
+
+@pytest.mark.parametrize(
+    "name, alias",
+    [
+        ("facebook/opt-30b", "opt-30b"),
+        ("facebook/opt-30b", "facebook/opt-iml-max-30b"),
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-2-7b-hf", "Llama-2-7b"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b"),
+        ("EleutherAI/pythia-1b", "pythia-1b"),
+    ],
+)
+def test_names_need_neither_owner_nor_capitals(name, alias):
+    assert named_spec(alias) == named_spec(name) is not None
+
+
+@pytest.mark.parametrize("name", ["facebook/opt-9b", "meta/opt-30b", "llama", "", "pythia"])
+def test_other_names_are_not_known(name):
+    assert named_spec(name) is None
+
+
+# configs that are refused
+
+
+def refusal(config) -> str:
+    with pytest.raises(UserError) as e:
+        spec_of(config)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "mixtral", "qwen2_moe", "qwen3_moe", "gpt2", None, 3, ["llama"], ""])
+def test_an_unknown_family_is_refused_with_those_that_are_known(model_type):
+    says = refusal({**config_of("llama"), "model_type": model_type})
+    assert repr(model_type) in says
+    assert all(known in says for known in FAMILIES)
+
+
+def test_a_config_without_a_family_is_refused():
+    assert "None" in refusal({**LLAMA})
+
+
+@pytest.mark.parametrize("model_type", GOOD)
+@pytest.mark.parametrize(
+    "quantized, says", [({"quant_method": "gptq", "bits": 4}, "gptq"), ({}, "unknown"), ("awq", "awq")]
+)
+def test_a_quantised_checkpoint_is_refused(model_type, quantized, says):
+    message = refusal(config_of(model_type, quantization_config=quantized))
+    assert "quantised" in message and says in message
+
+
+@pytest.mark.parametrize("model_type, key", [(m, key) for m, keys in GOOD.items() for key in keys])
+def test_a_config_without_a_needed_key_is_refused(model_type, key):
+    assert key in refusal({k: v for k, v in config_of(model_type).items() if k != key})
+
+
+@pytest.mark.parametrize("model_type, key", [(m, key) for m, keys in GOOD.items() for key in keys])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "32", True, None, [4], pytest.param(10**400, id="huge")])
+def test_a_size_that_is_none_is_refused(model_type, key, value):
+    assert key in refusal(config_of(model_type, **{key: value}))
+
+
+@pytest.mark.parametrize("kv_heads", [3, 5, 31, 33, 64])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2"])
+def test_kv_heads_that_do_not_divide_the_heads_are_refused(model_type, kv_heads):
+    says = refusal(config_of(model_type, num_key_value_heads=kv_heads))
+    assert f"32 is not divisible by num_key_value_heads {kv_heads}" in says
+
+
+@pytest.mark.parametrize("model_type", ["opt", "llama", "mistral", "qwen2", "gpt_neox"])
+def test_heads_that_do_not_divide_the_hidden_size_are_refused(model_type):
+    changes = dict(num_attention_heads=7, num_key_value_heads=7) if model_type != "opt" else dict(num_attention_heads=3)
+    assert "not divisible" in refusal(config_of(model_type, **changes))
+
+
+@pytest.mark.parametrize("model_type", WITH_ROPE)
+@pytest.mark.parametrize("rope_type", ["longrope", "su", "mrope", "", "LINEAR"])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_an_unknown_rope_type_is_refused_with_those_that_are_known(model_type, rope_type, key):
+    says = refusal(config_of(model_type, **{key: {"rope_type": rope_type, "factor": 2.0}}))
+    assert repr(rope_type) in says and all(known in says for known in TYPES)
+
+
+@pytest.mark.parametrize("model_type", WITH_ROPE)
+@pytest.mark.parametrize("rope_type, missing", [(t, key) for t, needed in TYPES.items() for key in needed])
+@pytest.mark.parametrize("value", ["left out", None, "2", 0, -1.0, True, float("inf")])
+def test_a_rope_parameter_that_is_missing_or_no_number_is_refused(model_type, rope_type, missing, value):
+    scaling = {"rope_type": rope_type, **SCALINGS[rope_type], missing: value}
+    if value == "left out":
+        del scaling[missing]
+    assert missing in refusal(config_of(model_type, rope_scaling=scaling))
+
+
+@pytest.mark.parametrize("scaling", ["linear", 2.0, ["linear", 2.0], True])
+def test_a_rope_scaling_that_is_no_object_is_refused(scaling):
+    assert "rope_scaling" in refusal(config_of("llama", rope_scaling=scaling))
+
+
+@pytest.mark.parametrize("changes", [dict(rotary_pct=0.2), dict(rotary_pct=1.5), dict(num_attention_heads=256)])
+def test_elements_that_cannot_be_rotated_in_pairs_are_refused(changes):
+    assert "cannot rotate" in refusal(config_of("gpt_neox", **changes))
+
+
+def test_an_odd_head_size_cannot_be_rotated_whole():
+    assert "cannot rotate 7" in refusal(config_of("llama", head_dim=7))
+
+
+ROPE_KEYS = [
+    "factor",
+    "rope_theta",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+]
+
+
+@pytest.mark.parametrize("key", ROPE_KEYS)
+@pytest.mark.parametrize("rope_type", TYPES)
+def test_rope_parameters_are_refused_or_rotate_by_finite_angles(rope_type, key):
+    for value in ["x", "", float("nan"), float("inf"), -1, 0, True, 1e308, 1e-308, 10**400, [1], {}, None]:
+        scaling = {"rope_type": rope_type, **SCALINGS[rope_type], key: value}
+        try:
+            rope = spec_of(config_of("llama", rope_scaling=scaling)).rope
+        except UserError:
+            continue
+        assert torch.isfinite(rotate(rope, torch.ones(1, 1, 2, 8), torch.tensor([[0, 3000]]))).all(), value
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 70)
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["", "1", "default", "yarn", "gelu"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=3,
+)
+OTHER_KEYS = [
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rotary_pct",
+    "rotary_emb_base",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "attention_bias",
+    "mlp_bias",
+    "hidden_act",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "use_parallel_residual",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "word_embed_proj_dim",
+    "do_layer_norm_before",
+    "quantization_config",
+]
+
+
+@settings(max_examples=600)
+@given(
+    model_type=st.sampled_from(list(GOOD)),
+    rope_type=st.sampled_from(list(TYPES)),
+    rope_junk=st.dictionaries(st.sampled_from(ROPE_KEYS), JUNK, max_size=2),
+    data=st.data(),
+)
+def test_any_config_is_a_model_or_a_user_error(model_type, rope_type, rope_junk, data):
+    keys = [*GOOD[model_type], *OTHER_KEYS]
+    junk = data.draw(st.dictionaries(st.sampled_from(keys), JUNK, max_size=2), "junk")
+    scaling = {"rope_type": rope_type, **SCALINGS[rope_type], **rope_junk}
+    try:
+        spec = spec_of({**config_of(model_type), "rope_scaling": scaling, "use_sliding_window": True, **junk})
+    except UserError as e:
+        assert "\n" not in str(e)
+        return
+    assert isinstance(spec, ModelSpec) and isinstance(hash(spec), int)
+    if spec.rope is not None and spec.head_dim < 1000:
+        x = rotate(spec.rope, torch.ones(1, 1, 2, spec.head_dim), torch.tensor([[0, 1]]))
+        assert torch.isfinite(x).all()
+
+
+# checkpoints that do not fit their config
+
+
+def load(folder):
+    LLM(str(folder), Policy(), device="cpu", dtype="float32", progress=False).close()
+
+
+@pytest.fixture
+def altered(tiny, tmp_path):
+    """altered(name, change): the folder of a model whose tensors `change` has changed in place."""
+
+    def make(name, change=lambda state: None):
+        folder = tmp_path / "altered"
+        shutil.copytree(tiny(name).folder, folder, dirs_exist_ok=True)
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", zoo.FIRST.values())
+def test_each_missing_tensor_is_named(tiny, altered, name):
+    for layer in family(zoo.FAMILY[name]).tensors(read_spec(tiny(name).folder)):
+        for tensor in layer.shapes:
+            with pytest.raises(UserError, match=f"no tensor '{re.escape(tensor)}'"):
+                load(altered(name, lambda state, gone=tensor: state.pop(gone)))
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(num_key_value_heads=4), dict(num_key_value_heads=1), dict(head_dim=4)], ids=str
+)
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_heads_that_are_not_the_checkpoints_are_refused(altered, name, changes):
+    folder = altered(name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(UserError, match="the config asks for"):
+        load(folder)
+
+
+#: names of the embedding and of an untied head, if they are not LLaMA's
+HEADS = {
+    "opt": ("model.decoder.embed_tokens.weight", "lm_head.weight"),
+    "gpt_neox": ("gpt_neox.embed_in.weight", "embed_out.weight"),
+}
+TIED = [name for name, config in zoo.CONFIGS.items() if config.get("tie_word_embeddings")] + ["opt"]
+
+
+def embedding_and_head(name):
+    return HEADS.get(zoo.FAMILY[name], ("model.embed_tokens.weight", "lm_head.weight"))
+
+
+def test_a_tied_variant_of_each_family_is_tested():
+    assert {zoo.FAMILY[name] for name in TIED} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_head_beside_another_one_is_refused(altered, name):
+    """transformers would not tie them, and say other tokens."""
+    words, head = embedding_and_head(name)
+    for other in (torch.randn_like, lambda x: x[:-1].clone(), lambda x: x + 1e-3):
+        with pytest.raises(UserError, match=f"'{re.escape(head)}'.*tie_word_embeddings"):
+            load(altered(name, lambda state, other=other: state.update({head: other(state[words])})))
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_head_beside_its_copy_is_fine(altered, name):
+    words, head = embedding_and_head(name)
+    load(altered(name, lambda state: state.update({head: state[words].clone()})))
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("mistral", dict(sliding_window=20)),
+        ("qwen2", dict(use_sliding_window=True, max_window_layers=1, sliding_window=20)),
+    ],
+)
+def test_a_prompt_that_exceeds_the_sliding_window_is_refused_alone(tmp_path, name, changes):
+    model = zoo.build(name, tmp_path / "model", **changes)
+    fits, long = model.clear_cut_prompts([14, 15], 6)
+    with LLM(str(model.folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        assert llm.admit(fits, 6) == fits
+        with pytest.raises(UserError, match="15 tokens .* 6 .*sliding window of 20"):
+            llm.admit(long, 6)
+        with pytest.raises(UserError, match="prompt 1.*sliding window"):
+            llm.generate([fits, long], SamplingParams(max_tokens=6))
+        good, bad = llm.generate([fits, long], SamplingParams(max_tokens=6, ignore_eos=True), skip_errors=True)
+    assert good.outputs[0].token_ids == model.reference(fits, 6).tokens
+    assert "sliding window" in bad.error and not bad.outputs
+
+
+@pytest.mark.parametrize("name", ["llama_groups_of_8_dynamic", "llama_yarn", "gpt_neox"])
+def test_a_prompt_longer_than_the_positions_is_refused(tiny, name):
+    """With dynamic RoPE and yarn, those it takes the model to."""
+    model = tiny(name)
+    positions = read_spec(model.folder).positions
+    with LLM(str(model.folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        assert len(llm.admit([1] * (positions - 6), 6)) == positions - 6
+        with pytest.raises(UserError, match=f"{positions} positions"):
+            llm.admit([1] * (positions - 5), 6)

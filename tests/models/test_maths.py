@@ -1,0 +1,88 @@
+"""Each family's layers against transformers' modules, on the checkpoint that transformers writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from oracle import fresh_rotary
+from safetensors.torch import load_file
+from transformers.activations import ACT2FN
+
+from h2o_flexgen.kernels.attention import causal_attention
+from h2o_flexgen.models.parts import activation
+from h2o_flexgen.models.registry import family, read_spec
+from h2o_flexgen.models.rope import rotate
+
+T = 21  # with dynamic RoPE longer than the trained length
+
+
+def layers_of(spec):
+    return family(spec.model_type).tensors(spec)
+
+
+def checkpoint(model):
+    return load_file(model.folder / "model.safetensors")
+
+
+def layer_weights(state, layer):
+    return {short: state[name] for short, (name, _) in {**layer.streamed, **layer.gathered}.items()}
+
+
+@pytest.mark.parametrize("name", zoo.CONFIGS)
+def test_layers_name_every_tensor_of_the_checkpoint_in_its_shape(tiny, name):
+    model = tiny(name)
+    found = {}
+    for layer in layers_of(read_spec(model.folder)):
+        for tensor, shape in layer.shapes.items():
+            assert found.setdefault(tensor, shape) == shape
+    assert found == {tensor: tuple(t.shape) for tensor, t in checkpoint(model).items()}
+
+
+@pytest.mark.parametrize("name", zoo.CONFIGS)
+def test_each_layer_is_that_of_transformers(tiny, name):
+    model = tiny(name)
+    spec, state = read_spec(model.folder), checkpoint(model)
+    maths = family(spec.model_type)
+    embed, *blocks, head = layers_of(spec)
+    assert len(blocks) == spec.layers
+    ids = torch.tensor(model.prompts([T, T]))
+    positions = torch.arange(T).expand_as(ids)
+    model.hf.base_model.rotary_emb = fresh_rotary(model.hf)
+    with torch.inference_mode():
+        expected = model.hf(ids, output_hidden_states=True)
+        w = layer_weights(state, embed)
+        hidden = maths.embed(spec, w, lambda short, rows: w[short][rows], ids, positions)
+        for layer, wanted in zip(blocks, expected.hidden_states):
+            # each layer by itself: what attention magnifies must not add up
+            torch.testing.assert_close(hidden, wanted, atol=1e-3, rtol=1e-3)
+            hidden = wanted.clone()
+            after = maths.block(spec, layer_weights(state, layer), hidden, positions, causal_attention)
+            assert torch.equal(hidden, wanted), "the input is another's: it must not change"
+            hidden = after
+        logits = maths.logits(spec, layer_weights(state, head), hidden[:, -1].contiguous())
+    torch.testing.assert_close(logits, expected.logits[:, -1], atol=5e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name, model_type in zoo.FAMILY.items() if model_type != "opt"])
+def test_without_positions_attention_gets_what_is_not_rotated_yet(tiny, name):
+    """Where the cache holds keys as they are and rotates at use."""
+    model = tiny(name)
+    spec = read_spec(model.folder)
+    block = layer_weights(checkpoint(model), layers_of(spec)[1])
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, T, spec.hidden, generator=generator)
+    positions = torch.arange(T).expand(2, T)
+
+    def rotated(q, k, v):
+        return causal_attention(rotate(spec.rope, q, positions), rotate(spec.rope, k, positions), v)
+
+    maths = family(spec.model_type)
+    late = maths.block(spec, block, hidden.clone(), None, rotated)
+    assert torch.equal(late, maths.block(spec, block, hidden.clone(), positions, causal_attention))
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_new", "gelu_fast", "silu", "tanh", "gelu_pytorch_tanh"])
+def test_activations_are_those_of_transformers(name):
+    x = torch.linspace(-5, 5, 101)
+    assert torch.equal(activation(name)(x.clone()), ACT2FN[name](x.clone()))

@@ -1,0 +1,79 @@
+"""Rotary positions against transformers' rotary modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import fresh_rotary
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
+
+from h2o_flexgen.models.registry import read_spec
+from h2o_flexgen.models.rope import rotate
+
+ROTARY = [name for name, model_type in zoo.FAMILY.items() if model_type != "opt"]
+
+
+def heads_of(spec, B, T, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(B, spec.heads, T, spec.head_dim, generator=generator)
+    return q, torch.randn(B, spec.kv_heads, T, spec.head_dim, generator=generator)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("lengths", [[1], [15, 16, 17], [40, 3]], ids=str)
+def test_each_row_is_rotated_as_transformers_does_it_alone(tiny, name, lengths):
+    """Also where rows are padded, and with dynamic RoPE around the trained length of 16."""
+    model, T = tiny(name), max(lengths)
+    spec = read_spec(model.folder)
+    q, k = heads_of(spec, len(lengths), T)
+    positions = torch.stack([torch.arange(T).clamp(max=n - 1) for n in lengths])
+    before = q.clone()
+    rotated = rotate(spec.rope, q, positions), rotate(spec.rope, k, positions)
+    assert torch.equal(q, before)
+    for b, n in enumerate(lengths):
+        cos, sin = fresh_rotary(model.hf)(q, torch.arange(n)[None])
+        expected = apply_rotary_pos_emb(q[b : b + 1, :, :n], k[b : b + 1, :, :n], cos, sin)
+        for got, wanted in zip(rotated, expected):
+            torch.testing.assert_close(got[b : b + 1, :, :n], wanted, atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=30)
+@given(name=st.sampled_from(ROTARY), n=st.integers(1, 40), steps=st.integers(1, 5), seed=st.integers(0, 2**32))
+def test_a_decode_step_rotates_as_transformers_does_at_that_length(tiny, name, n, steps, seed):
+    model = tiny(name)
+    spec, rotary = read_spec(model.folder), fresh_rotary(model.hf)
+    q, k = heads_of(spec, 1, 1, seed)
+    rotary(q, torch.arange(n)[None])
+    for position in range(n, n + steps):
+        at = torch.tensor([[position]])
+        cos, sin = rotary(q, at)
+        for got, wanted in zip((rotate(spec.rope, x, at) for x in (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
+            torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in ROTARY if "dynamic" not in name])
+def test_scores_depend_on_distances_alone(tiny, name):
+    """But for dynamic RoPE, whose frequencies change with the length."""
+    spec = read_spec(tiny(name).folder)
+    q, k = heads_of(spec, 1, 1)
+    q = q[:, : spec.kv_heads]
+    scores = [
+        (rotate(spec.rope, q, torch.tensor([[p + 9]])) * rotate(spec.rope, k, torch.tensor([[p]]))).sum(-1)
+        for p in (0, 5, 31)
+    ]
+    for other in scores[1:]:
+        torch.testing.assert_close(other, scores[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ROTARY)
+def test_narrow_types_are_rotated_by_angles_in_fp32(tiny, name, dtype):
+    spec = read_spec(tiny(name).folder)
+    q, _ = heads_of(spec, 2, 40)
+    positions = torch.arange(40).expand(2, 40)
+    narrow = rotate(spec.rope, q.to(dtype), positions)
+    assert narrow.dtype == dtype
+    torch.testing.assert_close(narrow.float(), rotate(spec.rope, q.to(dtype).float(), positions), atol=0.04, rtol=0.02)
