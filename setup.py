@@ -22,7 +22,7 @@ setup(
         "pulp>=2.7,<4",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.6"],
+        "test": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.6", "import-linter>=2.5"],
         "plot": ["matplotlib>=3.7"],
         "bench": ["accelerate>=1.0", "deepspeed>=0.15", "matplotlib>=3.7"],
     },

@@ -136,7 +136,7 @@ def scratch() -> Iterator[Path]:
         sys.exit("error: another benchmark runs on this machine, and would disturb this one's timings")
     except UserError as e:
         os.close(lock)
-        sys.exit(f"error: {str(e).replace('--offload-dir', 'folder in H2O_FLEXGEN_SCRATCH')}")
+        sys.exit(f"error: {str(e).replace('offload_dir', 'folder in H2O_FLEXGEN_SCRATCH')}")
     try:
         mounts = dict(line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
         if mounts.get(profiled.mount_point(folder.path)) in ("tmpfs", "ramfs"):

@@ -6,6 +6,7 @@ import argparse
 import logging
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from contextlib import redirect_stderr
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.planning.budget import MIN_HH_RATIO, check_floor
-from h2o_flexgen.policy import GIB, TIERS, KVBudget
+from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, check_floor, largest_free
+from h2o_flexgen.policy import GIB, TIERS, KVBudget, Policy
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,8 +93,25 @@ def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
     return None if all(value is None for value in given) else KVBudget(*given)
 
 
-def describe_budget(budget: dict | None) -> str:
-    return f"{budget['heavy']} heavy + {budget['recent']} recent slots (H2O)" if budget else "full"
+def describe_budget(budget) -> str:
+    """`budget` has `heavy` and `recent` slots, or is None."""
+    return f"{budget.heavy} heavy + {budget.recent} recent slots (H2O)" if budget else "full"
+
+
+def describe_percent(policy: Policy) -> str:
+    return " ".join(f"{x:g}" for x in policy.percent)
+
+
+def describe_curve(curve: list[BudgetPoint]) -> str:
+    """A table for people: KV budget, block, tokens per second. An arrow marks the largest budget that is free."""
+    chosen = largest_free(curve)
+    lines = ["   hh-ratio  slots       block  tokens/s"]
+    for point in curve:
+        mark = "=>" if point == chosen else "  "
+        ratio = "full" if point.ratio is None else f"{point.ratio:g}"
+        block = f"{point.gpu_batch_size} x {point.num_gpu_batches}"
+        lines.append(f"{mark} {ratio:>8}{point.slots:>7}{block:>12}{point.tokens_per_s:>10.2f}")
+    return "\n".join(lines)
 
 
 def check_distinct(args: argparse.Namespace, *options: str) -> None:
@@ -165,6 +183,17 @@ class Lossy:
             pass
 
 
+def name_options(text: str, parser: argparse.ArgumentParser) -> str:
+    """A message of the library with its arguments (`gpu_mem`) under the names of the parser's options (--gpu-mem)."""
+    known = parser.format_help()
+
+    def named(found: re.Match) -> str:
+        option = f"--{found[1].replace('_', '-')}"
+        return option if option in known else found[1]
+
+    return re.sub("`([a-z_]+)`", named, text)
+
+
 def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
     """Run a command to its end; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
     interrupts.take_over()
@@ -188,7 +217,7 @@ def _exit_code(parser: argparse.ArgumentParser, run: Callable, argv: list[str] |
     try:
         run(parser.parse_args(argv))
     except UserError as e:
-        warn(f"error: {' '.join(str(e).split())}")
+        warn(f"error: {name_options(' '.join(str(e).split()), parser)}")
         return 2
     except KeyboardInterrupt as e:
         warn("interrupted")

@@ -2,7 +2,10 @@
 
 
 class UserError(ValueError):
-    """Something the user can put right; the message says what and how (one line)."""
+    """Something the user can put right: the message says in one line what it is and how.
+
+    Arguments of the library stand in backticks, as `gpu_mem`; a command line shows its options instead (`cli.main`).
+    """
 
 
 class PlanError(UserError):

@@ -1,5 +1,4 @@
-"""Files that a user names: read, or seen to be writable, with errors that say what is wrong. Folders of processes that
-died: removed."""
+"""Reading and writing files that a user names, and removing folders of processes that died."""
 
 from __future__ import annotations
 
@@ -23,25 +22,26 @@ def read_json(what: str, path: str | Path):
         raise UserError(f"{what} {path} is not JSON: {e}") from None
 
 
-def check_writable(option: str, path: Path) -> None:
-    """Raises UserError, before any work is done, if a file could not be written at its end, or what it links to."""
+def check_writable(name: str, path: Path) -> None:
+    """Raises UserError, which calls the file `name`, if it could not be written at the end of a job. A link is
+    followed."""
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     written = [path] if os.path.exists(path) else []
     if os.path.isdir(path):
-        raise UserError(f"{option} {path} is a folder")
+        raise UserError(f"{name} {path} is a folder")
     if not written or os.path.isfile(path):  # not a device or a pipe
         if not os.path.isdir(folder):
-            raise UserError(f"{option} {path}: the folder {folder} does not exist")
+            raise UserError(f"{name} {path}: the folder {folder} does not exist")
         try:
             os.lstat(f"{target}.partial")
         except FileNotFoundError:
             pass
         except OSError as e:
-            raise UserError(f"{option} {path} cannot be written: {e.strerror}") from None
+            raise UserError(f"{name} {path} cannot be written: {e.strerror}") from None
         written.append(folder)
     if not all(os.access(each, os.W_OK) for each in written):
-        raise UserError(f"{option} {path} cannot be written")
+        raise UserError(f"{name} {path} cannot be written")
 
 
 def write_text(path: str, text: str, name: str | None = None) -> None:
@@ -60,7 +60,7 @@ def is_held(path: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        pass  # not there, or of a file system without locks
+        pass  # no such file, or a file system without locks
     return False
 
 
@@ -69,7 +69,7 @@ def sweep(root: Path, prefix: str) -> None:
     try:
         folders = [root / name for name in os.listdir(root) if name.startswith(prefix)]
     except OSError:
-        return  # there is none, or none of ours
+        return  # no such folder, or another user's
     for folder in folders:
         try:
             lock = os.open(folder / "lock", os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Command line: generate text with an OPT model that need not fit into memory.
+"""Command line: generate text with a model that need not fit into memory.
 
 python -m h2o_flexgen.flex_opt --model facebook/opt-30b --hh-ratio 0.2
 """
@@ -8,28 +8,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from h2o_flexgen import cli
+from h2o_flexgen.engine.report import Report
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable, write_text
+from h2o_flexgen.jobs.builtin import builtin_prompts
 from h2o_flexgen.jobs.input import read_prompts
 from h2o_flexgen.jobs.output import OutputFile, row_of
-from h2o_flexgen.planning.budget import MIN_HH_RATIO, describe_curve, largest_free
+from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.policy import Policy, gib
-
-#: modules of the standard library whose source text makes the built-in prompts
-_PROMPT_MODULES = (
-    "textwrap heapq json.decoder shlex fnmatch statistics calendar csv difflib queue sched string bisect "
-    "tempfile zipfile argparse ast base64 cmd code codecs colorsys configparser contextlib copy dataclasses "
-    "decimal dis enum filecmp fileinput fractions functools getpass glob gzip hashlib hmac imaplib inspect"
-).split()
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = cli.Parser(
         prog="python -m h2o_flexgen.flex_opt",
-        description="Generate text in large batches with an OPT model that need not fit into memory.",
+        description="Generate text in large batches with a model that need not fit into memory.",
         allow_abbrev=False,
     )
     add = parser.add_argument_group("model").add_argument
@@ -80,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--cpu-cache-compute",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="attention on the CPU for caches there (default: searched; with --percent off)",
+        help="attention on the CPU for KV blocks in its RAM (default: searched; with --percent off)",
     )
     for what in ("weight", "cache"):
         add(f"--compress-{what}", action="store_true", help="not built yet: ends with an error")
@@ -110,80 +106,35 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | s
     )
 
 
-def builtin_prompts(llm, count: int, length: int) -> list[list[int]]:
-    """`count` prompts of exactly `length` tokens: what stands before the body of a function of the standard library,
-    repeated if it is too short; random ids for a model without tokenizer."""
-    if llm.tokenizer is None:
-        import random
-
-        rng = random.Random(0)
-        return [[rng.randrange(4, llm.spec.vocab) for _ in range(length)] for _ in range(count)]
-    first = llm.tokenizer("")["input_ids"][:length]  # what the tokenizer puts before every text
-    prompts, seen = [], set()
-    for n in range(count):
-        again, module = divmod(n, len(_PROMPT_MODULES))
-        text = _source_before_a_body(_PROMPT_MODULES[module], again, 4 * length)
-        ids = llm.tokenizer(text[-8 * length - 2000 :], verbose=False)["input_ids"][len(first) :]
-        left = length - len(first)
-        for end in range(len(ids), max(0, len(ids) - 32), -1):  # earlier, if another prompt is the same
-            body = ids[:end]
-            prompt = first + (body * (1 + left // end))[-left:] if left else first
-            if tuple(prompt) not in seen:
-                break
-        seen.add(tuple(prompt))
-        prompts.append(prompt)
-    return prompts
-
-
-def _source_before_a_body(module: str, which: int, least: int) -> str:
-    """The text of a module up to the body of one of its functions, at least `least` characters long if it can be."""
-    import importlib
-    import inspect
-    import re
-
-    text = inspect.getsource(importlib.import_module(module))
-    # up to the colon: the line's end and the indentation behind it may be one token, which is the model's to choose
-    ends = [match.end() for match in re.finditer(r"^ *def [^\n]*:$", text, re.MULTILINE)]
-    ends = [end for end in ends if end >= least] or ends or [len(text)]
-    again, at = divmod(which, len(ends))
-    return text[: ends[at] - 7 * again]  # more prompts than functions: end a little earlier
-
-
 def rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.1f}" if tokens_per_s >= 10 else f"{tokens_per_s:.2f}"
 
 
-def describe(report: dict) -> str:
+def describe(report: Report) -> str:
     """The report for people."""
-    w, policy = report["workload"], report["policy"]
-    percent = " ".join(f"{p:g}" for p in policy["percent"])
+    job, policy, predicted = report.workload, report.policy, report.predicted
     lines = [
-        f"model      {report['model']}, {report['dtype']} on {report['device']}",
-        f"workload   {w['num_prompts']} prompts of up to {w['prompt_len']} tokens, {w['gen_len']} tokens each",
-        f"policy     {policy['gpu_batch_size']} x {policy['num_gpu_batches']}, percent {percent}, "
-        f"overlap {'on' if policy['overlap'] else 'off'}"
-        + (", attention on the CPU" if policy["cpu_cache_compute"] else ""),
-        f"KV cache   {cli.describe_budget(report['kv_budget'])}",
+        f"model      {report.model}, {report.dtype} on {report.device}",
+        f"workload   {job.num_prompts} prompts of up to {job.prompt_len} tokens, {job.gen_len} tokens each",
+        f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {cli.describe_percent(policy)}, "
+        f"overlap {'on' if policy.overlap else 'off'}" + (", attention on the CPU" if policy.cpu_cache_compute else ""),
+        f"KV cache   {cli.describe_budget(report.kv_budget)}",
     ]
-    predicted = report.get("predicted")
-    for phase in ("prefill", "decode"):
-        part = report[phase]
-        beside = f" (predicted {predicted[phase + '_seconds']:.2f} s)" if predicted else ""
-        lines.append(f"{phase:<11}{part['seconds']:.2f} s, {rate(part['tokens_per_s'])} tokens/s{beside}")
-    total = report["total"]
+    for name, phase in (("prefill", report.prefill), ("decode", report.decode)):
+        beside = f" (predicted {predicted[f'{name}_seconds']:.2f} s)" if predicted else ""
+        lines.append(f"{name:<11}{phase.seconds:.2f} s, {rate(phase.tokens_per_s)} tokens/s{beside}")
+    total = report.total
     beside = f" (predicted {rate(predicted['tokens_per_s'])}, bound by {predicted['bound_by']})" if predicted else ""
-    lines.append(
-        f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, "
-        f"{rate(total['tokens_per_s'])} tokens/s{beside}"
-    )
-    peaks, plans = report["peak_memory_bytes"], report["planned_memory_bytes"]
-    used = [tier for tier in ("gpu", "cpu", "disk") if peaks[tier] or plans[tier]]
+    speed = f"{rate(total.tokens_per_s)} tokens/s{beside}"
+    lines.append(f"total      {total.seconds:.2f} s, {total.generated_tokens} tokens, {speed}")
+    peaks, plans = asdict(report.peak_memory_bytes), asdict(report.planned_memory_bytes)
+    used = [tier for tier in peaks if peaks[tier] or plans[tier]]
     lines.append("memory     " + "; ".join(f"{t} peak {gib(peaks[t])}, planned {gib(plans[t])}" for t in used))
-    moved = ", ".join(f"{k.replace('_', ' ')} {gib(v)}" for k, v in report["bytes_moved"].items() if v)
+    moved = {link.replace("_", " "): nbytes for link, nbytes in asdict(report.bytes_moved).items() if nbytes}
     if moved:
-        lines.append(f"moved      {moved}")
-    stalls = report["stall_seconds"]
-    lines.append("waited     " + ", ".join(f"{seconds:.2f} s for {kind}" for kind, seconds in stalls.items()))
+        lines.append("moved      " + ", ".join(f"{link} {gib(nbytes)}" for link, nbytes in moved.items()))
+    stalls = report.stall_seconds
+    lines.append(f"waited     {stalls.weights:.2f} s for weights, {stalls.cache:.2f} s for cache")
     return "\n".join(lines)
 
 
@@ -216,16 +167,20 @@ def run(args: argparse.Namespace) -> None:
     if args.report is not None:
         check_writable("--report", Path(args.report))
 
+    from h2o_flexgen.engine.observer import Observer
     from h2o_flexgen.engine.sampling import SamplingParams
     from h2o_flexgen.llm import LLM
 
     params = SamplingParams(args.temperature, args.top_k, args.top_p, args.gen_len, args.ignore_eos, args.seed)
 
-    def on_plan(policy: Policy, plan) -> None:
-        if llm.curve:
-            print(describe_curve(llm.curve, largest_free(llm.curve)), file=sys.stderr)
-        if args.verbose:
-            print(f"policy: {policy.to_json()}\n{plan.describe()}", file=sys.stderr)
+    class Planned(Observer):
+        """Prints the policy before it is run."""
+
+        def on_plan(self, choice) -> None:
+            if choice.curve:
+                print(cli.describe_curve(choice.curve), file=sys.stderr)
+            if args.verbose:
+                print(f"policy: {choice.policy.to_json()}\n{choice.plan.describe()}", file=sys.stderr)
 
     names = ("gpu_batch_size", "num_gpu_batches", "overlap", "cpu_cache_compute", "max_latency")
     searched = {name: getattr(args, name) for name in names} if policy == "auto" else {}
@@ -240,7 +195,7 @@ def run(args: argparse.Namespace) -> None:
         **{f"{tier}_mem": nbytes for tier, nbytes in cli.limits(args).items()},
         hardware=args.hardware,
         min_hh_ratio=args.min_hh_ratio or MIN_HH_RATIO,
-        on_plan=on_plan,
+        observer=Planned(),
         **searched,
     ) as llm:
         if rows is None:
@@ -248,7 +203,7 @@ def run(args: argparse.Namespace) -> None:
             block = block if policy == "auto" else llm.policy.block_size
             length = args.prompt_len or min(512, max(1, llm.spec.positions - args.gen_len))
             llm.check_length(length, args.gen_len)
-            rows = builtin_prompts(llm, args.num_prompts or block, length)
+            rows = builtin_prompts(llm.tokenizer, llm.spec.vocab, args.num_prompts or block, length)
         _generate(llm, rows, params, output_file, args)
 
 
@@ -276,12 +231,12 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
             output_file.flush()  # the offload folder, which may have taken the space, has gone
         raise
     errors = [output for output in outputs if output.error is not None]
-    if errors and not llm.report:
+    if errors and llm.measurements is None:
         raise UserError(f"none of the {len(rows)} rows can be run; row {errors[0].index}: {errors[0].error}")
     if errors:
         cli.warn(f"{len(errors)} rows could not be run; row {errors[0].index}: {errors[0].error}")
     try:
-        cli.say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.report) + "\n")
+        cli.say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.measurements) + "\n")
     finally:
         if args.report is not None:
             write_text(args.report, json.dumps(llm.report, indent=2) + "\n", f"--report {args.report}")

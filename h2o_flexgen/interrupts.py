@@ -1,9 +1,9 @@
-"""Signals that end a job early, and where they may strike.
+"""Signals that end a job early, and where a job may be interrupted.
 
-An exception must not come anywhere: between two lines of a lock's Python code it leaves the lock taken, or gives it
-back twice, and the job hangs, or ends in a traceback and loses what it has. So while a job of the command line loads
-and runs, a signal waits for the next `check`: at every tensor that is loaded, every layer, every micro-batch of prefill
-and every batch's attention.
+A signal handler must not raise at any line. Between two lines of a lock's Python code an exception leaves the lock
+taken, or released twice: the job hangs, or ends in a traceback and loses its rows. So while a job of the command line
+loads and runs (`deferred`), a signal waits for the next `check`: one for every tensor that is loaded, every layer,
+every micro-batch of prefill and every batch's attention.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from contextlib import contextmanager
 
 from h2o_flexgen.errors import Interrupted
 
-#: what ends a job and lets it keep what it has; SIGHUP: its terminal has gone
+#: signals that end a job, which keeps its finished rows; SIGHUP: its terminal has gone
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: seconds after which a signal waits no longer: a slow disk must not lose a job what it has
+#: seconds after which a signal waits no longer for a `check`, for example while a disk hangs
 WAITING = 5
-#: seconds that clearing up has before one more signal ends the process at once
+#: seconds for clearing up, after which one more signal ends the process at once
 PATIENCE = 10
 
 _deferred = False

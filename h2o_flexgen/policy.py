@@ -1,4 +1,4 @@
-"""Policy, KVBudget and Plan: what the user decides, and the bytes it costs. Plain data, no torch."""
+"""Policy and KVBudget: what placement decides, and how many tokens a cache keeps. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def gib(nbytes: float) -> str:
 class KVBudget:
     """The fixed number of KV slots per sequence, layer and head (H2O, arXiv 2306.14048, section 4).
 
-    Either ratios of the longest prompt of the job, or sizes in slots. A size wins over a ratio, and
-    the recent window is as large as the heavy hitters where only they are given; without heavy hitters it is a
-    local window.
+    Either ratios of the longest prompt of the job, or sizes in slots; a size wins over a ratio. Where only the heavy
+    hitters are given, the recent window is as large. Without heavy hitters the cache is a local window.
 
     Raises:
         UserError: a ratio outside [0, 1], a negative size, or nothing given at all.
@@ -88,14 +87,14 @@ class Policy:
     """Everything that placement decides (FlexGen, arXiv 2303.06865, section 4.2).
 
     Attributes:
-        gpu_batch_size: sequences whose cache of a layer moves, and is attended to, at once in a decode step; several
-            small batches share matrix products.
+        gpu_batch_size: sequences of a batch: its KV block of a layer moves, and is attended to, at once. Small batches
+            share the matmuls of a decode step.
         num_gpu_batches: batches that go through a layer before the next layer is needed.
-        percent: weights gpu, weights cpu, cache gpu, cache cpu, activations gpu, activations cpu,
-            each in percent; what is missing to 100 lies on disk. Activations are those of prefill: a decode step's
-            are one token of each sequence, and stay on the device.
+        percent: weights gpu, weights cpu, cache gpu, cache cpu, activations gpu, activations cpu, each in percent;
+            the rest is on disk. Activations are the hidden states of prefill: those of a decode step, one token of
+            each sequence, stay on the device.
         overlap: move weights and cache while computing.
-        cpu_cache_compute: decode attention of caches at home on the cpu tier runs on the CPU.
+        cpu_cache_compute: decode attention of KV blocks on the cpu tier runs on the CPU.
         prefill_tokens: tokens of one prefill micro-batch (at least one sequence).
 
     Raises:
@@ -158,8 +157,8 @@ class Policy:
 
 
 def read_policy(path: str | Path) -> tuple[Policy, KVBudget | None]:
-    """A policy written by `Policy.to_json` or by the policy search, and the KV budget that the search wrote beside it
-    (its block is as large as that allows); None if there is none.
+    """A policy written by `Policy.to_json` or by the policy search, and the KV budget that the search wrote beside it:
+    its block is as large as that budget allows. The budget is None if the file has none.
 
     Raises:
         UserError: no such file, not JSON, not a policy.

@@ -11,19 +11,20 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable, write_text
-from h2o_flexgen.models.registry import family, known_names, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.registry import known_names, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.spec import ModelSpec
-from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, describe_curve, largest_free, plot_curve, size_budget
-from h2o_flexgen.planning.memory import Shapes
-from h2o_flexgen.planning.planner import cap_limits, check_cpu_cap
-from h2o_flexgen.planning.profile import ITEMSIZE, Profile
-from h2o_flexgen.planning.search import Candidate, Search
-from h2o_flexgen.policy import MARGIN, TIERS, KVBudget, Policy, gib
+from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
+from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.policy import TIERS, KVBudget, Policy, gib
 from h2o_flexgen.sizes import Workload
+
+if TYPE_CHECKING:  # the planner imports torch, which takes seconds
+    from h2o_flexgen.planning.planner import Choice, ModelData
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,7 +34,11 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("job").add_argument
-    add("--model", required=True, help="a facebook/opt name, or a folder with a config.json")
+    add(
+        "--model",
+        required=True,
+        help="a built-in name, as facebook/opt-30b, or a folder with a config.json",
+    )
     add("--prompt-len", type=int, default=512, help="tokens of the longest prompt (default: 512)")
     add("--gen-len", type=int, default=32, help="output tokens per prompt (default: 32)")
     add("--num-prompts", type=int, help="prompts of the job (default: as many as the largest block takes)")
@@ -69,69 +74,11 @@ _FULL = 0.97
 _MANY = 4096
 
 
-class Planner:
-    """The policy search for a model, a job and a profile, without the model's weights. They count as a checkpoint of
-    dtype `stored`, whose space on disk is spent already; with `dummy` as weights that take it."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        workload: Workload,
-        profile: Profile,
-        limits: dict[str, int],
-        dummy: bool = False,
-        one_block: bool = False,
-        stored: str = "float16",
-    ):
-        self.spec, self.workload, self.profile, self.limits = spec, workload, profile, limits
-        self.dummy, self.one_block, self.stored = dummy, one_block, stored
-        self.layers = family(spec.model_type).tensors(spec)
-
-    def rule(self, budget: KVBudget | None):
-        """The cache rule of a budget."""
-        from h2o_flexgen.kv_cache import rule_for
-
-        return rule_for(budget, self.workload.longest, self.spec.positions)
-
-    def shapes(self, budget: KVBudget | None) -> Shapes:
-        dtype = self.profile.dtype
-        return Shapes.of(
-            self.spec,
-            self.layers,
-            self.rule(budget),
-            self.workload,
-            compute_itemsize=ITEMSIZE[dtype],
-            stored_itemsize=ITEMSIZE[self.stored],
-            converts=dtype != self.stored,
-            cuda=self.profile.device == "cuda",
-            bf16=dtype == "bfloat16",
-            dummy=self.dummy,
-        )
-
-    def search(self, budget: KVBudget | None, max_latency: float | None = None) -> Search:
-        return Search(
-            self.profile,
-            self.shapes(budget),
-            self.workload,
-            self.limits,
-            self.profile.baseline_bytes,
-            self.profile.workspace_bytes,
-            max_latency,
-            self.one_block,
-        )
-
-
-def profile_limits(profile: Profile, caps: dict[str, int | None]) -> dict[str, int]:
-    """What may be planned for on each tier of a profile's machine."""
-    there = {tier: int(MARGIN * profile.memory[tier]) for tier in TIERS}
-    return cap_limits(there, caps, shared=profile.device != "cuda")
-
-
-def result_of(found: Candidate, rule, command: str) -> dict:
+def result_of(choice: Choice, command: str) -> dict:
     """The result as plain data."""
-    p, plan = found.prediction, found.plan
+    p, plan, rule = choice.prediction, choice.plan, choice.rule
     return {
-        "policy": asdict(found.policy),
+        "policy": asdict(choice.policy),
         "kv_budget": {"heavy": rule.heavy, "recent": rule.recent} if rule.scored else None,
         "predicted": {
             "prefill_seconds": p.prefill_seconds,
@@ -144,32 +91,29 @@ def result_of(found: Candidate, rule, command: str) -> dict:
     }
 
 
-def describe(result: dict, found: Candidate, title: str) -> str:
+def describe(choice: Choice, title: str, command: str) -> str:
     """The result for people."""
-    policy, predicted = found.policy, result["predicted"]
-    full = [tier for tier, m in result["memory_bytes"].items() if m["needed"] > _FULL * m["limit"]]
-    part = found.prediction.num_prompts > policy.block_size
-    room = f"; no room for a larger block on {' and '.join(full)}" if full and part else ""
-    percent = " ".join(f"{x:g}" for x in policy.percent)
+    policy, p, plan = choice.policy, choice.prediction, choice.plan
+    full = [tier for tier in TIERS if plan.needed(tier) > _FULL * plan.limits[tier]]
+    room = f"; no room for a larger block on {' and '.join(full)}" if full and p.num_prompts > policy.block_size else ""
     lines = [
         title,
-        f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {percent}"
+        f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {cli.describe_percent(policy)}"
         + (", attention on the CPU" if policy.cpu_cache_compute else "")
         + ("" if policy.overlap else ", no overlap"),
-        f"KV cache   {cli.describe_budget(result['kv_budget'])}",
-        f"prefill    {predicted['prefill_seconds']:.1f} s of a block",
-        f"decode     {predicted['decode_seconds']:.1f} s of a block",
-        f"predicted  {predicted['tokens_per_s']:.2f} tokens/s",
-        f"bound by   {result['bound_by']}{room}",
+        f"KV cache   {cli.describe_budget(choice.rule if choice.rule.scored else None)}",
+        f"prefill    {p.prefill_seconds:.1f} s of a block",
+        f"decode     {p.decode_seconds:.1f} s of a block",
+        f"predicted  {p.block_tokens_per_s:.2f} tokens/s",
+        f"bound by   {p.bound_by}{room}",
     ]
-    busy = [f"{name} {seconds:.1f} s" for name, seconds in found.prediction.busy[:4] if seconds]
+    busy = [f"{name} {seconds:.1f} s" for name, seconds in p.busy[:4] if seconds]
     lines.append(f"busy       {', '.join(busy)}")
-    for tier, memory in result["memory_bytes"].items():
-        lines.append(f"{tier:<11}{gib(memory['needed'])} of {gib(memory['limit'])}")
-    if found.plan.shared:
-        both = found.plan.needed("gpu") + found.plan.needed("cpu")
-        lines.append(f"RAM        {gib(both)} of {gib(found.plan.limits['ram'])}, gpu and cpu together")
-    return "\n".join([*lines, f"run it     {result['command']}"])
+    lines += [f"{tier:<11}{gib(plan.needed(tier))} of {gib(plan.limits[tier])}" for tier in TIERS]
+    if plan.shared:
+        both = plan.needed("gpu") + plan.needed("cpu")
+        lines.append(f"RAM        {gib(both)} of {gib(plan.limits['ram'])}, gpu and cpu together")
+    return "\n".join([*lines, f"run it     {command}"])
 
 
 def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: int, dtype: str) -> str:
@@ -190,32 +134,9 @@ def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: i
     return shlex.join(map(str, words))
 
 
-def find(
-    args: argparse.Namespace, planner: Planner, budget: KVBudget | str | None
-) -> tuple[Candidate, KVBudget | None, list[BudgetPoint]]:
-    """The policy, its KV budget, and for the budget "auto" the curve."""
-    given = (args.gpu_batch_size, args.num_gpu_batches, args.cpu_cache_compute, args.overlap)
-    if budget != "auto":
-        search = planner.search(budget, args.max_latency)
-        if args.percent is None:
-            return search.best(*given), budget, []
-        size, batches, cpu, overlap = given
-        found = search.candidate(Policy(size, batches, tuple(args.percent), overlap, bool(cpu)))
-        return found, budget, []
-
-    def size(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, Candidate]:
-        found = planner.search(budget, args.max_latency).best(*given)
-        p = found.prediction
-        speed = p.block_tokens_per_s if planner.one_block else p.tokens_per_s
-        return BudgetPoint.of(ratio, planner.shapes(budget), found.policy, speed), found
-
-    budget, found, curve = size_budget(
-        args.min_hh_ratio or MIN_HH_RATIO, args.prompt_len, args.prompt_len + args.gen_len, size, not args.json
-    )
-    return found, budget, curve
-
-
 def run(args: argparse.Namespace) -> None:
+    from h2o_flexgen.planning.planner import ModelData
+
     cli.check_sizes(args)
     budget = cli.make_budget(args)
     if args.percent is not None:
@@ -230,57 +151,114 @@ def run(args: argparse.Namespace) -> None:
     for option, path in (("--output", args.output), ("--plot", args.plot)):
         if path is not None:
             check_writable(option, Path(path))
-    spec = named_spec(args.model)
-    dummy = spec is not None  # a name's weights may not be here: their space on disk counts
-    stored = "float16"  # as facebook/opt publishes them
-    if spec is None:
-        folder = Path(args.model).expanduser()
-        if not folder.is_dir():
-            raise UserError(f"--model {args.model}: neither a folder nor one of: {', '.join(known_names())}")
-        spec, stored = read_spec(folder), stored_dtype(folder) or stored
+    spec, stored, dummy = find_spec(args.model)
     spec.check_length(args.prompt_len, args.gen_len)
     profile = this_machine(args, stored) if args.hardware is None else profile_of(args)
     if args.hardware is not None and profile.device == "cpu":
-        args.device = "cpu"  # in the command, which would take a card where there is one
-    many = args.num_prompts or _MANY
-    if args.num_prompts is None and None not in (args.gpu_batch_size, args.num_gpu_batches):
-        many = args.gpu_batch_size * args.num_gpu_batches
-    workload = Workload((args.prompt_len,) * many, args.gen_len)
-    caps = cli.limits(args)
-    check_cpu_cap(caps, profile.device != "cuda", args.percent is None)
-    limits = profile_limits(profile, caps)
-    planner = Planner(spec, workload, profile, limits, dummy, args.num_prompts is None, stored)
-    found, budget, curve = find(args, planner, budget)
-    num_prompts = args.num_prompts or found.policy.block_size
-    command = command_for(args, found.policy, budget, num_prompts, profile.dtype)
-    result = result_of(found, planner.rule(budget), command)
+        args.device = "cpu"  # in the command, which would take a GPU where there is one
+    model = ModelData.of(spec, profile.dtype, [stored], cuda=profile.device == "cuda", dummy=dummy)
+    choice = choose(args, budget, model, profile)
+    num_prompts = args.num_prompts or choice.policy.block_size
+    command = command_for(args, choice.policy, choice.kv_budget, num_prompts, profile.dtype)
+    result = result_of(choice, command)
     if args.json:
         cli.say(json.dumps(result) + "\n")
     else:
-        _print(args, result, found, curve, profile, num_prompts)
-    found.plan.check()
-    seconds = found.prediction.block_seconds
+        if choice.curve:
+            cli.say(cli.describe_curve(choice.curve) + "\n\n")
+        cli.say(describe(choice, title(args, profile, num_prompts), command) + "\n")
+    choice.plan.check()
+    seconds = choice.prediction.block_seconds
     if args.max_latency is not None and seconds > args.max_latency:
         raise UserError(f"a block of this policy takes {seconds:.1f} s, more than --max-latency {args.max_latency:g}")
-    if curve:
-        result["curve"] = [asdict(point) for point in curve]
+    if choice.curve:
+        result["curve"] = [asdict(point) for point in choice.curve]
     if args.output is not None:
         write_text(args.output, json.dumps(result, indent=1) + "\n")
     if args.plot is not None:
-        plot_curve(curve, largest_free(curve), args.plot)
+        plot_curve(choice.curve, args.plot)
 
 
-def _print(
-    args: argparse.Namespace, result: dict, found: Candidate, curve: list, profile: Profile, prompts: int
-) -> None:
-    if curve:
-        cli.say(describe_curve(curve, largest_free(curve)) + "\n\n")
+def find_spec(model: str) -> tuple[ModelSpec, str, bool]:
+    """The sizes of a model, the type of its weights, and whether they are to be counted as random ones: those of a name
+    need not be on this machine."""
+    spec, stored = named_spec(model), "float16"  # as facebook/opt publishes its weights
+    if spec is not None:
+        return spec, stored, True
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"--model {model}: neither a folder nor one of: {', '.join(known_names())}")
+    return read_spec(folder), stored_dtype(folder) or stored, False
+
+
+def choose(args: argparse.Namespace, budget: KVBudget | str | None, model: ModelData, profile: Profile) -> Choice:
+    """The policy of the options for a job on a profile's machine."""
+    from h2o_flexgen.planning.planner import Given, Planner, Resources, check_cpu_cap
+
+    prompts, policy = args.num_prompts or _MANY, None
+    if args.num_prompts is None and None not in (args.gpu_batch_size, args.num_gpu_batches):
+        prompts = args.gpu_batch_size * args.num_gpu_batches
+    if args.percent is not None:
+        size, batches = args.gpu_batch_size, args.num_gpu_batches
+        policy = Policy(size, batches, tuple(args.percent), args.overlap, bool(args.cpu_cache_compute))
+    caps = cli.limits(args)
+    check_cpu_cap(caps, profile.device != "cuda", policy is None)
+    given = Given(
+        args.gpu_batch_size,
+        args.num_gpu_batches,
+        args.cpu_cache_compute,
+        args.overlap,
+        args.max_latency,
+        args.min_hh_ratio or MIN_HH_RATIO,
+        resident=False,
+        one_block=args.num_prompts is None,
+    )
+    workload = Workload((args.prompt_len,) * prompts, args.gen_len)
+    planner = Planner(model, given, profile, progress=not args.json)
+    return planner.choose(workload, Resources.of(profile, caps), policy, budget)
+
+
+def title(args: argparse.Namespace, profile: Profile, prompts: int) -> str:
     machine = profile.machine.get("gpu" if profile.device == "cuda" else "processor", "the profile's machine")
-    title = (
+    return (
         f"model      {args.model}, {profile.dtype} on {machine}\n"
         f"workload   {prompts} prompts of {args.prompt_len} tokens, {args.gen_len} tokens each"
     )
-    cli.say(describe(result, found, title) + "\n")
+
+
+def plot_curve(curve: list[BudgetPoint], path: str) -> None:
+    """Draw the curve as PNG; needs matplotlib.
+
+    Raises:
+        UserError: no matplotlib, or the file cannot be written.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install 'h2o_flexgen[plot]'") from None
+    chosen = largest_free(curve)
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    axes.plot([p.slots for p in curve], [p.tokens_per_s for p in curve], "o-", color="tab:blue")
+    axes.plot([chosen.slots], [chosen.tokens_per_s], "o", color="tab:red", markersize=10, label="largest free budget")
+    for p in curve:
+        axes.annotate(
+            f"{p.gpu_batch_size}x{p.num_gpu_batches}",
+            (p.slots, p.tokens_per_s),
+            xytext=(4, 6),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set(xlabel="KV slots per sequence and head", ylabel="predicted tokens/s", ylim=(0, None))
+    axes.legend()
+    try:
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as e:
+        raise UserError(f"cannot write --plot {path}: {e.strerror}") from None
+    finally:
+        plt.close(figure)
 
 
 def profile_of(args: argparse.Namespace) -> Profile:
@@ -290,9 +268,9 @@ def profile_of(args: argparse.Namespace) -> Profile:
     profile = Profile.from_file(args.hardware)
     dtype = args.dtype if args.dtype == "auto" else str(Device("cpu").dtype(args.dtype)).removeprefix("torch.")
     given = {"device": args.device.split(":")[0], "dtype": dtype}
-    for option, there in (("device", profile.device), ("dtype", profile.dtype)):
-        if given[option] not in ("auto", there):
-            raise UserError(f"--{option} {getattr(args, option)} contradicts --hardware, a profile of {there}")
+    for option, measured in (("device", profile.device), ("dtype", profile.dtype)):
+        if given[option] not in ("auto", measured):
+            raise UserError(f"--{option} {getattr(args, option)} contradicts --hardware, a profile of {measured}")
     return profile
 
 
@@ -316,8 +294,8 @@ def this_machine(args: argparse.Namespace, stored: str) -> Profile:
     profile = load_or_measure(device, job_dtype(device, args.dtype, getattr(torch, stored)), root)
     ram = memory.ram_in_all()
     gpu = device.free_bytes() if device.is_cuda else ram
-    there = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}
-    return replace(profile, memory=there, baseline_bytes=memory.baseline())
+    available = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}
+    return replace(profile, memory=available, baseline_bytes=memory.baseline())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,14 +13,14 @@ PAGE = 4096
 REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
 #: that keep the disk's queue full
 THREADS = 4
-#: the most pieces of a streaming cache on the device at once
+#: the most KV blocks that are staged on the device at once
 KV_BUFFERS = 3
 #: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
 #: still empty in the last segment is attended to like the rest, and every segment takes two more products.
 SEGMENT, LARGEST_SEGMENT = 32, 128
 #: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
 TOKEN = 72
-#: micro-batches whose hidden states may be on their way home at once
+#: micro-batches whose hidden states may be in write-back at once
 WRITE_BACKS = 2
 #: rows that go through the head at once, and of their logits those that are turned into tokens at once
 HEAD_ROWS, SAMPLE_ROWS = 128, 16
@@ -65,17 +65,22 @@ def full_segments(prompt_len: int, gen_len: int) -> tuple[int, ...]:
 
 
 def wal_rows(segments: Sequence[int]) -> int:
-    """Tokens the log of a cache piece on disk holds. A cache that grows is folded by whole segments. One that does not
-    is written anew: reading n/2 rows a step and writing slots/n balance at sqrt(2 slots)."""
+    """Tokens per sequence that the write-ahead log of a KV block holds. A cache that grows is compacted by whole
+    segments, one of fixed size all at once: reading n/2 rows a step and writing slots/n balance at sqrt(2 slots)."""
     return max(segments[1:], default=max(1, isqrt(2 * segments[0])))
 
 
 def kv_buffers(overlap: bool, on_disk: bool) -> int:
-    """Buffers through which pieces of a cache visit the device: one that is used, and one that comes or leaves; where
-    they come from disk one more, so that it has something to read while the products of a layer use none."""
+    """Staging buffers for KV blocks: one in use, one being loaded or written back; with blocks on disk one more, so
+    that the disk has something to read during the matmuls of a layer, which use none."""
     if not overlap:
         return 1
     return KV_BUFFERS if on_disk else 2
+
+
+def double_buffers(overlap: bool) -> int:
+    """Staging buffers of weights and of activations: one is computed with while the other is filled."""
+    return 2 if overlap else 1
 
 
 def micro_tokens(policy: Policy, longest: int, batch: int) -> int:
@@ -124,12 +129,6 @@ def prefill_pairs(length: int) -> int:
 def aligned(nbytes: int) -> int:
     """Up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
-
-
-def kv_file_bytes(segments: Sequence[int], row: int) -> int:
-    """Bytes on disk of a cache piece of so many slots, `row` bytes each, and of its log: the piece and every row of the
-    log take whole pages, as direct reads and writes want them."""
-    return aligned(sum(segments) * row) + wal_rows(segments) * aligned(row)
 
 
 def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> int:

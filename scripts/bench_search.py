@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -21,9 +22,11 @@ sys.path.insert(0, str(ROOT))
 
 from bench import common  # noqa: E402
 from bench.systems.ours import policy_text  # noqa: E402
-from h2o_flexgen import policy_search  # noqa: E402
+from h2o_flexgen.kv_cache import rule_for  # noqa: E402
 from h2o_flexgen.models.registry import named_spec  # noqa: E402
+from h2o_flexgen.planning.planner import Given, ModelData, Planner, Resources  # noqa: E402
 from h2o_flexgen.planning.profile import Profile  # noqa: E402
+from h2o_flexgen.planning.search import Search  # noqa: E402
 from h2o_flexgen.policy import MARGIN, KVBudget, Policy  # noqa: E402
 from h2o_flexgen.sizes import Workload  # noqa: E402
 
@@ -80,12 +83,26 @@ BLOCKS = ((16, 2), (32, 1), (32, 2), (48, 1), (64, 1))
 SHARES = ((100, 100, 100), (60, 100, 100), (30, 100, 100), (30, 50, 100), (0, 100, 100), (0, 0, 0))
 
 
-def search(model: str, prompts: tuple[int, int], gen_len: int, ratio, profile: Profile, limits=None, **how):
+def search(
+    model: str,
+    prompts: tuple[int, int],
+    gen_len: int,
+    ratio: float | None,
+    profile: Profile,
+    limits: dict[str, int] | None = None,
+    stored: str = "float16",
+    dummy: bool = False,
+    one_block: bool = False,
+) -> Search:
     """The search for so many prompts of a length."""
-    limits = policy_search.profile_limits(profile, dict.fromkeys(TIERS)) | (limits or {})
     count, length = prompts
-    planner = policy_search.Planner(named_spec(model), Workload((length,) * count, gen_len), profile, limits, **how)
-    return planner.search(None if ratio is None else KVBudget.from_ratio(ratio))
+    spec, resources = named_spec(model), Resources.of(profile, dict.fromkeys(TIERS))
+    resources = replace(resources, limits=resources.limits | (limits or {}))
+    data = ModelData.of(spec, profile.dtype, [stored], cuda=profile.device == "cuda", dummy=dummy)
+    rule = rule_for(None if ratio is None else KVBudget.from_ratio(ratio), length, spec.positions)
+    return Planner(data, Given(one_block=one_block), profile).search(
+        rule, Workload((length,) * count, gen_len), resources
+    )
 
 
 def bench_papers(rounds: int) -> None:

@@ -32,6 +32,8 @@ ON_GPU = ("100", "0", "100", "0", "100", "0")
 ON_CPU = ("0", "100", "0", "100", "0", "100")
 ON_DISK = ("0", "0", "0", "0", "0", "0")
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 30, 40, 50, 60, 70, 80], [9], [3, 4, 5, 6]]
+#: a job that takes no time
+SHORT = ("--prompt-len", "6", "--gen-len", "3", "--num-prompts", "2")
 #: where things lie must not change a token in fp32, so that tests that compare tokens ask for it
 FP32 = ("--device", "cpu", "--dtype", "float32")
 
@@ -123,6 +125,29 @@ def last_line(stderr: str) -> str:
     return [line for line in stderr.replace("\r", "\n").split("\n") if line.strip()][-1]
 
 
+def write_sharded(folder: Path) -> tuple[Path, list[Path]]:
+    state = tiny_state()
+    names = sorted(state)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    write_model(folder)
+    (folder / "model.safetensors").unlink()
+    for file, part in parts.items():
+        save_file({name: state[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder, [folder / file for file in parts]
+
+
+def to_bin(folder: Path) -> Path:
+    torch.save(tiny_state(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder / "pytorch_model.bin"
+
+
+def cut(path: Path, keep: float) -> None:
+    os.truncate(path, int(path.stat().st_size * keep))
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """A tiny OPT with random weights and no tokenizer; tests must not change it."""
@@ -191,3 +216,68 @@ def refused(cli, tmp_path):
         return line.removeprefix("error: ")
 
     return run
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    """A tiny model with a byte-level BPE tokenizer that puts </s> in front, as OPT's does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "<pad>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
+    folder = write_model(tmp_path_factory.mktemp("texts") / "model", config=TINY | {"vocab_size": 300})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A model folder of one's own, to break."""
+    return write_model(tmp_path / "broken")
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """The same in two shards with an index: (folder, shard files)."""
+    return write_sharded(tmp_path / "sharded")
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Mount something on tmp_path/mounted; skips where that is not allowed."""
+    target = tmp_path / "mounted"
+    target.mkdir()
+    mounted = []
+
+    def do(*argv: str) -> Path:
+        done = subprocess.run(["mount", *argv, str(target)], capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"no mount: {done.stderr.strip()}")
+        mounted.append(target)
+        return target
+
+    yield do
+    for path in mounted:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.fixture
+def read_only(mount):
+    return mount("-t", "tmpfs", "-o", "ro,size=1m", "tmpfs")
+
+
+@pytest.fixture
+def small_disk(mount):
+    return mount("-t", "tmpfs", "-o", "size=2m", "tmpfs")

@@ -7,11 +7,12 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from h2o_flexgen.kernels.rates import HALF_TYPES, ROWS, KernelRates
+from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.models.registry import named_spec
+from h2o_flexgen.planning.planner import Given, ModelData, Planner, Resources
 from h2o_flexgen.planning.profile import Link, Profile
 from h2o_flexgen.planning.search import Search
-from h2o_flexgen.policy import GIB, KVBudget
-from h2o_flexgen.policy_search import Planner, profile_limits
+from h2o_flexgen.policy import GIB, TIERS, KVBudget
 from h2o_flexgen.sizes import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,10 +88,16 @@ def search(
     **caps: float,
 ) -> Search:
     """The search for a job of equal prompts with random weights; `caps`: gpu, cpu, disk in GiB."""
-    limits = profile_limits(
-        profile, {tier: int(caps[tier] * GIB) if tier in caps else None for tier in ("gpu", "cpu", "disk")}
-    )
+    caps = {tier: int(caps[tier] * GIB) if tier in caps else None for tier in TIERS}
     workload = Workload((prompt_len,) * prompts, gen_len)
-    stored = "bfloat16" if profile.dtype == "bfloat16" else "float16"
-    planner = Planner(named_spec(model), workload, profile, limits, dummy=True, stored=stored)
-    return planner.search(None if hh_ratio is None else KVBudget.from_ratio(hh_ratio), max_latency)
+    planner = planner_of(profile, model, max_latency=max_latency)
+    budget = None if hh_ratio is None else KVBudget.from_ratio(hh_ratio)
+    rule = rule_for(budget, prompt_len, planner.model.spec.positions)
+    return planner.search(rule, workload, Resources.of(profile, caps))
+
+
+def planner_of(profile: Profile, model: str, stored: str | None = None, dummy: bool = True, **given) -> Planner:
+    """The planner of a model whose sizes are built in, with weights as wide as the profile's type."""
+    stored = stored or ("bfloat16" if profile.dtype == "bfloat16" else "float16")
+    data = ModelData.of(named_spec(model), profile.dtype, [stored], profile.device == "cuda", dummy)
+    return Planner(data, Given(**given), profile)

@@ -29,6 +29,7 @@ from cli_tools import (
 )
 
 from h2o_flexgen import interrupts
+from h2o_flexgen.engine.observer import Observer, ProgressBar
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.interrupts import STOPPING, check, deferred, take_over
 from h2o_flexgen.offload.disk import OffloadFolder
@@ -172,7 +173,7 @@ def test_a_job_under_nohup_outlives_its_terminal(cli, model, tmp_path):
 
 
 def test_a_job_cut_short_does_not_replace_the_output_of_an_earlier_one(cli, model, tmp_path, monkeypatch):
-    from h2o_flexgen.engine.runner import Engine
+    from h2o_flexgen.engine.runner import Runner
 
     rows, target = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9], []]), tmp_path / "out.jsonl"
     argv = ("--model", model, *FP32, "--gen-len", 3, "--input-file", rows, "--output-file", target)
@@ -182,7 +183,7 @@ def test_a_job_cut_short_does_not_replace_the_output_of_an_earlier_one(cli, mode
     def stopped(*args, **more):
         raise Interrupted(signal.SIGINT)
 
-    monkeypatch.setattr(Engine, "run", stopped)
+    monkeypatch.setattr(Runner, "run_block", stopped)
     code, _, err = cli(*argv)
     assert code == 130 and "out.jsonl~" in err
     assert (tmp_path / "out.jsonl~").read_text() == before
@@ -210,6 +211,7 @@ def test_clearing_up_that_does_not_end_can_be_ended():
     code = """
 import os, signal, time
 from h2o_flexgen import interrupts
+from h2o_flexgen.engine.observer import Observer, ProgressBar
 interrupts.PATIENCE = 1
 signal.signal(signal.SIGINT, interrupts.interrupt)
 try:
@@ -244,24 +246,22 @@ def test_killed_then_started_again(job, tmp_path):
     assert len(read_rows(tmp_path / "out.jsonl")) == len(PROMPTS)
 
 
-def test_rows_of_a_batch_that_has_finished_are_there_before_its_block_has(model, tmp_path, monkeypatch):
+def test_rows_of_a_batch_that_has_finished_are_there_before_its_block_has(model):
     """One batch of two ends at its stop token, the other goes on for several steps."""
     from h2o_flexgen import LLM, Policy, SamplingParams
 
-    options = dict(device="cpu", dtype="float32", progress=False)
+    seen, steps = [], iter(range(10**6))
+
+    class Progress(Observer):
+        def on_progress(self, i, j, tokens):
+            if seen:
+                next(steps)
+
+    options = dict(device="cpu", dtype="float32", progress=False, observer=Progress())
     prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(temperature=1.0, max_tokens=8)
     with LLM(str(model), Policy(1, 2), **options) as llm:
         first, second = (output.outputs[0].token_ids for output in llm.generate(prompts, params))
         llm.eos_ids = frozenset([next(token for token in first[:4] if token not in second)])
-        seen = []
-        real = llm._progress
-        steps = iter(range(10**6))
-
-        def progress(*args):
-            show = real(*args)
-            return lambda *step: (seen and next(steps), show(*step))
-
-        monkeypatch.setattr(llm, "_progress", progress)
         llm.generate(prompts, params, on_output=lambda o: seen.append((o.index, next(steps))))
     assert [index for index, _ in seen] == [0, 1]
     assert seen[1][1] > seen[0][1] + 1
@@ -305,7 +305,7 @@ def test_stopped_before_the_model_is_there(cli, model, monkeypatch, number):
     """In this process: the signal comes while the weights' headers are read."""
     from h2o_flexgen.offload.checkpoint import Checkpoint
 
-    monkeypatch.setattr(Checkpoint, "_index", lambda self, path: signal.raise_signal(number))
+    monkeypatch.setattr(Checkpoint, "add_file", lambda self, path: signal.raise_signal(number))
     code, out, err = cli("--model", model)
     assert (code, out, err) == (128 + number, "", "interrupted\n")
 
@@ -367,30 +367,23 @@ def test_a_signal_does_not_wait_for_a_disk_that_hangs(handled, monkeypatch):
 @pytest.mark.parametrize("home", [ON_DISK, ("100", "0", "100", "0", "100", "0")], ids=["disk", "gpu"])
 def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, monkeypatch, home):
     """In this process, at every call of the progress bar in turn: prefill, decode, either block."""
-    from h2o_flexgen.llm import LLM
-
     rows, target = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9], [10], [11]]), tmp_path / "out.jsonl"
     files = ("--input-file", rows, "--output-file", target, "--offload-dir", tmp_path / "offload")
     argv = ("--model", model, *FP32, "--gen-len", 3, "--gpu-batch-size", 2, "--ignore-eos", *percent(home), *files)
     assert cli(*argv)[0] == 0
     whole = read_rows(target)
-    real, steps = LLM._progress, 2 * 3 * 5  # blocks, tokens, layers
+    real, steps = ProgressBar.on_progress, 2 * 3 * 5  # blocks, tokens, layers
 
     for stop in range(steps):
         target.unlink(missing_ok=True)
         seen = iter(range(steps + 1))
 
-        def progress(self, *args, seen=seen, stop=stop):
-            show = real(self, *args)
+        def progress(self, *step, seen=seen, stop=stop):
+            if next(seen) == stop:
+                raise Interrupted(signal.SIGINT)
+            real(self, *step)
 
-            def interrupted(*step):
-                if next(seen) == stop:
-                    raise Interrupted(signal.SIGINT)
-                show(*step)
-
-            return interrupted
-
-        monkeypatch.setattr(LLM, "_progress", progress)
+        monkeypatch.setattr(ProgressBar, "on_progress", progress)
         code, _, err = cli(*argv)
         assert code == 130 and last_line(err) == "interrupted"
         generated = (stop + 1) // 5  # tokens per row that were done, over both blocks

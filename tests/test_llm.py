@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, sizes
-from h2o_flexgen.engine import sampling
+from h2o_flexgen.engine.observer import Observer
 
 ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
 MIXED = (33, 33, 33, 33, 33, 33)
@@ -232,9 +232,7 @@ def test_one_eos_token_in_the_config_is_enough(tiny, run, tmp_path):
 
 
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_DISK], ids=str)
-def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path, percent, monkeypatch):
-    from h2o_flexgen.engine.runner import Engine
-
+def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path, percent):
     model = tiny()
     prompts = model.clear_cut_prompts([20, 19, 12, 11, 4, 3], 24)
     references = [r.tokens for r in model.references(prompts, 24)]
@@ -246,15 +244,14 @@ def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path,
     ends = choose_ends(references, lambda outputs: len({*last_steps(outputs), 24}) == 4)
     lengths = [len(cut(tokens, ends)[0]) for tokens in references]
     seen = []
-    prefill, decode = Engine._prefill, Engine._decode
-    monkeypatch.setattr(Engine, "_prefill", lambda self, s, w: (seen.append(tuple(s)), prefill(self, s, w))[1])
-    monkeypatch.setattr(
-        Engine,
-        "_decode",
-        lambda self, i, j, group, w: (seen.extend((i, j, k) for k in group), decode(self, i, j, group, w))[1],
-    )
+
+    class Steps(Observer):
+        def on_step(self, i, j, batches):
+            seen.extend((i, j, k) for k in batches)
+
     stopping = with_eos(model, tmp_path, sorted(ends))
-    with LLM(str(stopping.folder), Policy(2, 3, percent), dtype="float32", device="cpu", progress=False) as llm:
+    options = dict(dtype="float32", device="cpu", progress=False, observer=Steps())
+    with LLM(str(stopping.folder), Policy(2, 3, percent), **options) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=24))
     assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
     last = last_steps([cut(tokens, ends) for tokens in references])
@@ -352,146 +349,6 @@ def test_outputs_come_in_the_order_of_the_prompts_and_each_is_announced_once(tin
             assert output.outputs[0].token_ids == model.reference(prompts[n], 5).tokens
 
 
-# a sequence whose numbers overflow
-
-
-@pytest.fixture(scope="module")
-def poisoned(tmp_path_factory):
-    """poisoned(token) -> a model whose hidden states overflow to NaN where the token is in the text."""
-    made = {}
-
-    def get(token: int) -> zoo.Tiny:
-        if token not in made:
-            folder = tmp_path_factory.mktemp("poisoned")
-            model = zoo.build("untied_projected", folder, do_layer_norm_before=True, num_hidden_layers=3)
-            with torch.no_grad():
-                model.hf.model.decoder.embed_tokens.weight[token] = 3e38
-                model.hf.lm_head.weight[token] = 0  # nobody says it
-            model.hf.save_pretrained(folder)
-            made[token] = zoo.Tiny("poisoned", model.hf, folder)
-        return made[token]
-
-    return get
-
-
-def healthy_prompts(model, token, lengths, max_tokens, budget):
-    prompts = []
-    for place, n in enumerate(lengths):
-        for seed in range(200):
-            (prompt,) = model.prompts([n], seed=1000 * place + seed)
-            if token in prompt:
-                continue
-            trace = model.reference(prompt, max_tokens, *(budget or ()))
-            if token not in trace.tokens and trace.margin > zoo.MARGIN and trace.slack > zoo.SLACK:
-                prompts.append(prompt)
-                break
-    assert len(prompts) == len(lengths)
-    return prompts
-
-
-@pytest.mark.parametrize("token, overlap", [(7, True), (7, False), (0, True)], ids=["overlap", "no_overlap", "token_0"])
-@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        dict(percent=ALL_GPU, gpu_batch_size=3, num_gpu_batches=2),
-        dict(percent=ALL_CPU, gpu_batch_size=3, num_gpu_batches=2),
-        dict(percent=ALL_CPU, gpu_batch_size=3, num_gpu_batches=2, cpu_cache_compute=True),
-        dict(percent=ALL_DISK, gpu_batch_size=3, num_gpu_batches=2),
-        dict(percent=ALL_DISK, gpu_batch_size=12, prefill_tokens=24),
-        dict(percent=MIXED, gpu_batch_size=1, num_gpu_batches=3),
-    ],
-    ids=["gpu", "cpu", "cpu_attention", "disk", "disk_micro", "mixed_one_by_one"],
-)
-def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, policy, budget, token, overlap):
-    monkeypatch.setattr(sizes, "SEGMENT", 4)
-    model = poisoned(token)
-    prompts = healthy_prompts(model, token, LENGTHS, 18, budget)
-    bad = {1: 16, 4: 3, 7: 0, 8: 9}  # prompt: where the token stands
-    for n, at in bad.items():
-        prompts.insert(n, prompts[n][:at] + [token] + prompts[n][at:])
-    kv_budget = KVBudget.from_size(*budget) if budget else None
-    params = SamplingParams(max_tokens=18, ignore_eos=True)
-    with LLM(
-        str(model.folder), Policy(overlap=overlap, **policy), kv_budget, device="cpu", dtype="float32", progress=False
-    ) as llm:
-        for _ in range(2):  # what is left in the buffers must not show in the next job either
-            outputs = llm.generate(prompts, params)
-            for n, output in enumerate(outputs):
-                if n in bad:
-                    assert output.error and not output.outputs, n
-                else:
-                    assert output.error is None, n
-                    trace = model.reference(prompts[n], 18, *(budget or ()))
-                    assert output.outputs[0].token_ids == trace.tokens, n
-                    assert output.outputs[0].logprobs == pytest.approx(trace.logprobs, abs=1e-4), n
-
-
-@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=["gpu", "cpu", "disk"])
-def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypatch, percent):
-    """It is computed until its batch leaves: what it leaves behind must not reach who comes next into its slots."""
-    monkeypatch.setattr(sizes, "SEGMENT", 4)
-    model = poisoned(7)
-    prompts = healthy_prompts(model, 7, [20, 19, 9, 8], 18, None)
-
-    def sample(logits, params, indices, step):
-        tokens, logprobs = sampling.sample(logits, params, indices, step)
-        if step == 0 and 1 in indices:
-            tokens[indices.index(1)] = 7  # ends this sequence, and is what it is computed with from then on
-        return tokens, logprobs
-
-    monkeypatch.setattr("h2o_flexgen.engine.runner.sample", sample)
-    with LLM(str(model.folder), Policy(2, 1, percent), device="cpu", dtype="float32", progress=False) as llm:
-        llm.eos_ids = frozenset([7])
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=18))
-    assert facts(outputs[1].outputs[0]) == ([7], "stop")
-    for n in (0, 2, 3):
-        assert outputs[n].error is None
-        assert outputs[n].outputs[0].token_ids == model.reference(prompts[n], 18).tokens
-
-
-def test_a_block_in_which_everything_overflows_does_not_stop_the_others(poisoned):
-    """The longest prompts come first: that all of them fail says nothing about the rest."""
-    model = poisoned(7)
-    good = healthy_prompts(model, 7, [5, 3], 6, None)
-    prompts = [[7] * 20, good[0], [7] * 19, good[1]]
-    with LLM(str(model.folder), Policy(2), device="cpu", dtype="float32", progress=False) as llm:
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
-    assert outputs[0].error and outputs[2].error
-    assert [outputs[n].outputs[0].token_ids for n in (1, 3)] == [r.tokens for r in model.references(good, 6)]
-
-
-def test_a_job_in_which_everything_overflows_says_so(poisoned):
-    model = poisoned(7)
-    with LLM(str(model.folder), Policy(4), device="cpu", dtype="float32", progress=False) as llm:
-        with pytest.raises(UserError, match="NaN"):
-            llm.generate([[7], [7, 7], [1, 7, 3]], SamplingParams(max_tokens=4))
-    with LLM(str(model.folder), Policy(1), device="cpu", dtype="float32", progress=False) as llm:
-        outputs = llm.generate([[7], [7, 7], [1, 7, 3]], SamplingParams(max_tokens=4))
-    assert all(o.error and not o.outputs for o in outputs)
-
-
-def test_weights_too_large_for_fp16_get_advice(tmp_path):
-    model = zoo.build("untied", tmp_path / "large")
-    with torch.no_grad():
-        model.hf.model.decoder.layers[1].fc1.weight[3, 3] = 1e5
-    model.hf.save_pretrained(model.folder)
-    with LLM(str(model.folder), Policy(1), device="cpu", dtype="float16", progress=False) as llm:
-        with pytest.raises(UserError, match="layers.1.fc1.weight.*bfloat16 or float32"):
-            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-
-
-@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=str)
-def test_a_checkpoint_with_nan_is_named(tiny, tmp_path, percent):
-    model = zoo.build("untied", tmp_path / "broken")
-    with torch.no_grad():
-        model.hf.model.decoder.layers[1].fc1.weight[3, 3] = float("nan")
-    model.hf.save_pretrained(model.folder)
-    with LLM(str(model.folder), Policy(1, 1, percent), device="cpu", dtype="float32", progress=False) as llm:
-        with pytest.raises(UserError, match="layers.1.fc1.weight.*NaN"):
-            llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4))
-
-
 # what the arguments mean
 
 
@@ -504,7 +361,7 @@ def test_what_a_policy_says_is_not_said_again(tiny, given):
 def test_a_cap_of_the_cpu_tier_is_refused_where_a_search_would_not_use_it(tiny):
     folder = str(tiny().folder)
     for more in ({}, dict(gpu_mem=1 << 30)):
-        with pytest.raises(UserError, match="use --gpu-mem"):
+        with pytest.raises(UserError, match="use `gpu_mem`"):
             LLM(folder, device="cpu", cpu_mem=1 << 30, **more)
     LLM(folder, device="cpu", cpu_mem=1 << 30, policy=Policy()).close()
 
@@ -529,7 +386,7 @@ def test_norms_of_another_type_do_not_count_as_a_conversion(tiny, tmp_path):
     mixed = {name: w.float() if w.dim() == 1 else w.half() for name, w in weights.items()}
     save_file(mixed, folder / "model.safetensors")
     with LLM(str(folder), Policy(), device="cpu", dtype="float16", progress=False) as llm:
-        assert llm._stored_dtypes == {torch.float16}
+        assert llm.model.stored_dtypes == {torch.float16}
 
 
 def test_the_bar_counts_what_was_generated(tiny, tmp_path, capfd):

@@ -7,7 +7,7 @@ import zoo
 
 from h2o_flexgen import sizes
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
-from h2o_flexgen.offload.kv_store import wal_rows
+from h2o_flexgen.sizes import wal_rows
 
 LENGTHS = [5, 17, 9, 21, 1, 12, 3]
 BUDGET = (4, 4)

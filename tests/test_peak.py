@@ -11,7 +11,7 @@ import pytest
 from cli_tools import FP32, ON_DISK, ON_GPU, end, percent, start, wide
 
 from h2o_flexgen import LLM, Policy, SamplingParams
-from h2o_flexgen.engine import runner as engine
+from h2o_flexgen.engine import step
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.memory import Plan
 
@@ -44,7 +44,7 @@ def test_what_the_process_came_to_hold_is_in_the_plan(model):
 
     def planned(llm):
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
-        return llm.plan.needed("gpu")
+        return llm.choice.plan.needed("gpu")
 
     with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
         first = planned(llm)
@@ -59,13 +59,13 @@ def test_an_exception_that_is_kept_holds_no_weights(model):
     weights = []
 
     def stop(output):
-        weights.append(weakref.ref(llm._weights))
+        weights.append(weakref.ref(llm.runner.stores.weights))
         raise KeyboardInterrupt
 
     with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
         with pytest.raises(KeyboardInterrupt) as raised:
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), on_output=stop)
-        assert llm._weights is None
+        assert llm.runner.stores.weights is None
         gc.collect()
         assert weights[0]() is None
         assert raised.value is not None  # and with it the traceback
@@ -76,7 +76,7 @@ def test_prefill_gives_gaps_back_within_a_layer_only_where_ram_is_tight(
     model, monkeypatch, seconds, ram, layers, micro_batches
 ):
     given_back = []
-    monkeypatch.setattr(engine, "GAPS_SECONDS", seconds)
+    monkeypatch.setattr(step, "GAPS_SECONDS", seconds)
     monkeypatch.setattr(Plan, "ram", ram)
     monkeypatch.setattr(Device, "release_gaps", lambda self: given_back.append(self))
     policy = Policy(gpu_batch_size=3, num_gpu_batches=1, prefill_tokens=4)

@@ -1,341 +1,368 @@
-"""The engine: takes a block of prompts through the zig-zag schedule."""
+"""The engine: owns device, transfer queues, disk I/O, offload folder and stores, and runs jobs block by block."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+import traceback
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.engine.sampling import SamplingParams, sample
+from h2o_flexgen.engine.batch import Sequence, make_batches
+from h2o_flexgen.engine.model import LoadedModel
+from h2o_flexgen.engine.observer import Observer
+from h2o_flexgen.engine.prefetch import Prefetcher
+from h2o_flexgen.engine.report import BytesMoved, JobSize, PerTier, Phase, Report, Slots, Stalls, Total, rate
 from h2o_flexgen.engine.schedule import Step, ZigZag
+from h2o_flexgen.engine.step import LayerSteps, LogitsSink
+from h2o_flexgen.engine.stores import Job, Stores
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kv_cache import CacheRule
-from h2o_flexgen.models.parts import Weights
-from h2o_flexgen.models.registry import family
-from h2o_flexgen.models.spec import ModelSpec
+from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload.disk import DiskIO, File, OffloadFolder
 from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.queues import TransferQueue
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.sizes import HEAD_ROWS, matmul_groups
+from h2o_flexgen.policy import MARGIN
+from h2o_flexgen.sizes import KV_BUFFERS, batch_sizes, micro_tokens
 
-#: least time between two times that prefill gives back gaps in the heap
-GAPS_SECONDS = 0.25
-
-
-@dataclass
-class Sequence:
-    """One prompt on its way: `index` is its place in the job."""
-
-    index: int
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None  # "length", "stop" or "error"
+#: threads of each transfer queue
+WORKERS = {"weights": 1, "cache": KV_BUFFERS, "activations": 1, "store": 1}
 
 
-@dataclass
-class Batch:
-    """Sequences whose cache of a layer moves, and is attended to, at once; and how prefill cuts them."""
+class Runner:
+    """Runs jobs of one model, one at a time. Weights stay from one job to the next that places them alike.
 
-    sequences: list[Sequence]
-    micro: list[tuple[int, int]]  # the rows begin..end of each prefill micro-batch
-
-    def __post_init__(self):
-        self.lengths = torch.tensor([len(s.prompt) for s in self.sequences])
-        self.longest = int(self.lengths.max())
-
-    def prompt_ids(self, begin: int, end: int) -> Tensor:
-        """(end - begin, T) token ids, padded on the right to the longest of these rows. A row is padded with its own
-        last token: padding is masked, but 0 * NaN would spread from a token whose numbers overflow."""
-        rows = [s.prompt for s in self.sequences[begin:end]]
-        width = max(map(len, rows))
-        return torch.tensor([row + row[-1:] * (width - len(row)) for row in rows])
-
-
-def make_batches(sequences: list[Sequence], batch_size: int, prefill_tokens: int) -> list[Batch]:
-    """Cut a block into batches, and those into prefill micro-batches of at most `prefill_tokens` tokens."""
-    batches = []
-    for at in range(0, len(sequences), batch_size):
-        rows = sequences[at : at + batch_size]
-        micro, begin = [], 0
-        while begin < len(rows):
-            count = max(1, prefill_tokens // max(len(s.prompt) for s in rows[begin:]))
-            micro.append((begin, min(begin + count, len(rows))))
-            begin = micro[-1][1]
-        batches.append(Batch(rows, micro))
-    return batches
-
-
-def prompt_positions(lengths: Tensor, width: int) -> Tensor:
-    """Positions (B, width) of prompts; padding has its prompt's last one, so that no length looks longer than it is."""
-    return torch.minimum(torch.arange(width), lengths[:, None] - 1)
-
-
-class Engine:
-    """Joins weights, cache and maths. One block at a time; `seconds` adds up over blocks.
+    `run` takes a whole job: `begin`, `run_block` for each of its blocks, `end`. `close` gives everything back.
 
     Args:
-        ram: bytes that this process may hold; above them prefill gives gaps in the heap back within a layer too.
+        offload_root: folder for the private folder of what is offloaded to disk.
+        gpu_mem: the most bytes of device memory, with CUDA.
+        direct_reads: read weights past the page cache (docs/benchmarks/disk.json).
+        progress: show bars on stderr while weights load.
+
+    Attributes:
+        seconds, moved: per phase ("prefill", "decode") of the job. What is fetched ahead counts in the phase in which
+            it came.
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
+        model: LoadedModel,
         device: Device,
-        dtype: torch.dtype,
-        rule: CacheRule,
-        weights: WeightStore,
-        caches: KVStore,
-        activations: ActivationStore,
-        params: SamplingParams,
-        eos_ids: frozenset[int],
-        ram: float = float("inf"),
-        on_progress: Callable[[int, int, int], None] = lambda i, j, tokens: None,
-        on_finished: Callable[[list[Sequence]], None] = lambda sequences: None,
+        offload_root: Path,
+        gpu_mem: int | None = None,
+        direct_reads: bool = True,
+        progress: bool = True,
     ):
-        self.spec, self.device, self.dtype, self.rule = spec, device, dtype, rule
-        self.family = family(spec.model_type)
-        self.weights, self.caches, self.activations = weights, caches, activations
-        self.params, self.eos_ids, self.ram = params, eos_ids, ram
-        self.on_progress, self.on_finished = on_progress, on_finished
-        self.num_layers = len(weights.layers)
+        self.model, self.device, self.dtype = model, device, model.dtype
+        self.offload_root, self.direct_reads, self.progress = offload_root, direct_reads, progress
+        self.stores = Stores()
+        self.folder: OffloadFolder | None = None
+        self.seconds: dict[str, float] = {}
+        self.moved: dict[str, BytesMoved] = {}
+        self._io: DiskIO | None = None
+        self._queues: dict[str, TransferQueue] = {}
+        self._tiers: dict[str, str] | None = None  # of the weights that are loaded
+        if device.is_cuda:
+            device.start(gpu_mem)
+        memory.hold_heap()
+        self._at_start = memory.baseline()
+
+    # resources
+
+    def available(self) -> dict[str, int]:
+        """Bytes that may be planned for on each tier, for a job that takes over what this one's weights hold."""
+        weights, ram = self.stores.weights, int(MARGIN * memory.ram_in_all())
+        found = {"gpu": ram, "cpu": ram, "disk": int(MARGIN * memory.disk_free(self.offload_root))}
+        if self.device.is_cuda:
+            held = 0 if weights is None else weights.held_bytes(cuda=True)
+            found["gpu"] = int(MARGIN * (self.device.free_bytes() + self.device.workspace_bytes + held))
+        if weights is not None and self.folder is not None:
+            found["disk"] += self.folder.size()
+        return found
+
+    def baseline(self) -> int:
+        """Bytes of RAM that this process holds besides the weights: libraries, prompts, other models. Not less than at
+        the start, since some of the weights may not be resident (swapped, or never touched)."""
+        weights = self.stores.weights
+        now = memory.baseline() if weights is None else memory.held() - weights.held_bytes(cuda=False)
+        return max(self._at_start, now)
+
+    # a job
+
+    def run(self, job: Job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
+        """Take all sequences, the longest first, through the job, block by block.
+
+        After an exception nothing is left: no threads, no weights, no offload folder.
+
+        Raises:
+            UserError: as `begin` and `explain_broken`, or the disk is full or cannot be read.
+        """
+        size = job.policy.block_size
+        blocks = [sequences[at : at + size] for at in range(0, len(sequences), size)]
+        block: list[Sequence] = []
+        try:
+            with interrupts.deferred():
+                self.begin(job)
+                observer.on_begin()
+                for n, block in enumerate(blocks):
+                    observer.on_block(n, len(blocks), block)
+                    self.run_block(block, sink, observer, is_last=n + 1 == len(blocks))
+                    if n == 0 and all(s.finish_reason == "error" for s in block):
+                        self.explain_broken(whole_job=len(blocks) == 1)
+                    observer.on_block_end(block)
+                report = self.report(sequences)
+        except BaseException as e:
+            try:
+                if not isinstance(e, Exception):
+                    observer.on_interrupt(block)
+            finally:
+                self.close()
+                # who keeps the exception, as an interactive session does, must not keep weights and cache
+                if not isinstance(e, Exception) or isinstance(e, UserError):
+                    traceback.clear_frames(e.__traceback__)
+            raise
+        self.end()
+        return report
+
+    def begin(self, job: Job) -> None:
+        """Load the weights, or keep those that are loaded, and make the stores of the job.
+
+        Raises:
+            UserError: the disk is full, weights that cannot be read, or RAM that cannot be pinned.
+        """
+        self.job = job
+        self._open_queues(job.policy.overlap)
+        self._load_weights()
+        self._pinned = self.device.pinned_count()
+        self._make_stores()
         self.seconds = {"prefill": 0.0, "decode": 0.0}
-        self._hidden: dict[int, Tensor] = {}  # by batch, (B, 1, E), between the layers of a decode step
-        self._broken = False  # whether a number that is not finite may be left in the caches
-        self._streaming = [j for j in range(self.num_layers) if weights.streams(j)]
+        self.moved = {"prefill": BytesMoved(), "decode": BytesMoved()}
+        self._counted = self._count_moved()
 
     @torch.inference_mode()
-    def run(self, batches: list[Batch], is_last: bool = True) -> None:
-        """Generate for all sequences of a block; they hold the result.
+    def run_block(self, sequences: list[Sequence], sink: LogitsSink, observer: Observer, is_last: bool = True) -> None:
+        """Take a block through prefill and decode; `sink` gets the logits, the sequences hold the result.
 
         Args:
+            sequences: as many as the policy's block at most, the longest first.
             is_last: no block follows, so that no weights need be fetched at the end.
         """
-        self.batches = batches
-        gen_len = self.params.max_tokens
-        layouts = [self.rule.layout(self.spec, self.dtype, len(b.sequences), b.longest, gen_len) for b in batches]
-        self.caches.begin_block(layouts)
-        self.schedule = ZigZag(self.params.max_tokens, self.num_layers, len(batches))
-        decoders = range(1, self.num_layers - 1)
-        self._coming = [(j, k) for j in decoders for k in range(len(batches)) if self.caches.streams(j - 1, k)]
-        self._not_fetched = Step(1, 0, 0)
+        policy = self.job.policy
+        batches = make_batches(sequences, policy.gpu_batch_size, policy.prefill_tokens)
+        self.stores.caches.begin_block([self._layout(len(b.sequences), b.longest) for b in batches])
+        schedule = ZigZag(self.job.workload.gen_len, len(self.model.layers), len(batches))
+        prefetch = Prefetcher(self.stores, schedule, batches, is_last)
+        steps = LayerSteps(self.model.spec, self.device, self.dtype, self.job, self.stores, batches, prefetch, sink)
         self.device.synchronize()
-        start = self._released = time.perf_counter()
-        phase = "prefill"
-        for i, j, active in self.schedule.layers():
+        phase, start = "prefill", time.perf_counter()
+        for i, j, active in schedule.layers():
             interrupts.check()
-            if j == 0 and i == 1:
+            if (i, j) == (1, 0):
                 start = self._lap(phase, start)
                 phase = "decode"
-            before = sum(len(s.tokens) for b in batches for s in b.sequences) if j == self.num_layers - 1 else 0
-            self._prefetch_weights(i, j, is_last)
-            w = self.weights.get(j)
-            if i == 0:
-                for k in active:
-                    self._prefill(Step(i, j, k), w)
-            else:
-                for group in self._groups(active):
-                    self._decode(i, j, group, w)
-            del w
-            self.weights.release(j)
-            if i == 0 and (j == self.num_layers - 1 or self._gaps_are_due()):
-                self._release_gaps()
-            tokens = 0
-            if j == self.num_layers - 1:
-                tokens = sum(len(s.tokens) for b in batches for s in b.sequences) - before
-            self.on_progress(i, j, tokens)
-        self.caches.drain()
-        self.activations.drain()
-        if self._broken:
-            self.caches.wipe()
-            self._broken = False
-        self.device.synchronize()
+            prefetch.weights(i, j)
+            before = self._generated(sequences) if j == steps.last else 0
+            self._run_layer(i, j, active, steps, observer)
+            observer.on_progress(i, j, self._generated(sequences) - before if j == steps.last else 0)
+        self.stores.caches.drain()
+        self.stores.activations.drain()
+        if not steps.all_finite:
+            self.stores.caches.wipe()
         self._lap(phase, start)
         if is_last:
-            self.weights.drop_prefetched()
+            self.stores.weights.drop_prefetched()
 
-    def _lap(self, phase: str, start: float) -> float:
-        self.device.synchronize()
-        now = time.perf_counter()
-        self.seconds[phase] += now - start
-        return now
+    def end(self) -> None:
+        """The job is done. Cache and activations go; the weights stay for the next job."""
+        for store in (self.stores.caches, self.stores.activations):
+            if store.file is not None:
+                store.file.close()
+                store.file.path.unlink(missing_ok=True)
+        self.stores.caches = self.stores.activations = None
+        self.device.unpin(self._pinned)
 
-    # what to fetch while this step computes
+    def close(self) -> None:
+        """Give memory, threads and the offload folder back; the next `begin` starts anew."""
+        for queue in self._queues.values():
+            queue.close()
+        if self._io is not None:
+            self._io.close()
+        self.stores.clear()
+        self._tiers = self._io = None
+        self._queues = {}
+        self.device.unpin()
+        self.device.release_cached()
+        if self.folder is not None:
+            self.folder.close()
+            self.folder = None
 
-    def _prefetch_weights(self, i: int, j: int, is_last: bool) -> None:
-        if not self._streaming:
-            return
-        self.weights.prefetch(j)  # the next ones follow it without a pause, whatever compute waits for
-        following = next((x for x in self._streaming if x > j), None)
-        if following is None:
-            if i + 1 == self.params.max_tokens and is_last:
-                return
-            following = self._streaming[0]
-        if following != j:
-            self.weights.prefetch(following)
+    # what was measured
 
-    def _prefetch(self, step: Step) -> None:
-        """The caches of this decode step and those that follow, while slots are free."""
-        self._not_fetched = max(self._not_fetched, step)
-        while (following := self.schedule.first_at(self._coming, self._not_fetched)) is not None:
-            i, j, k = following
-            if not self.caches.prefetch(j - 1, k, self._held(k, i)):
-                return
-            self._not_fetched = Step(i, j, k + 1)
+    def report(self, sequences: list[Sequence]) -> Report:
+        """What was measured of the job since `begin`; peaks and stalls since they were reset (`Device.reset_peaks`)."""
+        job, rule, stalls = self.job, self.job.rule, self.device.stall_seconds
+        generated, sampled = self._generated(sequences), sum(1 for s in sequences if s.tokens)
+        tokens = {"prefill": sum(job.workload.prompt_lens), "decode": generated - sampled}
+        prefill, decode = (Phase(s, rate(tokens[p], s), self.moved[p]) for p, s in self.seconds.items())
+        seconds = prefill.seconds + decode.seconds
+        return Report(
+            model=self.model.name,
+            device=str(self.device),
+            dtype=dtype_name(self.dtype),
+            workload=JobSize(len(sequences), job.workload.longest, job.workload.gen_len),
+            policy=job.policy,
+            kv_budget=Slots(rule.heavy, rule.recent) if rule.scored else None,
+            prefill=prefill,
+            decode=decode,
+            total=Total(seconds, generated, rate(generated, seconds)),
+            peak_memory_bytes=self._peak_bytes(job.planned.cpu),
+            planned_memory_bytes=job.planned,
+            bytes_moved=prefill.bytes_moved + decode.bytes_moved,
+            # hidden states share a transfer queue with the cache
+            stall_seconds=Stalls(stalls.get("weights", 0.0), stalls.get("cache", 0.0) + stalls.get("activations", 0.0)),
+            predicted=job.predicted,
+        )
 
-    def _prefetch_hidden(self, step: Step) -> None:
-        """Of prefill's next step, if they are at home already."""
-        if step.k + 1 < len(self.batches):
-            self.activations.prefetch(step.k + 1, 0, 0)
-        elif step.j + 1 < self.num_layers:
-            self.activations.prefetch(0, 0, 0)
-
-    def _is_decoder(self, j: int) -> bool:
-        return 0 < j < self.num_layers - 1
-
-    def _held(self, k: int, i: int) -> int:
-        """Slots of a batch's cache in use before token step i."""
-        return self.batches[k].longest + i - 1
-
-    # one step
-
-    def _prefill(self, step: Step, w: Weights) -> None:
-        i, j, k = step
-        batch = self.batches[k]
-        cache = self.caches.blank(j - 1, k) if self._is_decoder(j) else None
-        if j == self.num_layers - 1:  # no cache takes a slot to be filled any more
-            self._prefetch(step)
-        for m, (begin, end) in enumerate(batch.micro):
-            interrupts.check()
-            offset = begin * batch.longest * self.spec.hidden * self.dtype.itemsize
-            lengths = batch.lengths[begin:end]
-            if j == 0:
-                ids = batch.prompt_ids(begin, end)
-                self.activations.put(k, m, offset, self._embed(ids, prompt_positions(lengths, ids.shape[1]), w))
-                continue
-            hidden = self.activations.get(k, m, offset)
-            if m + 1 < len(batch.micro):
-                after = batch.micro[m + 1][0] * batch.longest * self.spec.hidden
-                self.activations.prefetch(k, m + 1, after * self.dtype.itemsize)
-            else:
-                self._prefetch_hidden(step)
-            if cache is None:
-                last = hidden[torch.arange(end - begin), lengths - 1]
-                self._choose(i, w, batch.sequences[begin:end], last)
-                continue
-            attend = partial(self.rule.prefill, cache.rows(begin, end), lengths=lengths)
-            positions = prompt_positions(lengths, hidden.shape[1])
-            hidden = self.family.block(self.spec, w, hidden, positions, attend)
-            self.activations.put(k, m, offset, hidden)
-            if self._gaps_are_due() and memory.resident() > self.ram:  # a layer may take seconds
-                self._release_gaps()
-        if cache is not None:
-            self.caches.store_all(j - 1, k, batch.longest)
-        else:
-            self._retire(step)
-
-    def _gaps_are_due(self) -> bool:
-        """Micro-batches leave gaps of several times what one of them takes; pages come back at a price."""
-        return time.perf_counter() - self._released > GAPS_SECONDS
-
-    def _release_gaps(self) -> None:
-        self.device.release_gaps()
-        self._released = time.perf_counter()
-
-    def _groups(self, active: list[int]) -> list[list[int]]:
-        """The batches that go through a decode step's products together."""
-        sizes = [len(self.batches[k].sequences) for k in active]
-        return [active[begin:end] for begin, end in matmul_groups(sizes)]
-
-    def _decode(self, i: int, j: int, group: list[int], w: Weights) -> None:
-        """A layer: products of all rows at once, attention batch by batch as their caches come."""
-        self._prefetch(Step(i, j, group[0]))
-        batches = [self.batches[k] for k in group]
-        sizes = [len(batch.sequences) for batch in batches]
-        sequences = [s for batch in batches for s in batch.sequences]
-
-        def attend(q: Tensor, key: Tensor, v: Tensor) -> Tensor:
-            parts = zip(group, q.split(sizes), key.split(sizes), v.split(sizes))
-            return torch.cat([self._attend(Step(i, j, k), *part) for k, *part in parts])
-
-        positions = (torch.cat([batch.lengths for batch in batches]) + i - 1)[:, None]
-        if j == 0:
-            ids = torch.tensor([s.tokens[-1] if s.tokens else 0 for s in sequences])
-            hidden = self._embed(ids[:, None], positions, w)
-        else:
-            hidden = torch.cat([self._hidden.pop(k) for k in group])
-        if j == self.num_layers - 1:
-            self._choose(i, w, sequences, hidden[:, 0])
-            for k in group:
-                self._retire(Step(i, j, k))
-            return
-        if j > 0:
-            hidden = self.family.block(self.spec, w, hidden, positions, attend)
-        self._hidden.update(zip(group, hidden.split(sizes)))
-
-    def _attend(self, step: Step, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
-        """Attention of one batch, whose cache is home again, or on its way, when this returns."""
-        i, j, k = step
-        interrupts.check()
-        cache = self.caches.get(j - 1, k, self._held(k, i))
-        # a cache that is used where it lies calls the query to it
-        q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
-        context, slots = self.rule.decode(cache, q, key, v, self.batches[k].lengths, i)
-        self.caches.store_step(j - 1, k, self._held(k, i + 1), slots, key[:, :, 0], v[:, :, 0])
-        self._prefetch(step)  # into the slot that is free now
-        return context.to(self.device.torch_device)
-
-    def _embed(self, ids: Tensor, positions: Tensor, w: Weights) -> Tensor:
-        return self.family.embed(self.spec, w, self.weights.rows, ids, positions)
-
-    def _choose(self, i: int, w: Weights, sequences: list[Sequence], hidden: Tensor) -> None:
-        """Append the token of step i to every sequence that still runs. hidden: (B, E), contiguous."""
-        for at in range(0, len(sequences), HEAD_ROWS):
-            interrupts.check()
-            rows = sequences[at : at + HEAD_ROWS]
-            logits = self.family.logits(self.spec, w, hidden[at : at + HEAD_ROWS])
-            tokens, logprobs = sample(logits, self.params, [s.index for s in rows], i)
-            for s, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist()):
-                finite = math.isfinite(logprob)
-                self._broken |= not finite  # also of a sequence that has stopped: it is computed until its batch leaves
-                if s.finish_reason is not None:
-                    continue
-                if not finite:
-                    s.finish_reason = "error"
-                    continue
-                s.tokens.append(token)
-                s.logprobs.append(logprob)
-                if token in self.eos_ids and not self.params.ignore_eos:
-                    s.finish_reason = "stop"
-                elif len(s.tokens) == self.params.max_tokens:
-                    s.finish_reason = "length"
+    def _peak_bytes(self, cpu_pool: int) -> PerTier:
+        """Without CUDA the tiers gpu and cpu are one RAM, of which `cpu_pool` bytes are the tier cpu."""
+        ram, disk = memory.peak_resident(), self.folder.size() if self.folder else 0
+        if self.device.is_cuda:
+            return PerTier(self.device.peak_bytes(), ram, disk)
+        return PerTier(max(0, ram - cpu_pool), cpu_pool, disk)
 
     def explain_broken(self, whole_job: bool) -> None:
-        """Every sequence of the first block has failed: raises UserError if the checkpoint is broken, or if there
-        are no other sequences, whom a few bad prompts must not stop."""
-        name = self.weights.find_broken()
+        """For a first block in which the logits of all sequences are NaN.
+
+        Args:
+            whole_job: the block is the whole job. If it is not, a few bad prompts must not stop the others.
+
+        Raises:
+            UserError: the checkpoint is broken, or the dtype too narrow for it.
+        """
+        name = self.stores.weights.find_broken()
         if name is not None:
             raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
         if not whole_job:
             return
         if self.dtype == torch.float16:
-            raise UserError("the model's numbers overflow in float16: use --dtype bfloat16 or float32")
+            raise UserError("the hidden states overflow in float16: use `dtype` bfloat16 or float32")
         raise UserError("the model gives NaN for every prompt: the checkpoint is broken")
 
-    def _retire(self, step: Step) -> None:
-        """A batch whose sequences have all finished leaves the schedule."""
-        if all(s.finish_reason is not None for s in self.batches[step.k].sequences):
-            self.schedule.finish(step.k)
-            self._coming = [piece for piece in self._coming if piece[1] != step.k]
-            for layer in range(self.num_layers - 2):
-                self.caches.drop(layer, step.k)
-            with torch.inference_mode(False):  # the mode is the engine's, not the caller's
-                self.on_finished(self.batches[step.k].sequences)
+    # parts of a block
+
+    def _run_layer(self, i: int, j: int, active: list[int], steps: LayerSteps, observer: Observer) -> None:
+        w = self.stores.weights.get(j)
+        for group in [[k] for k in active] if i == 0 else steps.groups(active):
+            observer.on_step(i, j, group)
+            if i == 0:
+                steps.prefill(Step(i, j, *group), w)
+            else:
+                steps.decode(i, j, group, w)
+            if j == steps.last:
+                self._retire(group, steps, observer)
+        del w
+        self.stores.weights.release(j)
+        if i == 0 and (j == steps.last or steps.gaps.are_due):
+            steps.gaps.release()
+
+    def _retire(self, group: list[int], steps: LayerSteps, observer: Observer) -> None:
+        """Batches whose sequences have all finished leave the schedule."""
+        for k in group:
+            batch = steps.batches[k]
+            if batch.has_finished:
+                steps.prefetch.finish(k)
+                with torch.inference_mode(False):  # the mode is the engine's, not the observer's
+                    observer.on_finished(batch.sequences)
+
+    @staticmethod
+    def _generated(sequences: list[Sequence]) -> int:
+        return sum(len(s.tokens) for s in sequences)
+
+    def _lap(self, phase: str, start: float) -> float:
+        self.device.synchronize()
+        now = time.perf_counter()
+        self.seconds[phase] += now - start
+        moved = self._count_moved()
+        self.moved[phase] += moved - self._counted
+        self._counted = moved
+        return now
+
+    def _count_moved(self) -> BytesMoved:
+        """Since the weights were loaded and the disk was opened."""
+        stores = [store for store in (self.stores.caches, self.stores.activations) if store is not None]
+        return BytesMoved(
+            disk_to_cpu=self._io.read_bytes,
+            cpu_to_gpu=self.stores.weights.cpu_to_gpu_bytes + sum(store.cpu_to_gpu_bytes for store in stores),
+            gpu_to_cpu=sum(store.gpu_to_cpu_bytes for store in stores),
+            cpu_to_disk=self._io.written_bytes,
+        )
+
+    # stores
+
+    def _open_queues(self, overlap: bool) -> None:
+        if self._queues and self._queues["weights"].overlap != overlap:
+            self.close()
+        if self._io is None:
+            self._io = DiskIO()
+            self._queues = {name: TransferQueue(self.device, name, overlap, n) for name, n in WORKERS.items()}
+
+    def _make_file(self, name: str, nbytes: int) -> File:
+        if self.folder is None:
+            self.folder = OffloadFolder(self.offload_root)
+        return self.folder.file(name, nbytes)
+
+    def _load_weights(self) -> None:
+        if self.stores.weights is not None and self._tiers == self.job.weights:
+            return
+        if self.stores.weights is not None:
+            self.close()
+            self._open_queues(self.job.policy.overlap)
+        layers = self.model.layers
+        self.stores.weights = WeightStore(
+            self.device,
+            self.dtype,
+            [layer.streamed for layer in layers],
+            {short: tensor for layer in layers for short, tensor in layer.gathered.items()},
+            self.job.weights,
+            self.model.source,
+            self._io,
+            self._queues["weights"],
+            self._make_file,
+            self.direct_reads,
+            self.progress,
+        )
+        self._tiers = dict(self.job.weights)
+
+    def _layout(self, batch: int, prompt_len: int):
+        return self.job.rule.layout(self.model.spec, self.dtype, batch, prompt_len, self.job.workload.gen_len)
+
+    def _make_stores(self) -> None:
+        job, longest = self.job, self.job.workload.longest
+        sizes = batch_sizes(len(job.workload.prompt_lens), job.policy)
+        self._io.large_prefetches = "disk" not in job.cache.values()
+        self.stores.caches = KVStore(
+            self.device,
+            [self._layout(size, longest) for size in sizes],
+            job.cache,
+            self._io,
+            self._queues["cache"],
+            self._queues["store"],
+            self._make_file,
+            job.policy.cpu_cache_compute,
+        )
+        token = self.model.spec.hidden * self.dtype.itemsize
+        self.stores.activations = ActivationStore(
+            self.device,
+            job.activations,
+            [size * longest * token for size in sizes],
+            micro_tokens(job.policy, longest, sizes[0]) * token,
+            self._io,
+            self._queues["activations"],
+            self._queues["store"],
+            self._make_file,
+        )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.sizes import SAMPLE_ROWS
 
-#: colder than this nothing but the most likely token has a chance, and dividing by it would overflow
+#: below this temperature only the most likely token has a chance, and dividing by it would overflow
 GREEDY_BELOW = 1e-6
 
 
@@ -26,7 +28,7 @@ class SamplingParams:
             arXiv 1904.09751, section 3.1); 1: all.
         max_tokens: output length.
         ignore_eos: go on after the end-of-sequence token.
-        seed: a prompt's text depends on the seed, its place in the job and nothing else.
+        seed: random numbers depend on it, on a prompt's place in the job and on the step, and on nothing else.
 
     Raises:
         UserError: a value out of range.
@@ -56,6 +58,38 @@ class SamplingParams:
             raise UserError(f"seed must lie between 0 and 2**64 - 1, not {self.seed}")
 
 
+class Sampler:
+    """Appends the tokens of each step to the sequences that still run.
+
+    Args:
+        eos_ids: token ids that end a sequence, unless `params` ignores them.
+    """
+
+    def __init__(self, params: SamplingParams, eos_ids: frozenset[int]):
+        self.params = params
+        self.eos_ids = frozenset() if params.ignore_eos else eos_ids
+
+    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> bool:
+        """As `step.LogitsSink`. A sequence with a row that is not finite ends in an error."""
+        tokens, logprobs = sample(logits, self.params, [s.index for s in sequences], i)
+        all_finite = True
+        for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist()):
+            finite = math.isfinite(logprob)
+            all_finite &= finite  # also of a sequence that has stopped: it is computed until its batch leaves
+            if s.finish_reason is not None:
+                continue
+            if not finite:
+                s.finish_reason = "error"
+                continue
+            s.tokens.append(token)
+            s.logprobs.append(logprob)
+            if token in self.eos_ids:
+                s.finish_reason = "stop"
+            elif len(s.tokens) == self.params.max_tokens:
+                s.finish_reason = "length"
+        return all_finite
+
+
 def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:
     """Choose one token per row.
 
@@ -68,7 +102,7 @@ def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int
         tokens (B,) int64, and their log-probabilities under the model (B,) fp32, NaN where a row's logits are
         broken. Both on the CPU.
     """
-    # a few rows at a time: on a CPU, whose caches hold them, in half the time
+    # a few rows at a time: they stay in the caches of a CPU, which takes half the time
     few = [slice(at, at + SAMPLE_ROWS) for at in range(0, len(logits), SAMPLE_ROWS)]
     chosen = [_choose(logits[rows].float(), params, indices[rows], step) for rows in few]
     tokens, logprobs = (torch.cat(parts).cpu() for parts in zip(*chosen))

@@ -20,8 +20,15 @@ class Step(NamedTuple):
 
 
 class ZigZag:
-    """The steps of one block. A batch that has finished takes part in no later token step; when all have, the
-    block ends."""
+    """The steps of one block. A batch that has finished takes no part in later token steps; the block ends when all
+    have finished.
+
+    Drawn for 2 layers and 2 batches; batch 1 finishes in step 1:
+
+        i = 0   layer 0: k = 0, 1   layer 1: k = 0, 1
+        i = 1   layer 0: k = 0, 1   layer 1: k = 0, 1
+        i = 2   layer 0: k = 0      layer 1: k = 0
+    """
 
     def __init__(self, num_tokens: int, num_layers: int, num_batches: int):
         self.num_tokens, self.num_layers = num_tokens, num_layers
@@ -40,11 +47,15 @@ class ZigZag:
             for j in range(self.num_layers):
                 yield i, j, active
 
-    def first_at(self, pieces: list[tuple[int, int]], since: Step) -> Step | None:
-        """The first step, from `since` on, at one of `pieces`: (layer, batch), sorted, of batches that still run."""
-        at = bisect_left(pieces, since[1:])
-        if at < len(pieces) and since.i < self.num_tokens:
-            return Step(since.i, *pieces[at])
-        if pieces and since.i + 1 < self.num_tokens:
-            return Step(since.i + 1, *pieces[0])
+    def first_at(self, blocks: list[tuple[int, int]], since: Step) -> Step | None:
+        """The first step, from `since` on, that uses one of these KV blocks.
+
+        Args:
+            blocks: (layer, batch), sorted, of batches that still run.
+        """
+        at = bisect_left(blocks, since[1:])
+        if at < len(blocks) and since.i < self.num_tokens:
+            return Step(since.i, *blocks[at])
+        if blocks and since.i + 1 < self.num_tokens:
+            return Step(since.i + 1, *blocks[0])
         return None

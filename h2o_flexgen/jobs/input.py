@@ -10,16 +10,21 @@ from h2o_flexgen.errors import UserError
 
 
 def read_prompts(path: str) -> list[str | list[int] | UserError]:
-    """Rows of an input file; a row that is no prompt becomes the error that says why."""
+    """The prompts of an input file: texts or lists of token ids. A row that is no prompt becomes a UserError that
+    says why.
+
+    Raises:
+        UserError: the file cannot be read, is not UTF-8, or holds no prompts.
+    """
     try:
         text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as e:
-        raise UserError(f"cannot read --input-file {path}: {e.strerror}") from None
+        raise UserError(f"cannot read `input_file` {path}: {e.strerror}") from None
     lines = [line for line in text.splitlines() if line.strip()]  # of bytes: a text may hold other line separators
     if not lines:
-        raise UserError(f"--input-file {path} holds no prompts")
+        raise UserError(f"`input_file` {path} holds no prompts")
     if not any(map(_decode, lines)):
-        raise UserError(f"cannot read --input-file {path}: it is not UTF-8 text")
+        raise UserError(f"cannot read `input_file` {path}: it is not UTF-8 text")
     return [_parse_row(line) for line in lines]
 
 

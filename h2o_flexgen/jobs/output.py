@@ -18,25 +18,35 @@ log = logging.getLogger(__name__)
 
 
 class OutputFile:
-    """Rows as they finish go to PATH.partial; at the end, or on an interrupt, PATH is put in place whole and in
-    input order. So a killed job leaves the rows it had, and an error touches nothing. Rows for which there is no space
-    wait in memory until there is."""
+    """The output file of a job.
+
+    Rows go to PATH.partial as they finish. At the end, or on an interrupt, PATH is put in place whole and in the order
+    of the input. So a killed job leaves the rows that it had, and an error leaves PATH as it was. Rows that a full disk
+    does not take wait in memory.
+
+    Attributes:
+        rows: what has finished, by index; waiting: of these, lines that are not written yet.
+        file: PATH.partial while it is open.
+
+    Raises:
+        UserError: PATH cannot be written, or another job writes it.
+    """
 
     def __init__(self, path: str):
-        check_writable("--output-file", Path(path))
+        check_writable("`output_file`", Path(path))
         if os.path.exists(path) and not os.path.isfile(path):
-            raise UserError(f"--output-file {path} is not a file")
+            raise UserError(f"`output_file` {path} is not a file")
         self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
         self.partial = self.path.with_name(self.path.name + ".partial")
         self._check_free()
         self.rows: dict[int, dict] = {}
         self.waiting: dict[int, bytes] = {}
-        self._file = None
+        self.file = None
         self._warned = self._whole = False
 
     def _check_free(self) -> None:
         if is_held(self.partial):
-            raise UserError(f"--output-file {self.path}: another job is writing it")
+            raise UserError(f"`output_file` {self.path}: another job is writing it")
 
     def add(self, row: dict) -> None:
         self.rows[row["index"]] = row
@@ -44,16 +54,16 @@ class OutputFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits, if that can be done now."""
+        """Write the rows that wait, if the disk takes them."""
         if not self.waiting:
             return
         try:
-            if self._file is None:
+            if self.file is None:
                 self._check_free()
                 self._set_aside(self.partial, "rows of a job that was killed are kept in")
-                self._file = open(self.partial, "wb", buffering=0)
+                self.file = open(self.partial, "wb", buffering=0)
                 with suppress(OSError):  # a file system without locks
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for index in list(self.waiting):
                 self._write(self.waiting[index])
                 del self.waiting[index]
@@ -63,23 +73,23 @@ class OutputFile:
             self._warned = True
 
     def _write(self, line: bytes) -> None:
-        size = self._file.tell()
+        size = self.file.tell()
         try:
-            if self._file.write(line) < len(line):
+            if self.file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            self._file.truncate(size)  # half a row is none
-            self._file.seek(size)
+            self.file.truncate(size)  # half a row is none
+            self.file.seek(size)
             raise
 
     def where(self) -> str:
-        """Where what is finished can be had, if nothing can be put in place."""
+        """For an error: how many rows are in the partial file."""
         self.flush()
         return f"{len(self.rows) - len(self.waiting)} of {len(self.rows)} finished rows are in {self.partial}"
 
     @staticmethod
     def _set_aside(path: Path, why: str) -> None:
-        """Rename a file that would be overwritten, if it is there."""
+        """Rename a file that would be overwritten, if it exists."""
         if path.exists():
             names = (path.with_name(f"{path.name}~{n or ''}") for n in itertools.count())
             kept = next(name for name in names if not name.exists())
@@ -87,8 +97,14 @@ class OutputFile:
             log.warning("%s %s", why, kept)
 
     def finish(self, whole: bool) -> None:
-        """Put the rows there are in place, if there are any. May be called again where it was interrupted. `whole`:
-        they are all; fewer do not replace a file that is there, but set it aside."""
+        """Put the finished rows in place, if there are any. May be called again after an interrupt.
+
+        Args:
+            whole: all rows are finished. If not, a file of an earlier job is not replaced but renamed.
+
+        Raises:
+            UserError: the disk is full; the message says where the rows are.
+        """
         if not self.rows:
             return
         self._whole |= whole
@@ -104,8 +120,8 @@ class OutputFile:
             raise UserError(f"cannot write {self.path}: {e.strerror}; {self.where()}") from None
         self.waiting.clear()
         with suppress(OSError):
-            if self._file is not None:
-                self._file.close()
+            if self.file is not None:
+                self.file.close()
             self.partial.unlink(missing_ok=True)
 
 

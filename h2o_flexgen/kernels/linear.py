@@ -34,7 +34,11 @@ MANY_ROWS = 128
 ATTENTION_SHAPE = (8, 256, 64)
 #: times that each kernel runs
 ROUNDS = 5
-#: a kernel that is so many times slower than another is not timed a third time, or a second time if that takes long
+#: they run again while one turns out so many times faster than before, which means that other programs are in the way
+IMPROVED = 1.25
+#: but not for longer than this, once each has run twice
+MOST_SECONDS = 1.0
+#: a kernel so many times slower than another, which takes so long, is not timed again
 HOPELESS = 3
 LONG_SECONDS = 0.02
 
@@ -157,29 +161,35 @@ def _chosen(dtype: torch.dtype, rows: int) -> str:
 
 @torch.no_grad()
 def measure() -> KernelRates:
-    """Time every kernel on this CPU, in a fraction of a second and 0.1 GB of RAM.
-
-    Each takes its turn ROUNDS times and its least time counts, since other programs can only make it longer.
-    """
+    """Time every kernel on this CPU, in a fraction of a second and 0.1 GB of RAM."""
     cases = _cases()
-    least: dict[tuple, float] = {}
-    for turn in range(ROUNDS):
-        for key, (call, _) in cases.items():
-            rivals = [seconds for other, seconds in least.items() if other[-1] == key[-1]]
-            hopeless = turn > 0 and least[key] > HOPELESS * min(rivals)
-            if hopeless and (turn > 1 or least[key] > LONG_SECONDS):  # the first turn compiles kernels, too
-                continue
-            start = time.perf_counter()
-            call()
-            least[key] = min(time.perf_counter() - start, least.get(key, float("inf")))
     linear, attention = {}, {}
-    for (dtype, kernel, rows), seconds in least.items():
-        rate = cases[dtype, kernel, rows][1] / seconds
+    for key, seconds in _least_seconds({key: call for key, (call, _) in cases.items()}).items():
+        (dtype, kernel, rows), rate = key, cases[key][1] / seconds
         if kernel == "attention":
             attention[dtype] = rate
         else:
             linear.setdefault(dtype, {}).setdefault(kernel, {})[rows] = rate
     return KernelRates(linear, attention)
+
+
+def _least_seconds(calls: dict[tuple, Callable]) -> dict[tuple, float]:
+    """Of each call, which all take turns: other programs can only make one longer. Those whose keys end alike are
+    compared with each other, and a hopeless one runs once."""
+    least: dict[tuple, float] = {}
+    turn, improved, end = 0, True, time.perf_counter() + MOST_SECONDS
+    while turn < 2 or (time.perf_counter() < end and (turn < ROUNDS or improved)):
+        before = dict(least)
+        for key, call in calls.items():
+            best = min((seconds for other, seconds in least.items() if other[-1] == key[-1]), default=0.0)
+            if turn and least[key] > max(LONG_SECONDS, HOPELESS * best):
+                continue
+            start = time.perf_counter()
+            call()
+            least[key] = min(time.perf_counter() - start, least.get(key, float("inf")))
+        improved = turn == 0 or any(before[key] > IMPROVED * least[key] for key in calls)
+        turn += 1
+    return least
 
 
 def _cases() -> dict[tuple[str, str, int], tuple[Callable, int]]:

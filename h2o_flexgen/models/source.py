@@ -30,7 +30,7 @@ def find_model(model: str | None, path: str | None = None) -> tuple[Path, Path]:
         return folder, folder
     weights = _expand(path)
     if not os.path.isdir(weights):
-        raise UserError(f"--path {path}: no such folder")
+        raise UserError(f"`path` {path}: no such folder")
     if model is not None and os.path.isdir(_expand(model)):
         return weights, _expand(model)
     if (weights / "config.json").exists():
@@ -41,15 +41,15 @@ def find_model(model: str | None, path: str | None = None) -> tuple[Path, Path]:
 def _find(model: str | None, weights: bool = True) -> Path:
     if model is None:
         if not (DEMO_MODEL / "config.json").exists():
-            raise UserError("the demo model is not in this installation: name a --model")
+            raise UserError("the demo model is not in this installation: name a `model`")
         return DEMO_MODEL
     if not model.strip():
-        raise UserError("--model is empty: name a folder or a Hugging Face model, or leave it out for the demo model")
+        raise UserError("`model` is empty: name a folder or a Hugging Face model, or leave it out for the demo model")
     folder = _expand(model)
     if os.path.isdir(folder):
         return folder
     if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise UserError(f"--model {model}: no such folder")
+        raise UserError(f"`model` {model}: no such folder")
     return _snapshot(hub_name(model), weights)
 
 

@@ -1,1 +1,1 @@
-"""Tiers: where bytes live and how they move. Knows nothing of transformers or of any model's maths."""
+"""Tiers: where weights, KV cache and activations are, and how they move. Knows no model."""

@@ -1,13 +1,13 @@
-"""Where weights come from: safetensors read in place, `.bin` converted once, or random numbers."""
+"""The checkpoint of a model: safetensors are read in place, `.bin` files are converted once."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -18,18 +18,19 @@ from tqdm import tqdm
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.convert import converted
-from h2o_flexgen.offload.device import as_numpy, convert
+from h2o_flexgen.offload.device import as_numpy, convert, copy
 from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.sizes import aligned
+from h2o_flexgen.sizes import PAGE, aligned
 
-#: numbers that are read at once where a tensor must be converted
+#: elements that are read at once where a tensor must be converted or checked
 PART = 1 << 22
+#: names that safetensors has for the dtypes of weights
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: `nbytes` bytes of `dtype` from `offset`, row-major."""
+    """A tensor in a file: `nbytes` bytes from `offset`, row-major."""
 
     file: File
     offset: int
@@ -48,22 +49,30 @@ class Stored:
 
 
 class Checkpoint:
-    """The tensors of a model folder, read in place. Names are whole, "model." included.
+    """The tensors of a model folder.
+
+    Methods take full names, such as "model.decoder.layers.0.fc1.weight" (see `find`).
+
+    Args:
+        progress: show a bar if the files must be converted.
+
+    Attributes:
+        tensors: float tensors by their names in the files.
+        others: the dtypes of all other tensors, as safetensors names them.
 
     Raises:
-        UserError: no weights, a shard that is missing or cut short, or a tensor that is missing or has
-            another shape than the configuration says.
+        UserError: no weights, or a file that is missing, cut short, or no safetensors file.
     """
 
     def __init__(self, folder: Path, progress: bool = True):
-        """`progress`: show a bar if it must be converted."""
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
-        self.others: dict[str, str] = {}  # names and types of what holds no floats
+        self.others: dict[str, str] = {}
         for path in _shards(folder, progress):
-            self._index(path)
+            self.add_file(path)
 
-    def _index(self, path: Path) -> None:
+    def add_file(self, path: Path) -> None:
+        """Index the tensors of a safetensors file."""
         file = File(path)
         size = path.stat().st_size
         try:
@@ -82,7 +91,7 @@ class Checkpoint:
             raise UserError(f"{path} is not a whole safetensors file ({e}); download it again") from None
 
     def _add(self, file: File, name: str, entry: dict, data: int, size: int) -> None:
-        """`data`: where the tensors start in a file of `size` bytes."""
+        """`data`: where the tensors begin in a file of `size` bytes."""
         begin, end = entry["data_offsets"]
         shape, dtype = tuple(entry["shape"]), entry["dtype"]
         sizes = (begin, end, *shape)
@@ -93,21 +102,24 @@ class Checkpoint:
                 f"{file.path} is cut short: {name} ends at byte {data + end}, the file has {size}; download it again"
             )
         if dtype not in DTYPES:
-            self.others[_canonical(name)] = dtype
+            self.others[name] = dtype
             return
         stored = Stored(file, data + begin, shape, DTYPES[dtype])
         if stored.nbytes != end - begin:
             raise ValueError(f"{name!r} of shape {list(shape)} in {dtype} cannot have {end - begin} bytes")
-        self.tensors[_canonical(name)] = stored
+        self.tensors[name] = stored
+
+    def find(self, name: str) -> Stored | None:
+        """The tensor of a full name, of which a checkpoint saved from an inner module lacks up to two leading parts."""
+        return _lookup(self.tensors, name)
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
-        """Raises UserError unless every needed tensor is there in its shape."""
+        """Raises UserError unless the checkpoint has every tensor in its shape."""
         for name, shape in needed.items():
-            stored = self.tensors.get(name)
-            if stored is None and name in self.others:
-                raise UserError(
-                    f"the checkpoint {self.folder} has {name!r} in {self.others[name]}: only float weights can be used"
-                )
+            stored = self.find(name)
+            other = _lookup(self.others, name)
+            if stored is None and other is not None:
+                raise UserError(f"the checkpoint {self.folder} has {name!r} in {other}: only float weights can be used")
             if stored is None:
                 raise UserError(f"the checkpoint {self.folder} has no tensor {name!r}")
             if stored.shape != shape:
@@ -119,7 +131,7 @@ class Checkpoint:
     def check_tied(self, embedding: str, head: str) -> None:
         """Raises UserError if there is a head besides the embedding that the config ties it to, with other values: for
         transformers they are not tied then. A few rows are compared."""
-        words, own = self.tensors[embedding], self.tensors.get(head)
+        words, own = self.find(embedding), self.tensors.get(head)
         if own is None:
             return
         rows = range(0, words.shape[0], max(1, words.shape[0] // 8))
@@ -130,15 +142,15 @@ class Checkpoint:
             )
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name].dtype
+        return self.find(name).dtype
 
     def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
-        """The tensors where they already lie: nothing is copied."""
-        return {name: self.tensors[name] for name in names}
+        """Where the tensors are on disk: nothing is copied."""
+        return {name: self.find(name) for name in names}
 
     def read(self, name: str, out: Tensor, io: DiskIO) -> None:
         """Fill `out` (contiguous, of the same shape, any float dtype, on any device)."""
-        stored = self.tensors[name]
+        stored = self.find(name)
         if out.dtype == stored.dtype and out.device.type == "cpu":
             wait(io.read(stored.file, as_numpy(out), stored.offset))
             return
@@ -147,8 +159,64 @@ class Checkpoint:
             convert(flat[at : at + len(part)], part)
 
 
+def _lookup(found: dict, name: str):
+    """What `found` has for a name, or for it without one or two leading parts; a module and its parameter stay."""
+    parts = name.split(".")
+    names = [name, *(".".join(parts[n:]) for n in (1, 2) if len(parts) >= n + 2)]
+    return next((found[each] for each in names if each in found), None)
+
+
+@dataclass
+class PagedRead:
+    """A stored tensor that is read by whole pages, page for page as in the file, so that O_DIRECT is possible.
+
+    Attributes:
+        span: bytes to read into, from the start of a page, as many as `sizes.staging_span` says.
+        target: tensor of as many elements on another device, to which it is copied then.
+        requests: those that read it, once it is started.
+    """
+
+    stored: Stored
+    span: Tensor
+    target: Tensor | None = None
+    requests: list[Future] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.phase = self.stored.offset % PAGE  # bytes of the first page before the tensor
+        # elements that are not aligned at the phase move to the start of the span: the format asks for no alignment
+        self.begin = 0 if self.phase % self.stored.dtype.itemsize else self.phase
+
+    @property
+    def tensor(self) -> Tensor:
+        """The flat tensor in the span."""
+        return self.span[self.begin :][: self.stored.nbytes].view(self.stored.dtype)
+
+    def start(self, io: DiskIO, direct: bool) -> None:
+        """Request the pages as a prefetch: behind all other requests."""
+        first = self.stored.offset - self.phase
+        nbytes = min(aligned(self.phase + self.stored.nbytes), self.stored.file.size - first)
+        self.requests = io.read(self.stored.file, self.span[:nbytes].numpy(), first, direct, prefetch=True)
+
+    def finish(self) -> int:
+        """Align the tensor, and copy it to the target, each part as soon as it is read. Returns the bytes copied."""
+        if self.begin != self.phase:
+            wait(self.requests)
+            copy(self.tensor.view(torch.uint8), self.span[self.phase :][: self.stored.nbytes])
+        if self.target is None:
+            return 0
+        source, target = self.tensor, self.target.view(-1)
+        for request in self.requests:
+            begin, end = map(self._elements, request.result())
+            copy(target[begin:end], source[begin:end])
+        return target.nbytes
+
+    def _elements(self, nbytes: int) -> int:
+        """Elements within the first bytes of the pages."""
+        return min(max(0, nbytes - self.phase), self.stored.nbytes) // self.stored.dtype.itemsize
+
+
 def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
-    """A tensor's numbers, through one buffer, and where in it each part of them begins."""
+    """A tensor's elements part by part, through one buffer: (index of the first, elements)."""
     count = prod(stored.shape)
     buffer = torch.empty(min(PART, count), dtype=stored.dtype)
     for at in range(0, count, PART):
@@ -158,82 +226,18 @@ def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
         yield at, part
 
 
-class DummyCheckpoint:
-    """Random weights of a named size: normal with the deviation that OPT starts training from.
-
-    A tensor's numbers depend on its name alone, not on where it is placed. They come from a pool of
-    normal numbers, rotated by a hash of the name, since drawing 60 GB of them would take many minutes.
-    """
-
-    POOL = 1 << 22
-    STD = 0.02
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype):
-        """`dtype`: of the computation."""
-        self.shapes = shapes
-        # 16 bits a number, as the published checkpoints
-        self.dtype = torch.float16 if dtype == torch.float32 else dtype
-        pool = torch.randn(self.POOL, generator=torch.Generator().manual_seed(0)) * self.STD
-        self._pool = pool.to(self.dtype).repeat(2)
-
-    def check(self, needed: dict[str, tuple[int, ...]]) -> None:
-        pass
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        return self.dtype
-
-    def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
-        """Write the tensors to a file of the offload folder, one after the other."""
-        offsets, end = {}, 0
-        for name in names:
-            offsets[name] = end
-            end += aligned(prod(self.shapes[name]) * self.dtype.itemsize)
-        if not names:
-            return {}
-        file = make_file("weights", end)
-        with bar_of_bytes("writing random weights", end, progress) as bar:
-            for name in names:
-                count, offset = prod(self.shapes[name]), offsets[name]
-                for at in range(0, count, self.POOL):
-                    interrupts.check()
-                    part = self._slice(name, min(self.POOL, count - at))
-                    wait(io.write(file, as_numpy(part), offset + at * self.dtype.itemsize))
-                    bar.update(part.numel() * self.dtype.itemsize)
-        os.fsync(file.fd)  # else the first steps would share the disk with the write-back
-        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return {name: Stored(file, offsets[name], self.shapes[name], self.dtype) for name in names}
-
-    def read(self, name: str, out: Tensor, io: DiskIO) -> None:
-        flat = out.view(-1)
-        if out.dim() == 1:
-            flat.copy_(self._vector(name, flat.numel()))
-            return
-        for at in range(0, flat.numel(), self.POOL):
-            part = flat[at : at + self.POOL]
-            part.copy_(self._slice(name, part.numel()))
-
-    def _slice(self, name: str, count: int) -> Tensor:
-        start = zlib.crc32(name.encode()) % self.POOL
-        return self._pool[start : start + count]
-
-    def _vector(self, name: str, count: int) -> Tensor:
-        is_norm = name.endswith(".weight")  # a matrix is no vector
-        return torch.full((count,), 1.0 if is_norm else 0.0, dtype=self.dtype)
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are finite; unlike torch.isfinite without a second tensor of that size."""
+    for part in tensor.view(-1).split(PART):
+        low, high = part.aminmax()
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            return False
+    return True
 
 
 def bar_of_bytes(what: str, total: int, progress: bool) -> tqdm:
-    """A bar that goes when it is full; `progress`: show it."""
+    """A progress bar that is removed when it is full; `progress`: show it."""
     return tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not progress, leave=False)
-
-
-def _canonical(name: str) -> str:
-    # checkpoints saved from the bare decoder lack its name
-    name = (
-        f"decoder.{name}"
-        if name.startswith(("layers.", "embed_tokens", "embed_positions", "project_", "final_"))
-        else name
-    )
-    return f"model.{name}" if name.startswith("decoder.") else name
 
 
 def _shards(folder: Path, progress: bool) -> list[Path]:

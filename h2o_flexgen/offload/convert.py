@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be streamed as they are: converted once, a part at a time, into safetensors."""
+"""Conversion of `.bin` checkpoints into safetensors, which can be streamed: once, a part at a time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tqdm import tqdm
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.disk import cache_root
 
-#: bytes of a file that is made of a `.bin` shard, which takes as much RAM
+#: bytes of a converted file, and so of the RAM that the conversion takes
 CONVERTED_BYTES = 1 << 29
 
 
 def converted(shards: list[Path], progress: bool) -> list[Path]:
-    """Safetensors copies of `.bin` shards, made once and kept under the cache folder.
+    """Safetensors copies of `.bin` shards, made once and kept under the cache folder. Pickled code never runs.
 
-    A shard is loaded with `weights_only=True`: pickled code in it never runs.
+    Raises:
+        UserError: a shard that is not whole, or no space.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     key = hashlib.sha256()
     for shard in shards:
@@ -38,36 +38,41 @@ def converted(shards: list[Path], progress: bool) -> list[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
                 _clear(root)
-                partial = target.with_suffix(".partial")
-                partial.mkdir()
-                try:
-                    bar = tqdm(shards, desc="converting .bin to safetensors", unit="shard", disable=not progress)
-                    for shard in bar:
-                        state = _load_bin(shard)
-                        for n, names in enumerate(_parts(state)):
-                            # they share memory with the file or with each other (a tied head): safetensors wants copies
-                            part = {name: state[name].clone().contiguous() for name in names}
-                            save_file(part, partial / f"{shard.stem}.{n:03}.safetensors")
-                            del part
-                except BaseException:
-                    shutil.rmtree(partial, ignore_errors=True)
-                    raise
-                partial.rename(target)
+                _convert(shards, target, progress)
     except (OSError, SafetensorError) as e:
         reason = getattr(e, "strerror", None) or e
         raise UserError(f"cannot convert the .bin checkpoint into {root}: {reason}") from None
     return sorted(target.glob("*.safetensors"))
 
 
+def _convert(shards: list[Path], target: Path, progress: bool) -> None:
+    from safetensors.torch import save_file
+
+    partial = target.with_suffix(".partial")
+    partial.mkdir()
+    try:
+        for shard in tqdm(shards, desc="converting .bin to safetensors", unit="shard", disable=not progress):
+            state = load_bin(shard)
+            for n, names in enumerate(_parts(state)):
+                # copies: tensors that share memory, as a tied head does, cannot be saved
+                part = {name: state[name].clone().contiguous() for name in names}
+                save_file(part, partial / f"{shard.stem}.{n:03}.safetensors")
+                del part
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.rename(target)
+
+
 def sweep_conversions() -> None:
-    """Remove conversions that were killed."""
+    """Remove what killed conversions have left."""
     try:
         root = cache_root() / "converted"
         with open(root / "lock", "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clear(root)
     except (OSError, UserError):
-        pass  # there are none, or one is at work, or nobody has a home
+        pass  # there are none, one is running, or there is no home folder
 
 
 def _clear(root: Path) -> None:
@@ -76,7 +81,7 @@ def _clear(root: Path) -> None:
 
 
 def _parts(state: dict[str, Tensor]) -> list[list[str]]:
-    """Names of tensors that take up to CONVERTED_BYTES together; of a larger one, its own."""
+    """Names of tensors for each converted file: up to CONVERTED_BYTES together, or one larger tensor."""
     parts, nbytes = [], 0
     for name, tensor in state.items():
         nbytes += tensor.nbytes
@@ -87,7 +92,8 @@ def _parts(state: dict[str, Tensor]) -> list[list[str]]:
     return parts
 
 
-def _load_bin(shard: Path) -> dict[str, Tensor]:
+def load_bin(shard: Path) -> dict[str, Tensor]:
+    """The tensors of a `.bin` file, mapped if it can be. Raises UserError if it is not whole or holds anything else."""
     try:
         state = torch.load(shard, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:

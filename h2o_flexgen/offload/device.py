@@ -1,7 +1,7 @@
-"""The compute device, and lanes that move bytes beside it.
+"""The compute device: its memory, pinned RAM, events, and the time that compute waits for data.
 
-The only place that asks "is it CUDA?". On CUDA a lane is a thread with a stream of its own; order between
-streams is kept by events, so that no step waits for the whole device. On the CPU a lane is a thread.
+On CUDA, events keep the order between the streams of compute and of the transfer queues (`offload.queues`), so that no
+step waits for the whole device. On the CPU a job is done when it returns, and events are None.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import mmap
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -24,19 +24,35 @@ from h2o_flexgen.kernels.linear import dtype_name, rates
 from h2o_flexgen.offload import memory
 from h2o_flexgen.sizes import PAGE, aligned
 
-#: bytes to whose multiples torch's CUDA allocator cuts its memory
+#: torch's CUDA allocator hands out multiples of so many bytes
 CUDA_ALIGN = 512
+#: anonymous memory of at least so many bytes is mapped by huge pages
+HUGE_PAGE = 1 << 21
+#: pairs of events whose times are not added up yet, per kind of data
+STALL_EVENTS = 1024
+#: elements that `convert` turns from fp16 into bf16 at once, through fp32
+CONVERT_ELEMENTS = 1 << 18
+#: what torch says when a device has no memory left for the context or for its matrix library
+FULL_DEVICE = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class Device:
-    """Where the maths runs ("cpu", "cuda", "cuda:1"; "auto" takes CUDA where there is one).
+    """Where the model computes.
 
-    `stall_seconds` holds, per kind of data, the time that compute waited for it; `workspace_bytes` is what matrix
-    products hold of the device's memory for good, known after `start`.
+    Args:
+        name: "cpu", "cuda", "cuda:N", or "auto": CUDA if there is any, else the CPU.
+
+    Attributes:
+        stall_seconds: per kind of data ("weights", "cache", "activations") the time that compute waited for it.
+        stall_events: per kind, pairs of CUDA events around such waits whose times are still to be added up.
+        workspace_bytes: device memory that matrix libraries keep, known after `start`.
+
+    Raises:
+        UserError: an unknown device, or one that torch does not see.
     """
 
-    _allowed: dict[int, float] = {}  # by device: the part of its memory to which this process is or was held
-    _workspaces: dict[int, int] = {}
+    _fractions: dict[int, float] = {}  # by device index: the fraction of its memory this process was limited to
+    _workspaces: dict[int, int] = {}  # by device index: bytes
 
     def __init__(self, name: str = "auto"):
         if name == "auto":
@@ -51,15 +67,15 @@ class Device:
                 raise UserError("device cuda: this torch sees no CUDA device")
             if (self.torch_device.index or 0) >= torch.cuda.device_count():
                 raise UserError(f"device {name}: there are {torch.cuda.device_count()} CUDA devices")
-            if self.torch_device.index is None:  # threads each have a current device, and some calls want an index
+            if self.torch_device.index is None:  # each thread has its own current device, and some calls need an index
                 self.torch_device = torch.device("cuda", torch.cuda.current_device())
         elif self.torch_device.type != "cpu":
             raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
         self.workspace_bytes = 0
         self._pinned: list[Tensor] = []
         self._stalls = defaultdict(float)
-        self._stall_events = defaultdict(list)
-        if self.is_cuda:  # dropped unclosed: CUDA must not go on knowing addresses that the system gives to others
+        self.stall_events = defaultdict(list)
+        if self.is_cuda:  # addresses that stay registered would fail to register again once the system reuses them
             weakref.finalize(self, _unpin, self.torch_device, self._pinned).atexit = False
 
     def __str__(self) -> str:
@@ -94,15 +110,15 @@ class Device:
     # memory
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Bytes on the compute device, aligned to pages."""
+        """`nbytes` on the compute device, uint8, aligned to pages."""
         if self.is_cuda:
-            # zeros: a masked slot must not hold NaN, since 0 * NaN would spread
+            # zeros: an empty slot is masked, but a NaN left in it would spread through 0 * NaN
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
-        return _host_buffer(nbytes)
+        return host_memory(nbytes)
 
     def buffers(self, sizes: list[int]) -> list[Tensor]:
-        """Buffers that live as long as each other. With CUDA in one allocation: torch rounds those of a few MiB up
-        by as much as a fifth."""
+        """Buffers that are freed together. On CUDA they are one allocation, since torch rounds single ones of a few MiB
+        up by as much as a fifth."""
         if not self.is_cuda:
             return [self.buffer(nbytes) for nbytes in sizes]
         starts = list(accumulate((-(-nbytes // CUDA_ALIGN) * CUDA_ALIGN for nbytes in sizes), initial=0))
@@ -110,19 +126,23 @@ class Device:
         return [slab[at : at + nbytes] for at, nbytes in zip(starts, sizes)]
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        """Bytes in RAM, aligned to pages; pinned where there is CUDA, so that copies run beside compute."""
-        buffer = _host_buffer(nbytes)
+        """`nbytes` of RAM, uint8, aligned to pages; pinned on CUDA, so that copies run beside compute.
+
+        Raises:
+            UserError: the system grants no such memory, or CUDA cannot pin it.
+        """
+        buffer = host_memory(nbytes)
         if self.is_cuda and nbytes:
-            # torch's own pinned allocator rounds up to a power of two, which doubles a large cache
-            with torch.cuda.device(self.torch_device):  # else a context of another card would be made
+            # torch's pinned allocator rounds up to a power of two, which can double a large cache
+            with torch.cuda.device(self.torch_device):  # else CUDA would make a context on another GPU
                 error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), aligned(nbytes), 0)
             if int(error) != 0:
-                try:  # the error stays with the next call of this process that looks for one
+                try:  # CUDA reports the error once more to the next call that asks
                     torch.zeros(1, device=self.torch_device)
                 except RuntimeError:
                     pass
                 raise UserError(
-                    f"cannot pin {nbytes} bytes of RAM (CUDA error {int(error)}): lower the cpu percentages"
+                    f"cannot pin {nbytes} bytes of RAM (CUDA error {int(error)}): lower the policy's cpu percent"
                 )
             self._pinned.append(buffer)
         return buffer
@@ -131,20 +151,25 @@ class Device:
         return len(self._pinned)
 
     def unpin(self, since: int = 0) -> None:
-        """Give back what `host_buffer` pinned after the first `since`; nothing may use it any more."""
+        """Unpin all but the first `since` buffers of `host_buffer`; no copy may use them any more."""
         _unpin(self.torch_device, self._pinned, since)
 
     def start(self, most_bytes: int | None) -> None:
-        """CUDA only: create the context and load the matrix libraries, which costs RAM and time, and hold this
-        process to `most_bytes`. Raises UserError if other programs have left the card too little."""
+        """CUDA only: load context and matrix libraries now, and limit this process to `most_bytes` of device memory.
+
+        Raises:
+            UserError: other programs have left the GPU too little memory.
+        """
         try:
-            self._start(most_bytes)
-        except RuntimeError as e:  # torch's own, CUDA's, or that of its matrix library
-            if not any(text in str(e) for text in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")):
+            self.load_libraries()
+            self._limit(most_bytes)
+        except RuntimeError as e:  # from torch, CUDA or cuBLAS
+            if not any(text in str(e) for text in FULL_DEVICE):
                 raise
             raise UserError(f"{self} has no memory left to begin with: end what else uses it") from None
 
-    def _start(self, most_bytes: int | None) -> None:
+    def load_libraries(self) -> None:
+        """Create the CUDA context, and measure what the matrix libraries keep of the device's memory."""
         torch.cuda.empty_cache()
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape of a micro-batch
         if self.torch_device.index not in Device._workspaces:
@@ -156,21 +181,23 @@ class Device:
             self.synchronize()
             Device._workspaces[self.torch_device.index] = torch.cuda.memory_allocated(self.torch_device) - before
         self.workspace_bytes = Device._workspaces[self.torch_device.index]
-        if most_bytes is not None or self.torch_device.index in Device._allowed:
+
+    def _limit(self, most_bytes: int | None) -> None:
+        if most_bytes is not None or self.torch_device.index in Device._fractions:
             fraction = 1.0 if most_bytes is None else min(1.0, most_bytes / self._total_bytes())
             torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
-            Device._allowed[self.torch_device.index] = fraction
+            Device._fractions[self.torch_device.index] = fraction
 
     def _total_bytes(self) -> int:
         return torch.cuda.get_device_properties(self.torch_device).total_memory
 
     def free_bytes(self) -> int:
-        """Memory of the compute device that is still to be had, what torch has cached included."""
+        """Bytes that can still be allocated on the device, torch's cached memory included."""
         if not self.is_cuda:
             return memory.ram_available()
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        fraction = Device._allowed.get(self.torch_device.index, 1.0)
+        fraction = Device._fractions.get(self.torch_device.index, 1.0)
         allowed = int(fraction * self._total_bytes()) - torch.cuda.memory_allocated(self.torch_device)
         return max(0, min(free + cached, allowed))
 
@@ -180,133 +207,91 @@ class Device:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_bytes(self) -> int:
-        """The most device memory held since `reset_peaks` (CUDA only; on the CPU ask `memory`)."""
+        """The most bytes allocated on a CUDA device since `reset_peaks`; on the CPU see `memory.peak_resident`."""
         return torch.cuda.max_memory_allocated(self.torch_device) if self.is_cuda else 0
 
     def release_cached(self) -> None:
+        """CUDA: give memory that torch keeps for reuse back to the driver."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def release_gaps(self) -> None:
-        """On the CPU: give back what temporaries have left in the heap."""
+        """CPU: give free pages of the heap, which temporaries leave behind, back to the system."""
         if not self.is_cuda:
             memory.trim_heap()
 
     # order
 
     def record(self):
-        """A mark in the current stream: what was queued before it. None on the CPU, where all is done."""
+        """An event behind all that is queued on the current stream; None on the CPU."""
         if not self.is_cuda:
             return None
-        event = torch.cuda.Event(blocking=True)  # others keep a core busy while a thread waits for them
+        event = torch.cuda.Event(blocking=True)  # a non-blocking event is waited for by spinning on a core
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def wait(self, event) -> None:
-        """Queue nothing more on the current stream before `event` has happened; does not block."""
+        """Make what is queued next on the current stream run after `event`; does not block the thread."""
         if event is not None:
             torch.cuda.current_stream(self.torch_device).wait_event(event)
 
     def wait_for(self, job: Future | None) -> None:
-        """In a lane: queue nothing more before another lane's job is done."""
+        """In a job of a transfer queue: go on after a job of another queue. Raises that job's error."""
         if job is not None:
             self.wait(job.result())
 
     @contextmanager
     def stalling(self, kind: str) -> Iterator[None]:
-        """Count what runs inside as time that compute waits."""
+        """Count the time inside the `with` as compute waiting for data of this kind."""
         start = time.perf_counter()
         yield
         self._stalls[kind] += time.perf_counter() - start
 
     def stall_on(self, future: Future | None, kind: str) -> None:
-        """Make compute wait for a lane's job, and count how long it had to."""
+        """Make compute wait for a transfer, and count how long it waits. Raises the transfer's error."""
         if future is None:
             return
         if not self.is_cuda:
             with self.stalling(kind):
                 future.result()
             return
-        # the host may wait long before the card does: what counts is between the two marks, whoever is late
+        # the GPU's own wait counts, which may begin after this thread's
         stream = torch.cuda.current_stream(self.torch_device)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(stream)
         self.wait(future.result())
         after.record(stream)
-        self._stall_events[kind].append((before, after))
-        if len(self._stall_events[kind]) >= 1024:
+        self.stall_events[kind].append((before, after))
+        if len(self.stall_events[kind]) >= STALL_EVENTS:
             self._count_stalls(kind)
 
     def hold_back(self, jobs: deque[Future], most: int, kind: str) -> None:
-        """Wait for the oldest of a lane's jobs until fewer than `most` are left, since each holds memory."""
+        """Wait for the oldest jobs until fewer than `most` are left, since each keeps tensors alive."""
         while len(jobs) >= most:
             self.stall_on(jobs.popleft(), kind)
 
     def synchronize(self) -> None:
-        """Only at the ends of a phase that is timed."""
+        """Wait for all streams; only around a phase that is timed."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
 
     @property
     def stall_seconds(self) -> dict[str, float]:
         self.synchronize()
-        for kind in self._stall_events:
+        for kind in self.stall_events:
             self._count_stalls(kind)
         return dict(self._stalls)
 
     def _count_stalls(self, kind: str) -> None:
-        """Add up the pairs of events that have happened, so that a long job does not hoard them."""
-        pairs = self._stall_events[kind]
+        """Add up the pairs of events that have happened, so that a long job does not collect them."""
+        pairs = self.stall_events[kind]
         done = next((n for n, (_, after) in enumerate(pairs) if not after.query()), len(pairs))
         self._stalls[kind] += sum(before.elapsed_time(after) for before, after in pairs[:done]) / 1e3
         del pairs[:done]
 
     def reset_stalls(self) -> None:
         self._stalls.clear()
-        self._stall_events.clear()
-
-
-class TransferQueue:
-    """One direction of traffic: jobs start in order, and run beside compute, at most `workers` at a time.
-
-    With `overlap=False` a job runs to its end before `submit` returns.
-    """
-
-    def __init__(self, device: Device, name: str, overlap: bool = True, workers: int = 1):
-        self.device = device
-        self.overlap = overlap
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix=name) if overlap else None
-        self._stream = torch.cuda.Stream(device.torch_device) if device.is_cuda else None
-
-    def submit(self, job: Callable[[], None], after=None) -> Future:
-        """Run `job` once `after` (an event of `Device.record`) has happened; the result is the event
-        that says that everything it queued is done."""
-        if self._pool is not None:
-            return self._pool.submit(self._run, job, after)
-        future = Future()
-        try:
-            event = self._run(job, after)
-            if event is not None:
-                event.synchronize()
-            future.set_result(None)
-        except Exception as e:  # an interrupt goes through at once
-            future.set_exception(e)
-        return future
-
-    @torch.inference_mode()  # compute's tensors are, and the mode is a thread's own
-    def _run(self, job: Callable[[], None], after):
-        if self._stream is None:
-            job()
-            return None
-        # of a card that is not the thread's own, leaving the stream alone would make a context on card 0
-        with torch.cuda.device(self.device.torch_device), torch.cuda.stream(self._stream):
-            self.device.wait(after)
-            job()
-            return self.device.record()
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        self.stall_events.clear()
 
 
 def finish(event) -> None:
@@ -316,7 +301,7 @@ def finish(event) -> None:
 
 
 def copy(dst: Tensor, src: Tensor) -> None:
-    """Copy on the current stream; in RAM with one thread, so as not to take cores from compute."""
+    """Copy on the current stream; within RAM by this thread alone, to leave the other cores to compute."""
     if dst.device.type == "cpu" and src.device.type == "cpu":
         assert dst.dtype == src.dtype
         np.copyto(as_numpy(dst), as_numpy(src))
@@ -324,17 +309,13 @@ def copy(dst: Tensor, src: Tensor) -> None:
         dst.copy_(src, non_blocking=True)
 
 
-#: fp16 becomes bf16 through floats of so many numbers
-_PART = 1 << 18
-
-
 def convert(dst: Tensor, src: Tensor) -> None:
-    """Copy numbers, of another type or to another device, on the compute device with all its threads."""
+    """Copy to another dtype or device on the compute device, with all threads; both contiguous, of the same shape."""
     if dst.dtype == src.dtype or torch.float32 in (dst.dtype, src.dtype):
         dst.copy_(src)
         return
-    for into, part in zip(dst.view(-1).split(_PART), src.view(-1).split(_PART)):
-        into.copy_(part.float())  # straight takes twice as long
+    for target, part in zip(dst.view(-1).split(CONVERT_ELEMENTS), src.view(-1).split(CONVERT_ELEMENTS)):
+        target.copy_(part.float())  # twice as fast as directly between fp16 and bf16
 
 
 def _unpin(device: torch.device, buffers: list[Tensor], since: int = 0) -> None:
@@ -348,41 +329,18 @@ def _unpin(device: torch.device, buffers: list[Tensor], since: int = 0) -> None:
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
-    """A view of a CPU tensor's memory; 16-bit floats come as int16, which numpy can at least move."""
+    """A view of a CPU tensor's memory; fp16 and bf16 as int16, since numpy knows no bf16."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.view(torch.int16)
     return tensor.numpy()
 
 
-def _host_buffer(nbytes: int) -> Tensor:
-    # an anonymous mapping is page aligned, untouched until used, and goes back to the system at once
-    # (private: a shared one would be a shmem file to the kernel, for which huge pages are off by default)
-    try:
+def host_memory(nbytes: int) -> Tensor:
+    """`nbytes` of RAM, uint8: page-aligned, untouched until used, given back to the system at once when dropped."""
+    try:  # private, since the kernel does not give huge pages to shared mappings by default
         mapping = mmap.mmap(-1, max(aligned(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as e:  # under a limit of addresses, or where the system grants no more than it has
+    except OSError as e:  # a limit of addresses, or no overcommit
         raise UserError(f"cannot get {nbytes} bytes of RAM: {e.strerror}") from None
-    if nbytes >= 1 << 21 and hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
-
-
-class StagingBuffers:
-    """Device buffers that pieces visit. `busy`: the job that may still use a buffer that has been given back."""
-
-    def __init__(self, device: Device, nbytes: int, count: int):
-        self.buffers = [device.buffer(nbytes) for _ in range(count)] if nbytes else []
-        self.busy: list[Future | None] = [None] * count
-        self._free = deque(range(len(self.buffers)))
-
-    @property
-    def any_free(self) -> bool:
-        return bool(self._free)
-
-    def take(self) -> tuple[int, Future | None]:
-        """The one that has been free the longest, and the job to wait for before it is filled."""
-        index = self._free.popleft()
-        return index, self.busy[index]
-
-    def give_back(self, index: int, busy: Future | None = None) -> None:
-        self.busy[index] = busy
-        self._free.append(index)

@@ -1,4 +1,4 @@
-"""Files: a private folder for what a job offloads, and large parallel reads and writes."""
+"""Files: parallel reads and writes at offsets, and a private folder for what a job offloads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from h2o_flexgen.sizes import PAGE, REQUEST, THREADS, request_bytes
 
 
 class File:
-    """A file that is read and written at offsets by several threads.
+    """A file that several threads read and write at offsets.
 
-    `direct` reads and writes bypass the page cache (O_DIRECT): offset and address must be multiples of 4096.
-    Where the file system refuses that, they are ordinary ones.
+    `direct` requests bypass the page cache (O_DIRECT) if offset and address are multiples of 4096 and the file system
+    agrees; else they go through it.
+
+    Raises:
+        UserError: the file cannot be opened, read, written or allocated, or ends too early.
     """
 
     def __init__(self, path: Path, writable: bool = False):
@@ -49,14 +52,14 @@ class File:
         return os.fstat(self.fd).st_size
 
     def allocate(self, nbytes: int) -> None:
-        """Reserve the space now, so that a full disk shows before the run and not in it."""
+        """Reserve the space, so that a full disk shows before the run."""
         if nbytes:
             try:
                 os.posix_fallocate(self.fd, 0, nbytes)
             except OSError as e:
                 raise UserError(
                     f"no space for {nbytes} bytes in the offload folder {self.path.parent} ({e.strerror}): "
-                    "free disk space or name another --offload-dir"
+                    "free disk space or name another `offload_dir`"
                 ) from None
 
     def read_at(self, view: memoryview, offset: int, direct: bool = False) -> None:
@@ -80,12 +83,11 @@ class File:
         except OSError as e:
             raise UserError(
                 f"cannot write to the offload folder {self.path.parent}: {e.strerror}; "
-                "free disk space or name another --offload-dir"
+                "free disk space or name another `offload_dir`"
             ) from None
 
     def _move(self, call, view: memoryview, offset: int, direct: bool) -> None:
-        """`call(fd, part, at)` until all is moved. What is direct takes whole pages, and leaves the rest to the page
-        cache."""
+        """Repeat `call(fd, part, at)` until all is moved: whole pages directly, the rest through the page cache."""
         whole = len(view) - len(view) % PAGE if direct and self.direct_fd is not None else 0
         done = 0
         while done < len(view):
@@ -95,7 +97,7 @@ class File:
             except OSError as e:
                 if fd == self.fd or e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
-                whole = 0  # this file system takes no direct requests of this shape
+                whole = 0  # the file system refuses direct requests, or those at this offset or address
                 continue
             done += count
             if count % PAGE:
@@ -111,30 +113,30 @@ class File:
         self.close()
 
 
-WRITE, READ, LATER = range(3)
-#: a request of what is wanted later, if large ones harm nobody: each takes a little from compute. A page more than a
-#: power of two, which a tensor at any phase takes, is not cut off
+#: urgency of requests: a write holds memory until it is done; a read is wanted next; a prefetch is wanted a layer later
+WRITE, READ, PREFETCH = range(3)
+#: bytes of a large prefetch: 8 MiB of a tensor, and the page more that it takes if it begins within a page
 LARGE = (8 << 20) + PAGE
 
 
-class _Requests:
-    """Threads that take requests to one file system: of those that wait the most urgent first."""
+class RequestQueue:
+    """Threads that take requests to one file system: the most urgent ones first, of those the oldest."""
 
     def __init__(self, threads: int):
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
-        self._waiting = deque(), deque(), deque()  # WRITE, READ, LATER
-        self._threads, self._taking = threads, 0
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
+        self._waiting = deque(), deque(), deque()  # WRITE, READ, PREFETCH
+        self._threads, self._active = threads, 0
         self._lock = threading.Lock()
 
     def submit(self, urgency: int, work: Callable, *args) -> Future:
         future = Future()
         self._waiting[urgency].append((future, partial(work, *args)))
-        # not one each: an interrupt here would leave one that nobody takes, and where the disk never rests those of
-        # requests that others have taken would pile up. Counted afterwards: an interrupt between costs no thread
+        # a task of the pool takes whatever waits, not this request: an interrupt must leave no request that no task
+        # takes, and tasks whose requests others have taken must not pile up in the pool
         with self._lock:
-            if self._taking < self._threads:
-                self._pool.submit(self._take_all)
-                self._taking += 1
+            if self._active < self._threads:
+                self.pool.submit(self._take_all)
+                self._active += 1  # afterwards: an interrupt in between must not cost a thread
         return future
 
     def _take(self) -> tuple[Future, Callable] | None:
@@ -147,9 +149,9 @@ class _Requests:
 
     def _take_all(self) -> None:
         while True:
-            with self._lock:  # who submits after this finds a thread less
+            with self._lock:  # `submit` sees either that this thread goes on or that it has ended
                 if (request := self._take()) is None:
-                    self._taking -= 1
+                    self._active -= 1
                     return
             future, work = request
             if not future.set_running_or_notify_cancel():
@@ -158,40 +160,42 @@ class _Requests:
                 future.set_result(work())
             except BaseException as e:
                 future.set_exception(e)
-                del request, future, work  # or the error would hold them, and they the error, with their buffer
+                del request, future, work  # the error's traceback holds them, and with them the buffer
 
     def close(self) -> None:
-        """What runs ends, what waits is cancelled."""
+        """The running requests end, waiting ones are cancelled."""
         while (request := self._take()) is not None:
             request[0].cancel()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 class DiskIO:
-    """A few threads for each file system that keep its disk busy with large requests. Counts the bytes moved.
+    """Reads and writes arrays in large requests, with a few threads for each file system. Counts the bytes moved.
 
-    What holds memory until it is written goes first. What is wanted next (cache) does not queue behind what is wanted a
-    layer from now (weights), which fills the pauses.
+    Args:
+        threads: per file system.
+        request: the most bytes of a request.
 
     Attributes:
-        large_later: whether that comes in large requests. A decode step is faster for it, but slower where pieces of
-            cache come from disk as well, since those have to wait for requests that run.
+        large_prefetches: prefetch in requests of LARGE bytes. They cost compute less; but reads of the KV cache would
+            wait longer for those that run.
+        queues: of requests, by file system.
     """
 
     def __init__(self, threads: int = THREADS, request: int = REQUEST):
         self.threads, self.request = threads, request
-        self.large_later = False
+        self.large_prefetches = False
         self.read_bytes = 0
         self.written_bytes = 0
+        self.queues: dict[int, RequestQueue] = {}
         self._lock = threading.Lock()
-        self._requests: dict[int, _Requests] = {}  # by file system
         self._closed = False
 
     def read(
-        self, file: File, array: np.ndarray, offset: int, direct: bool = False, later: bool = False
+        self, file: File, array: np.ndarray, offset: int, direct: bool = False, prefetch: bool = False
     ) -> list[Future]:
-        """Start reading `array` (C-contiguous) from `offset`; wait for the futures. The result of each is which bytes
-        of the array it has read: (begin, end). `later`: begin only when no other request waits."""
+        """Start to read `array` (C-contiguous) from `offset`. Each future's result is (begin, end), the bytes of the
+        array that its request has read. `prefetch`: start only while no other request waits."""
 
         def work(view: memoryview, at: int) -> tuple[int, int]:
             file.read_at(view, at, direct)
@@ -199,10 +203,10 @@ class DiskIO:
 
         with self._lock:
             self.read_bytes += array.nbytes
-            return self._each(work, file, array, offset, LATER if later else READ)
+            return self._each(work, file, array, offset, PREFETCH if prefetch else READ)
 
     def write(self, file: File, array: np.ndarray, offset: int, direct: bool = False) -> list[Future]:
-        """Start writing `array` (C-contiguous) at `offset`; wait for the futures."""
+        """Start to write `array` (C-contiguous) at `offset`."""
         with self._lock:
             self.written_bytes += array.nbytes
             return self._each(partial(file.write_at, direct=direct), file, array, offset, WRITE)
@@ -210,31 +214,31 @@ class DiskIO:
     def _each(self, work: Callable, file: File, array: np.ndarray, offset: int, urgency: int) -> list[Future]:
         if self._closed:
             raise RuntimeError("no requests are taken any more")
-        if file.device not in self._requests:
-            self._requests[file.device] = _Requests(self.threads)
-        submit = partial(self._requests[file.device].submit, urgency, work)
+        if file.device not in self.queues:
+            self.queues[file.device] = RequestQueue(self.threads)
+        submit = partial(self.queues[file.device].submit, urgency, work)
         view = memoryview(array).cast("B")
-        most, threads = (LARGE, 1) if urgency == LATER and self.large_later else (self.request, self.threads)
+        most, threads = (LARGE, 1) if urgency == PREFETCH and self.large_prefetches else (self.request, self.threads)
         step = request_bytes(len(view), most, threads)
         return [submit(view[at : at + step], offset + at) for at in range(0, len(view), step)]
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        for requests in self._requests.values():
-            requests.close()
+        for queue in self.queues.values():
+            queue.close()
 
 
 def wait(futures: list[Future]) -> None:
-    """Wait for all, then raise the first error: no request may still write into a buffer afterwards."""
+    """Wait for all requests, then raise the first error: none may still use its buffer afterwards."""
     errors = [e for f in futures if (e := f.exception()) is not None]
     if errors:
         raise errors[0]
 
 
 class OffloadFolder:
-    """A private folder (0700) for one job, under `root`. It goes at exit; the leftovers of jobs that were
-    killed go when the next one starts. A lock that dies with its process tells which those are.
+    """A private folder (0700) for one job, under `root`. It is removed at exit; folders of jobs that were killed are
+    removed when the next job starts: the lock in them is held by no process.
 
     Raises:
         UserError: the folder cannot be made or written.
@@ -251,7 +255,7 @@ class OffloadFolder:
             self.sweep(self.root)
             self.path = Path(tempfile.mkdtemp(prefix=self.PREFIX, dir=self.root))  # 0700 by mkdtemp
             try:
-                # locked under another name first: whoever sweeps must never see a lock that nobody holds
+                # locked under another name first: a job that sweeps removes folders whose `lock` is not held
                 new = self.path / "lock.new"
                 self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -261,13 +265,13 @@ class OffloadFolder:
                 raise
         except OSError as e:
             raise UserError(
-                f"cannot write to the offload folder {self.root} ({e.strerror}): name another --offload-dir"
+                f"cannot write to the offload folder {self.root} ({e.strerror}): name another `offload_dir`"
             ) from None
-        atexit.register(self.close)  # for who never closes an LLM
+        atexit.register(self.close)  # for an LLM that is never closed
 
     @classmethod
     def sweep(cls, root: Path) -> None:
-        """Remove what killed jobs left under `root`."""
+        """Remove the folders of killed jobs under `root`."""
         sweep(root, cls.PREFIX)
 
     def file(self, name: str, nbytes: int) -> File:
@@ -282,7 +286,7 @@ class OffloadFolder:
         return sum(file.stat().st_size for file in self.path.iterdir())
 
     def close(self) -> None:
-        """Remove the folder with all its files, which nothing may use any more."""
+        """Remove the folder with all its files; nothing may use them any more."""
         atexit.unregister(self.close)
         for file in self._files:
             file.close()  # an open file would keep its space on disk
@@ -294,13 +298,14 @@ class OffloadFolder:
 
 
 def default_root() -> Path:
+    """The folder for the offload folders of jobs, unless a job names one."""
     return Path(os.environ.get("H2O_FLEXGEN_OFFLOAD") or cache_root() / "offload")
 
 
 def cache_root() -> Path:
     """The folder for what is kept between jobs. Raises UserError if there is none."""
-    if mine := os.environ.get("H2O_FLEXGEN_HOME"):
-        return Path(mine)
+    if home := os.environ.get("H2O_FLEXGEN_HOME"):
+        return Path(home)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen"
     except RuntimeError:

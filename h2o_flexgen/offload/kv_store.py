@@ -1,60 +1,108 @@
-"""The KV cache of a block: each (layer, batch) piece has one home and visits the device to be used.
+"""The KV cache of a block of sequences. The cache of each (layer, batch), a KV block, is resident on one tier:
 
-    gpu   resident
-    cpu   a copy goes to the device before its step; the new token and the scores come back after it
-    disk  as cpu, from and to a file. A step appends the new token to the piece's log, one contiguous write
-          behind the piece; loading replays the log, and what is full is folded: of a cache that grows, a segment
-          at its end, so that a step reads the tokens that the cache holds and no empty slot; of another the whole
-          piece, when reading the log has cost as much as writing the piece anew.
+    gpu   used where it is
+    cpu   staged on the device for a step; the new token and the scores are written back after it
+    disk  as cpu, from and to a file with a write-ahead log (`offload.wal`)
 
-Scores and positions of a piece at home on disk stay in RAM: two percent of the piece, all of it changed by
-every step. Where RAM is what the device computes in, they are used where they lie, wherever the piece is.
+Scores and positions of a block on disk stay in RAM: two percent of the block, and every step changes all of them.
+Where the compute device is the CPU they are never staged.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
-from h2o_flexgen.offload.device import Device, StagingBuffers, TransferQueue, copy, finish
-from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.sizes import PAGE, aligned, kv_buffers, kv_file_bytes, wal_rows
+from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
+from h2o_flexgen.offload.device import Device, copy, finish
+from h2o_flexgen.offload.disk import DiskIO, File
+from h2o_flexgen.offload.queues import StagingBuffers, TransferQueue
+from h2o_flexgen.offload.wal import LoggedBlock, file_bytes, put_tokens, slots_bytes
+from h2o_flexgen.policy import TIERS
+from h2o_flexgen.sizes import aligned, kv_buffers
 
 Key = tuple[int, int]
+
+
+class KVBytes(NamedTuple):
+    """The bytes that a KVStore allocates; the memory plan counts with the same ones.
+
+    Attributes:
+        tiers: of all blocks, by tier; their scores, and the slots of their logs, in RAM unless they are on the device.
+        count: staging buffers, and host buffers.
+        staging, meta: of each staging buffer on the device, and (CUDA) of the scores and positions beside it.
+        host: (CUDA) of each buffer in RAM that a block is read into from disk.
+        write: (CUDA) of the buffer in RAM from which a block is written to disk.
+        row: of the buffer in RAM for the token that a step writes back.
+    """
+
+    tiers: dict[str, int]
+    count: int
+    staging: int
+    meta: int
+    host: int
+    write: int
+    row: int
+
+
+def kv_bytes(layouts: list[KVLayout], tiers: dict[Key, str], overlap: bool, cuda: bool) -> KVBytes:
+    """`layouts`: the largest of each batch; `tiers`: of every (layer, batch)."""
+    blocks = Counter((batch, tier) for (_, batch), tier in tiers.items())
+    total = dict.fromkeys(TIERS, 0)
+    for (batch, tier), count in blocks.items():
+        layout = layouts[batch]
+        total[tier] += count * (file_bytes(layout) if tier == "disk" else layout.kv_bytes)
+        total["gpu" if tier == "gpu" else "cpu"] += count * layout.meta_bytes
+        total["cpu"] += count * slots_bytes(layout) * (tier == "disk")
+    staged = [layouts[batch] for batch, tier in blocks if tier != "gpu"]
+    on_disk = [layouts[batch] for batch, tier in blocks if tier == "disk"]
+    kv = aligned(max((x.kv_bytes for x in staged), default=0))
+    file = max(map(file_bytes, on_disk), default=0)
+    return KVBytes(
+        tiers=total,
+        count=kv_buffers(overlap, bool(on_disk)),
+        staging=kv if cuda else max(kv, file),
+        meta=max((x.meta_bytes for x in staged), default=0) if cuda else 0,
+        host=file if cuda else 0,
+        write=aligned(max((x.kv_bytes for x in on_disk), default=0)) if cuda else 0,
+        row=aligned(max((x.row_bytes for x in staged), default=0)),
+    )
 
 
 @dataclass
 class _KVBlock:
     tier: str
-    kv: Tensor | None = None  # bytes on the gpu or cpu tier
+    kv: Tensor | None = None  # on the tiers gpu and cpu
     meta: Tensor | None = None
-    file: File | None = None
-    offset: int = 0
-    base: int = 0  # bytes stored in the file before the log
-    log: np.ndarray | None = None  # on disk: the slots of each row, (rows, B, H) int32, or (rows, B, 1) for all heads
-    logged: int = 0  # rows in use
-    stored: Future | None = None  # the last write home
+    disk: LoggedBlock | None = None
+    layout: KVLayout | None = None
+    stored: Future | None = None  # the last write-back
 
 
 class KVStore:
-    """The caches of `num_layers` x `len(layouts)` pieces.
+    """The caches of every (layer, batch).
 
     Args:
-        layouts: the largest layout (KVLayout) of each batch of a block.
+        layouts: the largest layout of each batch.
         tiers: tier of every (layer, batch).
-        load_queue: with several workers the disk has requests for the next piece before one has come.
-        cpu_compute: pieces at home on the cpu tier are used where they are.
+        load_queue: with several workers the disk has requests for the next block before one has been read.
+        make_file: (name, bytes) -> File, for the blocks on disk.
+        cpu_compute: blocks on the cpu tier are used where they are.
+
+    Attributes:
+        loading: the transfer to the device of each block that is prefetched.
+        storing: write-backs of decode steps, the oldest first.
+        file: of the blocks on disk, or None.
     """
 
     def __init__(
         self,
         device: Device,
-        num_layers: int,
-        layouts: list,
+        layouts: list[KVLayout],
         tiers: dict[Key, str],
         io: DiskIO,
         load_queue: TransferQueue,
@@ -62,249 +110,215 @@ class KVStore:
         make_file,
         cpu_compute: bool = False,
     ):
-        self.device, self.io = device, io
+        self.device, self.cpu_compute = device, cpu_compute
         self.load_queue, self.store_queue = load_queue, store_queue
-        self.cpu_compute = cpu_compute
         self.cpu_to_gpu_bytes = self.gpu_to_cpu_bytes = 0
-        self.layouts = self._largest = layouts
-        self.pieces: dict[Key, _KVBlock] = {}
-        self.file: File | None = None
-        self._loading: dict[Key, tuple[int, Future]] = {}
-        self._slot_of: dict[Key, int] = {}
+        self._largest = layouts
+        self.loading: dict[Key, Future] = {}
+        self.storing: deque[Future] = deque()
+        self._staged: dict[Key, int] = {}  # the staging buffer of each block that has one
 
-        here = [layouts[batch] for (_, batch), home in tiers.items() if home == "gpu"]
-        resident = iter(device.buffers([n for layout in here for n in (layout.kv_bytes, layout.meta_bytes)]))
-        disk_bytes = 0
-        for (layer, batch), home in tiers.items():
-            layout = layouts[batch]
-            piece = _KVBlock(home)
-            if home == "gpu":
-                piece.kv, piece.meta = next(resident), next(resident)
-            else:
-                piece.meta = device.host_buffer(layout.meta_bytes)
-                if home == "cpu":
-                    piece.kv = device.host_buffer(layout.kv_bytes)
-                else:
-                    piece.offset = disk_bytes
-                    disk_bytes += kv_file_bytes(layout.segments, layout.row_bytes)
-            self.pieces[layer, batch] = piece
-        if disk_bytes:
-            self.file = make_file("kv_cache", disk_bytes)
-            for piece in self.pieces.values():
-                piece.file = self.file
-
-        streamed = [layouts[b] for (_, b), home in tiers.items() if home != "gpu"]
-        on_disk = [layouts[b] for (_, b), home in tiers.items() if home == "disk"]
-        count = kv_buffers(load_queue.overlap, bool(on_disk))
-        slot = aligned(max((x.kv_bytes for x in streamed), default=0))
-        landing = max((kv_file_bytes(x.segments, x.row_bytes) for x in on_disk), default=0)  # a piece and its log
-        self._kv = StagingBuffers(device, slot if device.is_cuda else max(slot, landing), count)
-        self._meta: list[Tensor] = []
-        self._landing = self._kv.buffers
+        sizes = kv_bytes(layouts, tiers, load_queue.overlap, device.is_cuda)
+        self.blocks = {key: _KVBlock(tier) for key, tier in tiers.items()}
+        self._allocate_resident()
+        self.file: File | None = make_file("kv_cache", sizes.tiers["disk"]) if sizes.tiers["disk"] else None
+        self._place_on_disk(io)
+        self._staging = StagingBuffers(device, sizes.staging, sizes.count)
+        self._host = self._staging.buffers  # what a block on disk is read into
         if device.is_cuda:
-            self._meta = device.buffers([max((x.meta_bytes for x in streamed), default=0)] * count)
-            # what crosses a bus between device and disk passes through here
-            self._landing = [device.host_buffer(landing) for _ in range(count)]
-            self._store_host = device.host_buffer(aligned(max((x.kv_bytes for x in on_disk), default=0)))
-        self._landing_free = [None] * count
-        self._storing: deque[Future] = deque()  # tokens on their way home
-        self._row_host = device.host_buffer(aligned(max((x.row_bytes for x in streamed), default=0)))
+            self._meta = device.buffers([sizes.meta] * sizes.count)
+            self._host = [device.host_buffer(sizes.host) for _ in range(sizes.count)]
+            self._write_host = device.host_buffer(sizes.write)
+        self._host_free = [None] * sizes.count  # events
+        self._row = device.host_buffer(sizes.row)
 
-    def begin_block(self, layouts: list) -> None:
-        """Start a block, whose layouts may be smaller than those the buffers were made for."""
+    def _allocate_resident(self) -> None:
+        on_gpu = [self._largest[k] for (_, k), block in self.blocks.items() if block.tier == "gpu"]
+        buffers = iter(self.device.buffers([n for x in on_gpu for n in (x.kv_bytes, x.meta_bytes)]))
+        for (_, batch), block in self.blocks.items():
+            layout = self._largest[batch]
+            if block.tier == "gpu":
+                block.kv, block.meta = next(buffers), next(buffers)
+                continue
+            block.meta = self.device.host_buffer(layout.meta_bytes)
+            if block.tier == "cpu":
+                block.kv = self.device.host_buffer(layout.kv_bytes)
+
+    def _place_on_disk(self, io: DiskIO) -> None:
+        offset = 0
+        for (_, batch), block in self.blocks.items():
+            if block.tier == "disk":
+                block.disk = LoggedBlock(io, self.file, offset)
+                offset += file_bytes(self._largest[batch])
+
+    def begin_block(self, layouts: list[KVLayout]) -> None:
+        """Start a block of sequences, whose layouts may be smaller than those the buffers were made for."""
         self.drain()
         for layout, largest in zip(layouts, self._largest):
             assert layout.kv_bytes <= largest.kv_bytes and layout.meta_bytes <= largest.meta_bytes
-            assert kv_file_bytes(layout.segments, layout.row_bytes) <= kv_file_bytes(
-                largest.segments, largest.row_bytes
-            )
-        self.layouts = layouts
-        for (_, batch), piece in self.pieces.items():
-            piece.base = piece.logged = 0
-            if piece.tier == "disk" and batch < len(layouts):
-                layout = layouts[batch]
-                heads = layout.heads if layout.scored else 1
-                piece.log = np.empty((wal_rows(layout.segments), layout.batch, heads), np.int32)
+            assert file_bytes(layout) <= file_bytes(largest)
+        for (_, batch), block in self.blocks.items():
+            if batch < len(layouts):
+                block.layout = layouts[batch]
+                if block.disk is not None:
+                    block.disk.begin(block.layout)
 
     def streams(self, layer: int, batch: int) -> bool:
-        """Whether the piece must come to the device to be used."""
-        home = self.pieces[layer, batch].tier
-        return home == "disk" or (home == "cpu" and not self.cpu_compute)
+        """Whether the block must be staged on the device to be used in a decode step."""
+        tier = self.blocks[layer, batch].tier
+        return tier == "disk" or (tier == "cpu" and not self.cpu_compute)
 
     # prefill
 
-    def blank(self, layer: int, batch: int):
-        """A cache on the device to be filled; `store_all` sends it home."""
-        piece, layout = self.pieces[layer, batch], self.layouts[batch]
-        if piece.tier == "gpu":
-            return layout.view(piece.kv, piece.meta)
-        slot, busy = self._kv.take()
-        self._slot_of[layer, batch] = slot
-        self.device.stall_on(busy, "cache")
-        return self._view(piece, layout, slot)
+    def blank(self, layer: int, batch: int) -> KVTensors:
+        """A cache on the device to be filled; `store_all` writes it back."""
+        block = self.blocks[layer, batch]
+        if block.tier == "gpu":
+            return block.layout.view(block.kv, block.meta)
+        index, last_job = self._staging.take()
+        self._staged[layer, batch] = index
+        self.device.stall_on(last_job, "cache")
+        return self._view(block, index)
 
-    def store_all(self, layer: int, batch: int, held: int, begin: int = 0) -> None:
-        """Send a cache that `blank` or `get` gave home; `held` slots are in use, and those before `begin` are as they
-        are at home."""
-        piece = self.pieces[layer, batch]
-        if piece.tier == "gpu":
+    def store_all(self, layer: int, batch: int, held: int, first: int = 0) -> None:
+        """Write a cache of `blank` or `get` back whole, of which `held` slots are in use. Of a block on disk those
+        before `first` are unchanged."""
+        block = self.blocks[layer, batch]
+        if block.tier == "gpu":
             return
-        slot = self._slot_of.pop((layer, batch))
-        layout = self.layouts[batch]
-        part = slice(min(layout.bytes_before(begin), piece.base) // PAGE * PAGE, layout.used_bytes(held))
-        job = self.store_queue.submit(lambda: self._store_all(piece, layout, slot, part), after=self.device.record())
-        piece.stored = job
-        self._kv.give_back(slot, job)
-
-    def _store_all(self, piece: _KVBlock, layout, slot: int, part: slice) -> None:
-        self._meta_home(piece, layout, slot)
-        buffer = self._kv.buffers[slot]
-        self.gpu_to_cpu_bytes += part.stop - part.start
-        if piece.tier == "cpu":
-            copy(piece.kv[part], buffer[part])
-            finish(self.device.record())
-            return
-        if self.device.is_cuda:
-            copy(self._store_host[part], buffer[part])
-            finish(self.device.record())
-            buffer = self._store_host
-        data = buffer[part.start : aligned(part.stop)]
-        wait(self.io.write(piece.file, data.numpy(), piece.offset + part.start, True))
-        piece.base = part.stop
-        piece.logged = 0
+        index = self._staged.pop((layer, batch))
+        part = slice(0, block.layout.used_bytes(held)) if block.disk is None else block.disk.dirty(first, held)
+        block.stored = self.store_queue.submit(lambda: self.store_block(block, index, part), after=self.device.record())
+        self._staging.give_back(index, block.stored)
 
     # decode
 
     def prefetch(self, layer: int, batch: int, held: int) -> bool:
-        """Start bringing a piece that streams, and of which `held` slots are in use, to the device; False if it cannot
-        be yet: no slot is free, it is still being used, or loading may not overlap."""
+        """Start to stage a streamed block of which `held` slots are in use. False if that is not possible yet: no
+        staging buffer is free, the block has one already, or there is no overlap."""
         key = (layer, batch)
-        if not self.load_queue.overlap or not self._kv.any_free or key in self._loading or key in self._slot_of:
+        if not self.load_queue.overlap or not self._staging.any_free or key in self._staged:
             return False
         self._fetch(key, held)
         return True
 
     def _fetch(self, key: Key, held: int) -> None:
-        (slot, busy), piece, layout = self._kv.take(), self.pieces[key], self.layouts[key[1]]
-        self._loading[key] = (slot, self.load_queue.submit(lambda: self._load(piece, layout, slot, busy, held)))
+        (index, last_job), block = self._staging.take(), self.blocks[key]
+        self._staged[key] = index
+        self.loading[key] = self.load_queue.submit(lambda: self.load_block(block, index, last_job, held))
 
-    def _load(self, piece: _KVBlock, layout, slot: int, busy: Future | None, held: int) -> None:
-        used = layout.used_bytes(held)
-        self.device.wait_for(piece.stored)
-        come = piece.kv if piece.tier == "cpu" else self._read(piece, layout, slot, busy, used)
-        self.device.wait_for(busy)
-        if layout.scored and self.device.is_cuda:
-            copy(self._meta[slot][: layout.meta_bytes], piece.meta[: layout.meta_bytes])
-            self.cpu_to_gpu_bytes += layout.meta_bytes
-        if come is not self._kv.buffers[slot]:
-            copy(self._kv.buffers[slot][:used], come[:used])
-            self.cpu_to_gpu_bytes += used
-            self._landing_free[slot] = self.device.record()
-
-    def _read(self, piece: _KVBlock, layout, slot: int, busy: Future | None, used: int) -> Tensor:
-        """What the file holds of a piece: where it has landed."""
-        if not self.device.is_cuda:  # in the slot itself
-            self.device.wait_for(busy)
-        finish(self._landing_free[slot])
-        data, behind = self._landing[slot].numpy(), aligned(layout.kv_bytes)
-        end = behind + piece.logged * aligned(layout.row_bytes)
-        parts = [(0, aligned(piece.base)), (behind, end)] if aligned(piece.base) < behind else [(0, end)]
-        wait([read for a, b in parts for read in self.io.read(piece.file, data[a:b], piece.offset + a, True)])
-        data, log = data[:used], data[behind:end]
-        data[piece.base :] = 0  # a segment that only the log has written to yet
-        if piece.logged:  # a slot may be there twice: the last one stays
-            rows = log.reshape(piece.logged, -1)[:, : layout.row_bytes]
-            places = layout.places(piece.log[: piece.logged])
-            layout.vectors(data)[places.reshape(-1)] = layout.vectors(rows).reshape(-1)
-        return self._landing[slot]
-
-    def get(self, layer: int, batch: int, held: int):
-        """The cache of a piece, ready to be used and changed in place."""
-        piece, layout = self.pieces[layer, batch], self.layouts[batch]
+    def get(self, layer: int, batch: int, held: int) -> KVTensors:
+        """A block on the device with `held` slots in use, to be changed in place; compute waits until it is loaded."""
+        key, block = (layer, batch), self.blocks[layer, batch]
         if not self.streams(layer, batch):
-            if piece.stored is not None:  # used where it is: prefill's copy must have arrived
-                self.device.stall_on(piece.stored, "cache")
-                piece.stored = None
-            return layout.view(piece.kv, piece.meta)
-        key = (layer, batch)
-        self.device.hold_back(self._storing, len(self._kv.buffers), "cache")
-        if key not in self._loading:
+            if block.stored is not None:  # of prefill, if the block is used on the cpu tier
+                self.device.stall_on(block.stored, "cache")
+                block.stored = None
+            return block.layout.view(block.kv, block.meta)
+        self.device.hold_back(self.storing, len(self._staging.buffers), "cache")
+        if key not in self.loading:
             self._fetch(key, held)
-        slot, future = self._loading.pop(key)
-        self._slot_of[key] = slot
-        self.device.stall_on(future, "cache")
-        return self._view(piece, layout, slot)
+        self.device.stall_on(self.loading.pop(key), "cache")
+        return self._view(block, self._staged[key])
 
     def store_step(self, layer: int, batch: int, held: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Send home what a decode step changed: the new token's k and v (B, H, D), which went into `slots`
-        (B, H), and the scores. `held` slots are in use after the step."""
+        """Write back what a decode step changed: the scores, and the token k and v (B, H, D) in `slots` (B, H).
+        `held` slots are in use after the step."""
         if not self.streams(layer, batch):
             return
-        piece, layout = self.pieces[layer, batch], self.layouts[batch]
-        # behind the last segment nothing comes any more
-        if piece.tier == "disk" and (piece.logged == len(piece.log) or held in layout.ends[:-1]):
-            # of a cache that grows, segments that no token went into stay as they are
-            begin = 0 if layout.scored else piece.log[: piece.logged].min(initial=int(slots.min()))
-            self.store_all(layer, batch, held, begin)
+        key, block = (layer, batch), self.blocks[layer, batch]
+        if block.disk is not None and block.disk.is_due(held):
+            self.store_all(layer, batch, held, block.disk.first_changed(slots))
             return
-        slot, computed, freed = self._slot_of.pop((layer, batch)), self.device.record(), None
-        if self.device.is_cuda:  # two jobs: the next piece may come into the slot while the token is still on its way
-            freed = self.store_queue.submit(lambda: self._meta_home(piece, layout, slot), after=computed)
-        self._kv.give_back(slot, freed)
-        piece.stored = self.store_queue.submit(
-            lambda: self._store_token(piece, layout, freed, slots, k, v), after=computed
-        )
-        self._storing.append(piece.stored)
+        index, computed, scores = self._staged.pop(key), self.device.record(), None
+        if self.device.is_cuda:  # a job of its own: the buffer is free while the token is still being written
+            scores = self.store_queue.submit(lambda: self.store_scores(block, index), after=computed)
+        self._staging.give_back(index, scores)
+        block.stored = self.store_queue.submit(lambda: self.store_token(block, scores, slots, k, v), after=computed)
+        self.storing.append(block.stored)
 
-    def _store_token(self, piece: _KVBlock, layout, freed: Future | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        if freed is not None:
-            freed.result()  # without its scores the piece is not home either
-        data = self._row_host[: layout.row_bytes]
-        row = data.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
-        copy(row[0], k)
-        copy(row[1], v)
-        # of a cache that keeps everything a token has the same slot in all heads
-        slots = (slots if layout.scored else slots[:, :1]).to("cpu").numpy()
+    # jobs of the transfer queues
+
+    def load_block(self, block: _KVBlock, index: int, last_job: Future | None, held: int) -> None:
+        """Fill a staging buffer that `last_job` has used before."""
+        used, source = block.layout.used_bytes(held), block.kv
+        self.device.wait_for(block.stored)
+        if not self.device.is_cuda:  # the disk reads into the staging buffer
+            self.device.wait_for(last_job)
+        if block.disk is not None:
+            finish(self._host_free[index])
+            source = self._host[index]
+            block.disk.read(source.numpy(), used)
+        self.device.wait_for(last_job)
+        if block.layout.scored and self.device.is_cuda:
+            meta_bytes = block.layout.meta_bytes
+            copy(self._meta[index][:meta_bytes], block.meta[:meta_bytes])
+            self.cpu_to_gpu_bytes += meta_bytes
+        if source is not self._staging.buffers[index]:
+            copy(self._staging.buffers[index][:used], source[:used])
+            self.cpu_to_gpu_bytes += used
+            self._host_free[index] = self.device.record()
+
+    def store_block(self, block: _KVBlock, index: int, part: slice) -> None:
+        """Write a part of a staged block, and its scores, back."""
+        self.store_scores(block, index)
+        kv = self._staging.buffers[index]
+        self.gpu_to_cpu_bytes += part.stop - part.start
+        if block.disk is None or self.device.is_cuda:
+            ram = block.kv if block.disk is None else self._write_host
+            copy(ram[part], kv[part])
+            finish(self.device.record())
+            kv = ram
+        if block.disk is not None:
+            block.disk.compact(kv.numpy(), part)
+
+    def store_scores(self, block: _KVBlock, index: int) -> None:
+        """Write back scores and positions; without CUDA they are changed where they are."""
+        if block.layout.scored and self.device.is_cuda:
+            meta_bytes = block.layout.meta_bytes
+            copy(block.meta[:meta_bytes], self._meta[index][:meta_bytes])
+            self.gpu_to_cpu_bytes += meta_bytes
+
+    def store_token(self, block: _KVBlock, scores: Future | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write back the token of a decode step."""
+        if scores is not None:
+            scores.result()  # their error is the block's error too
+        layout = block.layout
+        row = self._row[: layout.row_bytes]
+        target = row.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
+        copy(target[0], k)
+        copy(target[1], v)
+        slots = (slots if layout.scored else slots[:, :1]).to("cpu").numpy()  # without scores all heads have one slot
         finish(self.device.record())
         self.gpu_to_cpu_bytes += layout.row_bytes
-        if piece.tier == "cpu":
-            layout.vectors(piece.kv[: layout.kv_bytes].numpy())[layout.places(slots)] = layout.vectors(data.numpy())
+        if block.disk is None:
+            put_tokens(layout, block.kv[: layout.kv_bytes].numpy(), row.numpy(), slots)
         else:
-            size = aligned(layout.row_bytes)
-            at = piece.offset + aligned(layout.kv_bytes) + piece.logged * size
-            wait(self.io.write(piece.file, self._row_host[:size].numpy(), at, True))
-            piece.log[piece.logged] = slots
-            piece.logged += 1
+            block.disk.append(self._row[: aligned(layout.row_bytes)].numpy(), slots)
 
-    def _meta_home(self, piece: _KVBlock, layout, slot: int) -> None:
-        if layout.scored and self.device.is_cuda:
-            copy(piece.meta[: layout.meta_bytes], self._meta[slot][: layout.meta_bytes])
-            self.gpu_to_cpu_bytes += layout.meta_bytes
+    # staging buffers
 
-    # slots
-
-    def _view(self, piece: _KVBlock, layout, slot: int):
-        return layout.view(self._kv.buffers[slot], self._meta[slot] if self.device.is_cuda else piece.meta)
+    def _view(self, block: _KVBlock, index: int) -> KVTensors:
+        meta = self._meta[index] if self.device.is_cuda else block.meta
+        return block.layout.view(self._staging.buffers[index], meta)
 
     def drop(self, layer: int, batch: int) -> None:
-        """Forget what is being fetched for a step that will not come."""
-        if (layer, batch) in self._loading:
-            slot, future = self._loading.pop((layer, batch))
-            # waits for it: no request may read into a buffer that another piece fills
-            self._kv.give_back(slot, None if future.exception() else future)
+        """Give up a block that was prefetched for a step that will not be computed."""
+        if job := self.loading.pop((layer, batch), None):
+            # `exception` waits: no read may go on into a buffer that another block takes
+            self._staging.give_back(self._staged.pop((layer, batch)), None if job.exception() else job)
 
     def wipe(self) -> None:
-        """Forget every number: a NaN that stayed in a slot not yet in use would spread to who uses it next."""
-        buffers = [*self._kv.buffers, *(piece.kv for piece in self.pieces.values() if piece.kv is not None)]
-        for buffer in buffers:
+        """Set all K and V to 0: a NaN that is left in an empty slot would spread to the next block of sequences."""
+        for buffer in (*self._staging.buffers, *(x.kv for x in self.blocks.values() if x.kv is not None)):
             buffer.zero_()
 
     def drain(self) -> None:
-        """Wait for everything in flight and raise what failed."""
-        for key in list(self._loading):
+        """Wait for all transfers and raise what failed."""
+        for key in list(self.loading):
             self.drop(*key)
-        self._storing.clear()
-        for piece in self.pieces.values():
-            if piece.stored is not None:
-                finish(piece.stored.result())
-                piece.stored = None
+        self.storing.clear()
+        for block in self.blocks.values():
+            if block.stored is not None:
+                finish(block.stored.result())
+                block.stored = None

@@ -1,4 +1,4 @@
-"""What this process may use and does use: RAM within the cgroup (v1 and v2), and free disk; gaps in its heap."""
+"""RAM that this process uses and may use, within its cgroup (v1 or v2); free disk; gaps in its heap."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ import os
 import shutil
 from pathlib import Path
 
-#: what libraries and the allocator come to hold beyond tensors as soon as they compute: 20 to 70 MiB
+#: bytes that libraries and the allocator hold beside tensors once they compute: 20 to 70 MiB
 LIBRARIES = 48 << 20
 #: mallopt's names for two of its parameters, and the bytes they are set to
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 TRIM_BYTES, MMAP_BYTES = 64 << 20, 8 << 20
-#: cgroup v1 says "no limit" with a number near 2**63
+#: cgroup v1 writes "no limit" as a number near 2**63
 _UNLIMITED = 1 << 60
 
 
 def hold_heap() -> None:
-    """Keep large temporaries out of the heap. After a large block is freed, glibc takes others as large from the heap,
-    up to 32 MiB, where they leave gaps: hundreds of MiB in a long job, which no plan knows of. Small ones stay there:
+    """Keep large temporaries out of the heap: after a large block is freed, glibc takes others of up to 32 MiB from the
+    heap, where they leave gaps that no plan counts, hundreds of MiB in a long job. Small blocks stay in the heap, since
     new pages for each would cost time."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return  # not glibc
-    mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
-    mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
+    _glibc("mallopt", M_MMAP_THRESHOLD, MMAP_BYTES)
+    _glibc("mallopt", M_TRIM_THRESHOLD, TRIM_BYTES)
 
 
 def trim_heap() -> None:
-    """Give free pages of the heap back to the system, gaps between blocks in use included. (Of other threads' heaps
-    all but what is free at their end.)"""
+    """Give free pages of the heap back to the system, also those between blocks in use."""
+    _glibc("malloc_trim", 0)
+
+
+def _glibc(function: str, *args: int) -> None:
     try:
-        ctypes.CDLL(None).malloc_trim(0)
+        getattr(ctypes.CDLL(None), function)(*args)
     except (OSError, AttributeError):
-        pass  # not glibc
+        pass  # another C library
 
 
 def _read_int(path: Path) -> int | None:
@@ -51,7 +50,7 @@ def _cgroup_folders() -> list[tuple[Path, int]]:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    folders = []
     for line in lines:
         _, controllers, path = (line.split(":", 2) + ["none", ""])[:3]
         if controllers != "" and "memory" not in controllers.split(","):
@@ -59,10 +58,10 @@ def _cgroup_folders() -> list[tuple[Path, int]]:
         version = 1 if controllers else 2
         root = Path("/sys/fs/cgroup/memory") if controllers else Path("/sys/fs/cgroup")
         folder = root / path.lstrip("/")
-        # inside a container the path is the host's, while the mount shows our own group at its root
+        # in a container the path is the host's, but the mount shows the container's group at its root
         chain = [folder, *folder.parents] if folder.exists() else [root]
-        found += [(f, version) for f in chain if f == root or root in f.parents]
-    return found
+        folders += [(f, version) for f in chain if f == root or root in f.parents]
+    return folders
 
 
 def cgroup_available() -> int | None:
@@ -70,7 +69,7 @@ def cgroup_available() -> int | None:
 
     Page cache that the kernel can drop counts as available, as it does in /proc/meminfo.
     """
-    rooms = []
+    left = []
     for folder, version in _cgroup_folders():
         limit = _read_int(folder / ("memory.limit_in_bytes" if version == 1 else "memory.max"))
         usage = _read_int(folder / ("memory.usage_in_bytes" if version == 1 else "memory.current"))
@@ -82,8 +81,8 @@ def cgroup_available() -> int | None:
             stat = {}
         prefix = "total_" if version == 1 else ""
         cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-        rooms.append(limit - max(0, usage - cache))
-    return min(rooms) if rooms else None
+        left.append(limit - max(0, usage - cache))
+    return min(left) if left else None
 
 
 def ram_available() -> int:
@@ -101,23 +100,23 @@ def ram_available() -> int:
 
 
 def ram_in_all() -> int:
-    """Bytes of RAM this process can hold. Its mapped files are left out: what can be dropped counts as free already."""
+    """Bytes of RAM this process can hold: free ones and its own, but for mapped files, which count as free."""
     return ram_available() + _status("RssAnon") + _status("RssShmem")
 
 
 def baseline() -> int:
-    """Bytes of RAM that this process holds, and will hold whatever it computes."""
+    """Bytes of RAM that this process holds now, and will beside tensors once it computes."""
     return held() + LIBRARIES
 
 
 def held() -> int:
-    """Bytes of RAM that this process holds now, without the gaps in its heap, which go back to the system first."""
+    """Bytes of RAM that this process holds, after its free pages have gone back to the system."""
     trim_heap()
     return resident()
 
 
 def disk_free(folder: Path) -> int:
-    """Bytes a user may still write to the file system of `folder` or of its nearest existing parent."""
+    """Bytes that this user may still write to the file system of `folder`, or of the nearest parent that exists."""
     folder = folder.absolute()
     while not os.path.exists(folder):
         folder = folder.parent
@@ -135,17 +134,17 @@ def _status(key: str) -> int:
 
 
 def resident() -> int:
-    """Bytes of RAM this process holds now."""
+    """Bytes of RAM that this process holds now."""
     return _status("VmRSS")
 
 
 def peak_resident() -> int:
-    """The most RAM this process has held since `reset_peak`."""
+    """The most bytes of RAM that this process has held since `reset_peak`."""
     return _status("VmHWM")
 
 
 def reset_peak() -> None:
-    """Start `peak_resident` anew; where the kernel refuses, it counts from the start of the process."""
+    """Start `peak_resident` anew; if the kernel refuses, it counts from the start of the process."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -19,16 +19,19 @@ MIN_HH_RATIO = 0.1
 #: throughput that a larger budget may cost and still count as free
 FREE = 0.03
 _RATIOS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
-#: budgets that are tried between the largest free one and the next, if they differ by more than so much
-_BETWEEN, _NEAR = 2, 1.2
+#: budgets that are tried between the largest free one and the next
+_BETWEEN = 2
+#: two budgets whose slots differ by no more than this factor need none between them
+_NEAR = 1.2
 
 
 @dataclass(frozen=True)
 class BudgetPoint:
-    """One point of the trade: a budget, the block that fits with it, and its throughput in tokens per second.
+    """A KV budget, the block that fits with it, and its predicted throughput.
 
-    `ratio`: heavy hitters over the longest prompt, None for the full cache; `slots` counts heavy and recent ones, or
-    the full cache's.
+    Attributes:
+        ratio: heavy hitters over the longest prompt; None for the full cache.
+        slots: heavy and recent slots together, or those of the full cache, per sequence, layer and KV head.
     """
 
     ratio: float | None
@@ -61,8 +64,9 @@ def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float |
 
 
 def check_floor(floor: float) -> None:
+    """Raises UserError for a floor outside (0, 0.5]: above that half, heavy and recent tokens are the whole prompt."""
     if not 0 < floor <= 0.5:
-        raise UserError(f"--min-hh-ratio must lie in (0, 0.5], not {floor:g}")
+        raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
 
 
 def _budget(heavy: int, ratio: float) -> KVBudget:
@@ -80,10 +84,10 @@ def size_budget(
 
     Args:
         longest, total: tokens of the longest prompt, and with its output.
-        find: (ratio, budget) -> the point of the curve, and whatever else was found with it.
+        find: (ratio, budget) -> the point of the curve, and the choice that belongs to it.
 
     Returns:
-        The largest budget that costs nothing, what was found with it, and the curve.
+        The largest budget that costs nothing, its choice, and the curve, the fewest slots first.
 
     Raises:
         PlanError: nothing fits, not even with the smallest budget.
@@ -92,75 +96,30 @@ def size_budget(
     choices = budget_choices(floor, longest, total)
     bar = tqdm(total=len(choices) + _BETWEEN, desc="sizing the KV budget", leave=False, disable=not progress)
 
-    def look(ratio: float | None, budget: KVBudget | None) -> PlanError | None:
+    def look_at(ratio: float | None, budget: KVBudget | None) -> PlanError | None:
         bar.update()
         try:
-            point, rest = find(ratio, budget)
+            point, choice = find(ratio, budget)
         except PlanError as e:
             return e
-        found[point] = (budget, rest)
+        found[point] = (budget, choice)
         return None
 
     with bar:
-        errors = [look(ratio, budget) for ratio, budget in choices]
+        errors = [look_at(ratio, budget) for ratio, budget in choices]
         if not found:
             raise errors[0]
         curve = sorted(found, key=lambda p: p.slots)
         for _ in range(_BETWEEN):
-            here = largest_free(curve)
-            larger = [p for p in curve if p.slots > _NEAR * here.slots]
+            free = largest_free(curve)
+            larger = [p for p in curve if p.slots > _NEAR * free.slots]
             if not larger:
                 break
-            heavy = isqrt(here.slots * larger[0].slots) // 2
-            if look(round(heavy / longest, 3), KVBudget.from_size(heavy)) is not None:
+            heavy = isqrt(free.slots * larger[0].slots) // 2
+            if look_at(round(heavy / longest, 3), KVBudget.from_size(heavy)) is not None:
                 break
             curve = sorted(found, key=lambda p: p.slots)
     return *found[largest_free(curve)], curve
-
-
-def describe_curve(curve: list[BudgetPoint], chosen: BudgetPoint) -> str:
-    """A table for people: budget, block, tokens per second."""
-    lines = ["   hh-ratio  slots       block  tokens/s"]
-    for point in curve:
-        mark = "=>" if point == chosen else "  "
-        ratio = "full" if point.ratio is None else f"{point.ratio:g}"
-        block = f"{point.gpu_batch_size} x {point.num_gpu_batches}"
-        lines.append(f"{mark} {ratio:>8}{point.slots:>7}{block:>12}{point.tokens_per_s:>10.2f}")
-    return "\n".join(lines)
-
-
-def plot_curve(curve: list[BudgetPoint], chosen: BudgetPoint, path: str) -> None:
-    """Draw the curve as PNG; needs matplotlib.
-
-    Raises:
-        UserError: no matplotlib, or the file cannot be written.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install 'h2o_flexgen[plot]'") from None
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot([p.slots for p in curve], [p.tokens_per_s for p in curve], "o-", color="tab:blue")
-    axes.plot([chosen.slots], [chosen.tokens_per_s], "o", color="tab:red", markersize=10, label="largest free budget")
-    for p in curve:
-        axes.annotate(
-            f"{p.gpu_batch_size}x{p.num_gpu_batches}",
-            (p.slots, p.tokens_per_s),
-            xytext=(4, 6),
-            textcoords="offset points",
-            fontsize=8,
-        )
-    axes.set(xlabel="KV slots per sequence and head", ylabel="predicted tokens/s", ylim=(0, None))
-    axes.legend()
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as e:
-        raise UserError(f"cannot write --plot {path}: {e.strerror}") from None
-    finally:
-        plt.close(figure)
 
 
 def largest_free(curve: list[BudgetPoint]) -> BudgetPoint:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
+import torch
+
 from h2o_flexgen.errors import PlanError
+from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.models.spec import Layer, ModelSpec
+from h2o_flexgen.offload.activations import activation_bytes
+from h2o_flexgen.offload.kv_store import kv_bytes
+from h2o_flexgen.offload.weights import StagingBytes, largest_layer, staging_bytes
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.policy import TIERS, Policy, gib
 from h2o_flexgen.sizes import (
@@ -19,13 +25,10 @@ from h2o_flexgen.sizes import (
     WIDEN_ROWS,
     WRITE_BACKS,
     Workload,
-    aligned,
     batch_sizes,
-    kv_buffers,
-    kv_file_bytes,
+    double_buffers,
     matmul_rows,
     micro_tokens,
-    staging_span,
     wal_rows,
 )
 
@@ -89,10 +92,10 @@ class Plan:
             key=lambda item: item[2],
         )
         advice = {
-            "disk": "free disk space or name another --offload-dir",
-            "gpu": "lower the gpu percentages, --gpu-batch-size or the KV budget",
+            "disk": "free disk space or name another `offload_dir`",
+            "gpu": "lower the gpu percentages, `gpu_batch_size` or the KV budget",
             "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
-            "ram": "move weights or cache to disk with --percent, or lower the batch sizes or the KV budget",
+            "ram": "move weights or cache to disk (`percent`), or lower the batch sizes or the KV budget",
         }[tier]
         raise PlanError(
             f"{name} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
@@ -144,15 +147,20 @@ class Shapes:
     def wal_rows(self) -> int:
         return wal_rows(self.segments)
 
+    def layout(self, batch: int) -> KVLayout:
+        """The cache of so many sequences in one layer."""
+        dtype = torch.float32 if self.compute_itemsize == 4 else torch.bfloat16 if self.bf16 else torch.float16
+        return KVLayout(batch, self.spec.kv_heads, self.segments, self.spec.head_dim, dtype, self.budget is not None)
+
     @property
     def row_bytes(self) -> int:
         """K and V of one token of one sequence in one layer."""
-        return 2 * self.spec.kv_width * self.compute_itemsize
+        return self.layout(1).row_bytes
 
     @property
     def meta_bytes(self) -> int:
         """Scores and positions of one sequence in one layer."""
-        return 8 * self.spec.kv_heads * self.slots if self.budget is not None else 0
+        return self.layout(1).meta_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -197,31 +205,17 @@ def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: P
 
     `baseline` is what the process holds whatever it computes (interpreter and libraries), in bytes of RAM.
     """
-    size = shapes.compute_itemsize
     plan = Plan(shared=not shapes.cuda)
     host = "cpu" if shapes.cuda else "gpu"  # whose RAM the process itself is counted to
-    overlap = 2 if policy.overlap else 1
     batches = batch_sizes(len(workload.prompt_lens), policy)
     P = workload.longest
 
     plan.add(host, "the process itself", baseline)
     plan.add(host, "generated tokens", workload.output_bytes)
-    _plan_weights(plan, shapes, placement, overlap)
+    _plan_weights(plan, shapes, placement, policy.overlap)
     _plan_cache(plan, policy, shapes, placement, batches)
 
-    # hidden states
-    E = shapes.spec.hidden
-    tokens = micro_tokens(policy, P, batches[0])
-    piece = tokens * E * size
-    for k, home in enumerate(placement.activations):
-        plan.add(home, f"activations of batch {k}", batches[k] * P * E * size)
-    plan.add("gpu", "activations of a decode step", sum(batches) * E * size)
-    if any(home != "gpu" for home in placement.activations):
-        plan.add("gpu", "activation buffers", overlap * piece)
-        plan.add("gpu", "activations on their way home", WRITE_BACKS * piece * policy.overlap)
-        if shapes.cuda and "disk" in placement.activations:
-            plan.add("cpu", "activation staging", 2 * piece)
-
+    _plan_activations(plan, policy, shapes, placement, batches, P)
     plan.add("gpu", "workspace of a layer or the head", workspace_bytes(policy, shapes, P, batches))
     return plan
 
@@ -248,7 +242,7 @@ def plan_policy(
 def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int]) -> int:
     """What computing a layer or the head takes on the device, for batches of so many prompts, the largest first, of up
     to `longest` tokens."""
-    prefill = _prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
+    prefill = prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
@@ -256,64 +250,60 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     return max(prefill, decode, head)
 
 
-def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: int) -> None:
-    size = shapes.compute_itemsize
-    every = {n: s for layer in shapes.layers for n, s in layer.items()}
-    by_tier = {"gpu": 0, "cpu": 0, "disk": 0}
-    for name, shape in every.items():
-        by_tier[placement.weights[name]] += prod(shape) * size
-    plan.add("gpu", "weights", by_tier["gpu"])
-    plan.add("cpu", "weights", by_tier["cpu"])
-    if shapes.dummy:  # a real checkpoint already lies on disk
-        plan.add("disk", "random weights", by_tier["disk"] * shapes.stored_ratio)
+def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: bool) -> None:
+    size, stored = shapes.compute_itemsize, shapes.stored_itemsize
+    every = {n: prod(s) for layer in shapes.layers for n, s in layer.items()}
+    elements = dict.fromkeys(TIERS, 0)
+    for name, n in every.items():
+        elements[placement.weights[name]] += n
+    plan.add("gpu", "weights", elements["gpu"] * size)
+    plan.add("cpu", "weights", elements["cpu"] * size)
+    if shapes.dummy:  # a real checkpoint is on disk already
+        plan.add("disk", "random weights", elements["disk"] * stored)
 
-    in_place = shapes.stored_itemsize if shapes.converts_by_compute else size  # read into the slot
-    slot = host = converted = 0
-    for layer in shapes.streamed:
-        cpu, disk = ([prod(s) for n, s in layer.items() if placement.weights[n] == tier] for tier in ("cpu", "disk"))
-        slot = max(slot, sum(staging_span(n * size) for n in cpu) + sum(staging_span(n * in_place) for n in disk))
-        host = max(host, sum(staging_span(n * shapes.stored_itemsize) for n in disk))
-        converted = max(converted, sum(aligned(n * size) for n in disk))
-    plan.add("gpu", "weight slots", overlap * slot)
-    if shapes.cuda:
-        plan.add("cpu", "weight staging", overlap * host)
-        on_disk = [prod(s) for n, s in every.items() if placement.weights[n] == "disk"]
-        converted = max(on_disk, default=0) * shapes.stored_itemsize  # a copy to CUDA changes its dtype there
-    if shapes.converts:
-        plan.add("gpu", "weight conversion", converted)
+    def staging(name: str, shape: tuple[int, ...]) -> StagingBytes:
+        n = prod(shape)
+        return staging_bytes(placement.weights[name], n * size, n * stored, shapes.converts, shapes.cuda)
+
+    buffers = largest_layer([staging(*item) for item in layer.items()] for layer in shapes.streamed)
+    count = double_buffers(overlap)
+    plan.add("gpu", "weight staging buffers", count * buffers.device)
+    plan.add("cpu", "weight host buffers", count * buffers.host)
+    plan.add("gpu", "weight conversion", buffers.converted)
+    if shapes.cuda and shapes.converts:  # a copy to CUDA changes the dtype there
+        on_disk = [n for name, n in every.items() if placement.weights[name] == "disk"]
+        plan.add("gpu", "weight conversion", max(on_disk, default=0) * stored)
 
 
 def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int]) -> None:
-    row, meta = shapes.row_bytes, shapes.meta_bytes
-    kv = {"gpu": 0, "cpu": 0, "disk": 0}
-    metas = {"gpu": 0, "cpu": 0, "disk": 0}
-    on_disk = 0
-    for (_, k), home in placement.cache.items():
-        size = batches[k] * row
-        kv[home] += kv_file_bytes(shapes.segments, size) if home == "disk" else shapes.slots * size
-        metas["gpu" if home == "gpu" else "cpu"] += batches[k] * meta
-        if home == "disk":
-            on_disk = max(on_disk, batches[k])
-            # the slots of the log's rows
-            heads = 1 if shapes.budget is None else shapes.spec.kv_heads
-            metas["cpu"] += batches[k] * shapes.wal_rows * heads * 4
-    for tier in kv:
-        plan.add(tier, "KV cache", kv[tier] + metas[tier])
-    # with CPU attention prefill still fills a cache on the device
-    buffers = max((batches[k] for (_, k), home in placement.cache.items() if home != "gpu"), default=0)
-    slots = kv_buffers(policy.overlap, on_disk > 0)
-    piece, landing = buffers * shapes.slots * row, kv_file_bytes(shapes.segments, on_disk * row)
-    if shapes.cuda:
-        plan.add("gpu", "KV slots", slots * (piece + buffers * meta))
-        plan.add("cpu", "KV staging", slots * landing + on_disk * shapes.slots * row)
-    else:
-        plan.add("gpu", "KV slots", slots * max(piece, landing))
-    plan.add("cpu" if shapes.cuda else "gpu", "KV staging of a step", buffers * row)
-    if buffers:  # each may hold those of its group
-        plan.add("gpu", "keys and values on their way home", slots * max(matmul_rows(batches)) * row)
+    layouts = [shapes.layout(n) for n in batches]
+    sizes = kv_bytes(layouts, placement.cache, policy.overlap, shapes.cuda)
+    for tier in TIERS:
+        plan.add(tier, "KV cache", sizes.tiers[tier])
+    plan.add("gpu", "KV staging buffers", sizes.count * (sizes.staging + sizes.meta))
+    plan.add("cpu", "KV host buffers", sizes.count * sizes.host + sizes.write)
+    plan.add("cpu" if shapes.cuda else "gpu", "KV write-back of a step", sizes.row)
+    if sizes.row:  # each write-back may hold the tokens of its matmul group
+        plan.add(
+            "gpu", "keys and values being written back", sizes.count * max(matmul_rows(batches)) * shapes.row_bytes
+        )
 
 
-def _prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
+def _plan_activations(
+    plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], longest: int
+) -> None:
+    row = shapes.spec.hidden * shapes.compute_itemsize
+    for k, tier in enumerate(placement.activations):
+        plan.add(tier, f"activations of batch {k}", batches[k] * longest * row)
+    plan.add("gpu", "activations of a decode step", sum(batches) * row)
+    micro = micro_tokens(policy, longest, batches[0]) * row
+    sizes = activation_bytes(placement.activations, micro, policy.overlap, shapes.cuda)
+    plan.add("gpu", "activation staging buffers", sizes.count * sizes.staging)
+    plan.add("gpu", "activations being written back", WRITE_BACKS * sizes.staging * policy.overlap)
+    plan.add("cpu", "activation host buffers", 2 * sizes.host)
+
+
+def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     """Bytes of a micro-batch of so many tokens, of prompts of up to `P`, in one transformer block."""
     spec, size = shapes.spec, shapes.compute_itemsize
     E, Q, KV = spec.hidden, spec.query_width, spec.kv_width

@@ -67,7 +67,7 @@ class Search:
         one_block: bool = False,
     ):
         if pulp is None:
-            raise UserError("the policy search needs the package pulp: install it, or give --percent")
+            raise UserError("the policy search needs the package pulp: install it, or give a policy (`percent`)")
         self.profile, self.shapes, self.limits = profile, shapes, limits
         # the plan must hold for the longest prompts; the search takes all to be as long
         self.workload = Workload((workload.longest,) * len(workload.prompt_lens), workload.gen_len)
@@ -113,6 +113,7 @@ class Search:
         return missing
 
     def score(self, c: Candidate) -> tuple[float, float]:
+        """(what is missing, seconds per prompt): the smaller, the better."""
         p = c.prediction
         seconds = p.block_seconds / p.block_size if self.one_block else p.job_seconds / self.num_prompts
         return self._missing(c), seconds
@@ -428,7 +429,7 @@ class Search:
             raise PlanError(
                 f"no policy finishes a block within {self.max_latency:g} s: the fastest found takes "
                 f"{found.prediction.block_seconds:.1f} s; "
-                "raise --max-latency or shorten the output"
+                "raise `max_latency` or shorten the output"
             )
         block = f"no policy fits this job, not even {smallest.gpu_batch_size} x {smallest.num_gpu_batches} sequences"
         needed = self._shortage(smallest)
@@ -485,7 +486,9 @@ def _solve(lp: pulp.LpProblem) -> bool:
             solver.tmpDir = folder
             lp.solve(solver)
     except (pulp.PulpSolverError, OSError) as e:
-        raise UserError(f"the policy search cannot run its solver ({e}): give the batch sizes and --percent") from None
+        raise UserError(
+            f"the policy search cannot run its solver ({e}): give a policy (the batch sizes and `percent`)"
+        ) from None
     return lp.status != pulp.LpStatusInfeasible
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from h2o_flexgen.offload.device import Device, TransferQueue, as_numpy, copy, finish
+from h2o_flexgen.offload.device import Device, as_numpy, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, wait
 from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.queues import TransferQueue
 from h2o_flexgen.profiling.compute import HEAD_DIMS, RULES, Attention, layer_call
 from h2o_flexgen.profiling.scale import Scale
 from h2o_flexgen.profiling.timing import after, calls_per_second
@@ -141,7 +142,7 @@ def _calls_between_visits(
     queues = [TransferQueue(device, "cache", workers=KV_BUFFERS), TransferQueue(device, "store")]
     try:
         blocks = [(0, 0), (0, 1)]
-        store = KVStore(device, 1, [layout] * 2, dict.fromkeys(blocks, "disk"), io, *queues, make_file)
+        store = KVStore(device, [layout] * 2, dict.fromkeys(blocks, "disk"), io, *queues, make_file)
         store.begin_block([layout] * 2)
         for block in blocks:
             store.blank(*block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.engine.runner import Sequence, make_batches
+from h2o_flexgen.engine.batch import Sequence, make_batches
 
 
 @given(

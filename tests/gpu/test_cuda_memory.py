@@ -139,7 +139,7 @@ def test_peak_memory_is_within_a_tenth_of_the_plan(policy, budget):
     with dummy(policy, budget) as llm:
         llm.generate(prompts(policy.block_size, 256), params(6))
         peak, planned = llm.report["peak_memory_bytes"], llm.report["planned_memory_bytes"]
-        items = "\n" + llm.plan.describe()
+        items = "\n" + llm.choice.plan.describe()
     assert 0.9 * planned["gpu"] <= peak["gpu"] <= 1.1 * planned["gpu"], f"{peak} {items}"
     assert peak["cpu"] <= 1.1 * planned["cpu"] + 256 * MIB, f"{peak} {items}"
     assert peak["disk"] <= 1.1 * planned["disk"] + MIB, f"{peak} {items}"

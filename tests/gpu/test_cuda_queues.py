@@ -1,4 +1,4 @@
-"""Lanes and events on CUDA: bytes arrive whole and in order, whatever compute does meanwhile."""
+"""Transfer queues and events on CUDA: bytes arrive whole and in order, whatever compute does meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from h2o_flexgen.offload.device import Device, StagingBuffers, TransferQueue, copy, finish
+from h2o_flexgen.offload.device import Device, copy, finish
+from h2o_flexgen.offload.queues import StagingBuffers, TransferQueue
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -45,37 +46,37 @@ def noise(rng, nbytes):
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=rng)
 
 
-def test_what_a_lane_brings_is_whole_and_not_overwritten_while_in_use(device, overlap):
-    """As weights come: one staging buffer in RAM, two slots on the device used in turn."""
-    lane, rng, delay = TransferQueue(device, "load", overlap), torch.Generator().manual_seed(0), Delay()
+def test_what_a_queue_loads_is_whole_and_not_overwritten_while_in_use(device, overlap):
+    """As weights are streamed: host buffers in RAM, and staging buffers on the device, used in turn."""
+    queue, rng, delay = TransferQueue(device, "load", overlap), torch.Generator().manual_seed(0), Delay()
     count = 2 if overlap else 1
-    slots = [device.buffer(MOST) for _ in range(count)]
-    staging = [device.host_buffer(MOST) for _ in range(count)]
+    buffers = [device.buffer(MOST) for _ in range(count)]
+    hosts = [device.host_buffer(MOST) for _ in range(count)]
     device.synchronize()
-    slot_free, staging_free, results = [None] * count, [None] * count, []
+    buffer_free, host_free, results = [None] * count, [None] * count, []
     sent: list[torch.Tensor] = []
-    coming = []
+    loading = []
 
-    def fill(slot, data):
-        finish(staging_free[slot])
-        staging[slot][: len(data)] = data
-        copy(slots[slot][: len(data)], staging[slot][: len(data)])
-        staging_free[slot] = device.record()
+    def fill(index, data):
+        finish(host_free[index])
+        hosts[index][: len(data)] = data
+        copy(buffers[index][: len(data)], hosts[index][: len(data)])
+        host_free[index] = device.record()
 
     def start(n):
-        data, slot = noise(rng, random.Random(n).randrange(1, MOST)), n % count
+        data, index = noise(rng, random.Random(n).randrange(1, MOST)), n % count
         sent.append(data)
-        coming.append((lane.submit(lambda: fill(slot, data), after=slot_free[slot]), slot, len(data)))
+        loading.append((queue.submit(lambda: fill(index, data), after=buffer_free[index]), index, len(data)))
 
     start(0)
     for n in range(ROUNDS):
-        future, slot, size = coming.pop()
+        future, index, size = loading.pop()
         device.stall_on(future, "weights")
         if overlap:
             start(n + 1)
         delay()
-        results.append(slots[slot][:size].clone())
-        slot_free[slot] = device.record()
+        results.append(buffers[index][:size].clone())
+        buffer_free[index] = device.record()
         if not overlap:
             start(n + 1)
         if len(results) == 50:
@@ -83,18 +84,18 @@ def test_what_a_lane_brings_is_whole_and_not_overwritten_while_in_use(device, ov
             assert all(torch.equal(r.cpu(), s) for r, s in zip(results, sent))
             results.clear()
             del sent[:50]
-    lane.close()
+    queue.close()
     assert device.stall_seconds.get("weights", 0) >= 0
 
 
-def test_what_a_lane_sends_home_is_complete_when_its_future_is(device, overlap):
-    """As a decode step's K and V go home: the device tensors are dropped at once, and their memory used anew."""
-    lane, delay, rng = TransferQueue(device, "store", overlap), Delay(), random.Random(2)
-    home = device.host_buffer(MOST)
+def test_what_a_queue_stores_is_complete_when_its_future_is(device, overlap):
+    """As a decode step's K and V are written back: device tensors are dropped at once, their memory is reused."""
+    queue, delay, rng = TransferQueue(device, "store", overlap), Delay(), random.Random(2)
+    ram = device.host_buffer(MOST)
     pending = []
 
     def send(data, at, size):
-        copy(home[at : at + size], data)
+        copy(ram[at : at + size], data)
         finish(device.record())
 
     for n in range(ROUNDS):
@@ -102,66 +103,66 @@ def test_what_a_lane_sends_home_is_complete_when_its_future_is(device, overlap):
         at = rng.randrange(MOST - size)
         delay()
         data = (torch.arange(size, device="cuda") * (n + 3) + n).to(torch.uint8)
-        pending.append((lane.submit(lambda data=data, at=at, size=size: send(data, at, size), device.record()), at, n))
+        pending.append((queue.submit(lambda data=data, at=at, size=size: send(data, at, size), device.record()), at, n))
         del data
         torch.full((size,), 255, dtype=torch.uint8, device="cuda")  # takes the block if it was freed too early
         future, at, n = pending.pop()
         future.result()
         wanted = (torch.arange(size) * (n + 3) + n).to(torch.uint8)
-        assert torch.equal(home[at : at + size], wanted)
-    lane.close()
+        assert torch.equal(ram[at : at + size], wanted)
+    queue.close()
 
 
-def test_a_piece_goes_home_and_comes_back_through_two_lanes(device):
-    """As the KV cache moves: a load waits for the store of its slot and for the store of its piece."""
+def test_a_block_is_stored_and_loaded_again_by_two_queues(device):
+    """As the KV cache moves: a load waits for the store of its staging buffer and for the store of its block."""
     load, store, delay = TransferQueue(device, "load", workers=2), TransferQueue(device, "store"), Delay()
-    pieces, size = 5, 1 << 20
-    home = [device.host_buffer(size) for _ in range(pieces)]
-    wanted = [torch.full((size,), p, dtype=torch.uint8) for p in range(pieces)]
-    for h, w in zip(home, wanted):
+    blocks, size = 5, 1 << 20
+    ram = [device.host_buffer(size) for _ in range(blocks)]
+    wanted = [torch.full((size,), p, dtype=torch.uint8) for p in range(blocks)]
+    for h, w in zip(ram, wanted):
         h.copy_(w)
-    stored = [None] * pieces
-    slots = StagingBuffers(device, size, 2)
+    stored = [None] * blocks
+    staging = StagingBuffers(device, size, 2)
     device.synchronize()
 
     def fetch(p):
-        (slot, busy), home_again = slots.take(), stored[p]
+        (index, last_use), last_store = staging.take(), stored[p]
 
         def job():
-            device.wait_for(busy)
-            device.wait_for(home_again)
-            copy(slots.buffers[slot], home[p])
+            device.wait_for(last_use)
+            device.wait_for(last_store)
+            copy(staging.buffers[index], ram[p])
 
-        return slot, load.submit(job)
+        return index, load.submit(job)
 
-    def send(p, slot):
-        copy(home[p], slots.buffers[slot])
+    def send(p, index):
+        copy(ram[p], staging.buffers[index])
         finish(device.record())
 
-    coming = fetch(0)
+    loading = fetch(0)
     for n in range(ROUNDS):
-        p = n % pieces
-        slot, future = coming
+        p = n % blocks
+        index, future = loading
         device.stall_on(future, "cache")
         if n % 3:
-            coming = fetch((p + 1) % pieces)
+            loading = fetch((p + 1) % blocks)
         delay()
-        slots.buffers[slot].add_(p + 1)
+        staging.buffers[index].add_(p + 1)
         wanted[p] += p + 1
-        job = store.submit(lambda p=p, slot=slot: send(p, slot), after=device.record())
+        job = store.submit(lambda p=p, index=index: send(p, index), after=device.record())
         stored[p] = job
-        slots.give_back(slot, job)
+        staging.give_back(index, job)
         if not n % 3:
-            coming = fetch((p + 1) % pieces)
+            loading = fetch((p + 1) % blocks)
     for job in stored:
         finish(job.result())
-    assert all(torch.equal(h, w) for h, w in zip(home, wanted))
+    assert all(torch.equal(h, w) for h, w in zip(ram, wanted))
     load.close()
     store.close()
 
 
 def test_a_copy_that_changes_the_dtype_is_exact_and_in_order(device):
-    lane, delay = TransferQueue(device, "weights"), Delay()
+    queue, delay = TransferQueue(device, "weights"), Delay()
     host = device.host_buffer(2 * 100_003).view(torch.float16)
     target = device.buffer(4 * 100_003).view(torch.float32)
     device.synchronize()
@@ -169,34 +170,34 @@ def test_a_copy_that_changes_the_dtype_is_exact_and_in_order(device):
         values = torch.randn(100_003, generator=torch.Generator().manual_seed(n)).half()
         host.copy_(values)
         delay()
-        device.stall_on(lane.submit(lambda: copy(target, host), after=device.record()), "weights")
+        device.stall_on(queue.submit(lambda: copy(target, host), after=device.record()), "weights")
         assert torch.equal(target.cpu(), values.float())
-    lane.close()
+    queue.close()
 
 
-def test_an_error_in_a_lane_shows_where_its_result_is_asked_for(device, overlap):
-    lane = TransferQueue(device, "load", overlap)
+def test_an_error_in_a_queue_shows_where_its_result_is_asked_for(device, overlap):
+    queue = TransferQueue(device, "load", overlap)
 
     def fail():
-        raise ValueError("no such piece")
+        raise ValueError("no such block")
 
-    with pytest.raises(ValueError, match="no such piece"):
-        lane.submit(fail).result()
-    device.stall_on(lane.submit(lambda: None), "cache")
-    lane.close()
+    with pytest.raises(ValueError, match="no such block"):
+        queue.submit(fail).result()
+    device.stall_on(queue.submit(lambda: None), "cache")
+    queue.close()
 
 
 def test_no_job_runs_before_the_event_it_must_follow(device):
-    lane, x = TransferQueue(device, "load"), torch.randn(4096, 4096, device="cuda")
+    queue, x = TransferQueue(device, "load"), torch.randn(4096, 4096, device="cuda")
     flag, seen = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
     device.synchronize()
     for n in range(1, 30):
         for _ in range(4):
             x = torch.tanh(x @ x)
         flag.fill_(n)
-        device.stall_on(lane.submit(lambda: seen.copy_(flag), after=device.record()), "cache")
+        device.stall_on(queue.submit(lambda: seen.copy_(flag), after=device.record()), "cache")
         assert seen.item() == n
-    lane.close()
+    queue.close()
 
 
 def test_a_device_that_is_dropped_gives_its_memory_back():
@@ -210,9 +211,9 @@ def test_a_device_that_is_dropped_gives_its_memory_back():
 
 
 def test_a_long_job_does_not_hoard_events(device):
-    lane = TransferQueue(device, "load")
+    queue = TransferQueue(device, "load")
     for _ in range(3000):
-        device.stall_on(lane.submit(lambda: None), "cache")
-    assert sum(map(len, device._stall_events.values())) <= 1100
+        device.stall_on(queue.submit(lambda: None), "cache")
+    assert sum(map(len, device.stall_events.values())) <= 1100
     assert device.stall_seconds["cache"] > 0
-    lane.close()
+    queue.close()

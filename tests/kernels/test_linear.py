@@ -205,7 +205,7 @@ def test_only_matrices_that_stay_and_are_multiplied_are_packed(model, monkeypatc
     policy = Policy(2, 1, (*percent, 100, 0, 100, 0))
     with LLM(str(model), policy, device="cpu", dtype=dtype, progress=False) as llm:
         llm.generate([[5, 6, 7]])
-    matrices = [shape for layer in llm.layers[1:-1] for shape in layer.shapes.values() if len(shape) == 2]
+    matrices = [shape for layer in llm.model.layers[1:-1] for shape in layer.shapes.values() if len(shape) == 2]
     assert sorted(packed) == (sorted(matrices) if packs else [])
 
 

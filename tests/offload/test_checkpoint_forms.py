@@ -21,7 +21,7 @@ from h2o_flexgen.offload.disk import DiskIO
 
 pytest_plugins = ["cli_tools"]
 
-HOMES = {"gpu": ON_GPU, "cpu": ON_CPU, "disk": ON_DISK, "mixed": ("40", "30", "100", "0", "100", "0")}
+TIERS = {"gpu": ON_GPU, "cpu": ON_CPU, "disk": ON_DISK, "mixed": ("40", "30", "100", "0", "100", "0")}
 
 
 def causal_lm():
@@ -160,11 +160,37 @@ def tokens(rows: list[dict]) -> list[list[int]]:
     return [row["token_ids"] for row in rows]
 
 
+@pytest.mark.parametrize(
+    "stored, asked",
+    [
+        ("model.decoder.layers.0.fc1.weight", "model.decoder.layers.0.fc1.weight"),
+        ("decoder.layers.0.fc1.weight", "model.decoder.layers.0.fc1.weight"),
+        ("layers.0.fc1.weight", "model.decoder.layers.0.fc1.weight"),
+        ("layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.weight"),
+        ("layers.0.attention.dense.bias", "gpt_neox.layers.0.attention.dense.bias"),
+        ("lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_a_tensor_is_found_whatever_module_was_saved(tmp_path, stored, asked):
+    save_file({stored: torch.ones(2, 3), "weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    found = Checkpoint(tmp_path)
+    found.check({asked: (2, 3)})
+    assert found.find(asked) == found.tensors[stored] and found.stored_dtype(asked) == torch.float32
+
+
+def test_a_tensor_that_is_missing_is_told_as_it_was_asked_for(tmp_path):
+    """No part of a name but leading ones may be missing."""
+    save_file({"weight": torch.ones(1), "layers.1.fc1.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    for name in ("lm_head.weight", "model.norm.weight", "model.decoder.layers.0.fc1.weight"):
+        with pytest.raises(UserError, match=f"no tensor '{name}'"):
+            Checkpoint(tmp_path).check({name: (1,)})
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_every_form_gives_the_tokens_of_transformers(generate, reference, tmp_path, form):
     form(tmp_path / "model")
-    for home in HOMES.values():
-        assert tokens(generate("--model", tmp_path / "model", *percent(home))) == reference
+    for tier in TIERS.values():
+        assert tokens(generate("--model", tmp_path / "model", *percent(tier))) == reference
 
 
 def test_weights_apart_from_their_tokenizer_and_config(generate, reference, model, tmp_path):
@@ -181,9 +207,9 @@ def test_a_checkpoint_of_another_type_is_converted_on_its_way(generate, tmp_path
     stored = write_model(tmp_path / "stored", state)
     same = write_model(tmp_path / "fp32", {name: t.float() for name, t in state.items()})
     expected = generate("--model", same)
-    for home in HOMES.values():
+    for tier in TIERS.values():
         batches = ("--gpu-batch-size", 2, "--num-gpu-batches", 2)
-        assert generate("--model", stored, *percent(home), overlap, *batches) == expected
+        assert generate("--model", stored, *percent(tier), overlap, *batches) == expected
 
 
 def test_types_may_be_mixed_in_one_checkpoint(generate, tmp_path):
@@ -192,8 +218,8 @@ def test_types_may_be_mixed_in_one_checkpoint(generate, tmp_path):
     stored = write_model(tmp_path / "stored", state)
     same = write_model(tmp_path / "fp32", {name: t.float() for name, t in state.items()})
     expected = generate("--model", same)
-    for home in HOMES.values():
-        assert generate("--model", stored, *percent(home)) == expected
+    for tier in TIERS.values():
+        assert generate("--model", stored, *percent(tier)) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -206,7 +232,7 @@ def test_every_type_of_computation_runs_from_disk(cli, tmp_path, dtype):
         assert code == 0, err
 
 
-# where the bytes lie in the file
+# any offset in the file
 
 
 def shift(path: Path, padding: int) -> None:
@@ -245,7 +271,7 @@ def test_data_that_end_with_the_file(tmp_path):
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "converted"
 
@@ -253,26 +279,26 @@ def home(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def loads(monkeypatch) -> list[str]:
     """Names of the shards that were unpickled."""
-    seen, real = [], convert._load_bin
-    monkeypatch.setattr(convert, "_load_bin", lambda shard: seen.append(shard.name) or real(shard))
+    seen, real = [], convert.load_bin
+    monkeypatch.setattr(convert, "load_bin", lambda shard: seen.append(shard.name) or real(shard))
     return seen
 
 
-def folders(home: Path) -> list[str]:
-    return sorted(p.name for p in home.iterdir() if p.is_dir())
+def folders(cache: Path) -> list[str]:
+    return sorted(p.name for p in cache.iterdir() if p.is_dir())
 
 
-def test_a_bin_is_converted_once(tmp_path, home, loads):
+def test_a_bin_is_converted_once(tmp_path, cache, loads):
     folder = write_bins(tmp_path / "model", tiny_state())
     first = Checkpoint(folder)
     assert len(loads) == 2
-    made = folders(home)
+    made = folders(cache)
     assert len(made) == 1 and not made[0].endswith(".partial")
     assert Checkpoint(folder).tensors.keys() == first.tensors.keys()
-    assert len(loads) == 2 and folders(home) == made
+    assert len(loads) == 2 and folders(cache) == made
 
 
-def test_another_bin_in_the_same_place_is_converted_anew(tmp_path, home, loads):
+def test_another_bin_in_the_same_place_is_converted_anew(tmp_path, cache, loads):
     folder = with_config(tmp_path / "model")
     torch.save(tiny_state(), folder / "pytorch_model.bin")
     Checkpoint(folder)
@@ -287,36 +313,36 @@ def test_another_bin_in_the_same_place_is_converted_anew(tmp_path, home, loads):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, UserError("garbage")])
-def test_a_conversion_that_is_interrupted_leaves_nothing(tmp_path, home, monkeypatch, error):
+def test_a_conversion_that_is_interrupted_leaves_nothing(tmp_path, cache, monkeypatch, error):
     folder = write_bins(tmp_path / "model", tiny_state())
-    real, calls = convert._load_bin, iter(range(10))
+    real, calls = convert.load_bin, iter(range(10))
 
     def interrupted(shard):
         if next(calls) == 1:
-            assert any(name.endswith(".partial") for name in folders(home))
+            assert any(name.endswith(".partial") for name in folders(cache))
             raise error
         return real(shard)
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "_load_bin", interrupted)
+        patch.setattr(convert, "load_bin", interrupted)
         with pytest.raises(error if isinstance(error, type) else type(error)):
             Checkpoint(folder)
-    assert folders(home) == []
+    assert folders(cache) == []
     Checkpoint(folder)
-    assert len(folders(home)) == 1
+    assert len(folders(cache)) == 1
 
 
-def test_a_conversion_that_was_killed_is_made_anew(tmp_path, home, loads, generate, reference):
+def test_a_conversion_that_was_killed_is_made_anew(tmp_path, cache, loads, generate, reference):
     folder = write_bins(tmp_path / "model", tiny_state())
     Checkpoint(folder)
-    (made,) = folders(home)
-    (home / made).rename(home / f"{made}.partial")
-    (home / f"{made}.partial" / "pytorch_model-00002-of-00002.000.safetensors").unlink()
+    (made,) = folders(cache)
+    (cache / made).rename(cache / f"{made}.partial")
+    (cache / f"{made}.partial" / "pytorch_model-00002-of-00002.000.safetensors").unlink()
     assert tokens(generate("--model", folder)) == reference
-    assert folders(home) == [made] and len(loads) == 4
+    assert folders(cache) == [made] and len(loads) == 4
 
 
-def test_two_conversions_at_the_same_time_are_one(tmp_path, home, loads):
+def test_two_conversions_at_the_same_time_are_one(tmp_path, cache, loads):
     import threading
 
     folder = write_bins(tmp_path / "model", tiny_state())
@@ -327,48 +353,48 @@ def test_two_conversions_at_the_same_time_are_one(tmp_path, home, loads):
     for thread in threads:
         thread.join(60)
     assert found == [len(tiny_state())] * 3
-    assert len(loads) == 2 and len(folders(home)) == 1
+    assert len(loads) == 2 and len(folders(cache)) == 1
 
 
-def test_a_converted_file_that_has_gone_is_told(tmp_path, home):
+def test_a_converted_file_that_has_gone_is_told(tmp_path, cache):
     folder = write_bins(tmp_path / "model", tiny_state())
     Checkpoint(folder)
-    (made,) = folders(home)
-    shutil.rmtree(home / made)
+    (made,) = folders(cache)
+    shutil.rmtree(cache / made)
     assert len(Checkpoint(folder).tensors) == len(tiny_state())
 
 
-def test_a_bin_is_converted_a_part_at_a_time(tmp_path, home, monkeypatch, generate, reference):
+def test_a_bin_is_converted_a_part_at_a_time(tmp_path, cache, monkeypatch, generate, reference):
     """A shard need not fit into RAM: no file takes more than a part, or one tensor."""
     folder, state = write_bins(tmp_path / "model", tiny_state()), tiny_state()
     monkeypatch.setattr(convert, "CONVERTED_BYTES", 5000)
     found = Checkpoint(folder)
-    (made,) = folders(home)
-    sizes = [path.stat().st_size for path in (home / made).iterdir()]
+    (made,) = folders(cache)
+    sizes = [path.stat().st_size for path in (cache / made).iterdir()]
     assert len(sizes) > 4
     assert max(sizes) < 4096 + max(t.nbytes for t in state.values())
     assert len(found.tensors) == len(state)
     assert tokens(generate("--model", folder)) == reference
 
 
-def test_a_conversion_that_was_killed_goes_at_the_next_start_of_any_job(home, generate, model):
-    (home / "0123.partial").mkdir(parents=True)
-    (home / "lock").write_text("")
-    with open(home / "lock") as lock:  # one is at work
+def test_a_conversion_that_was_killed_goes_at_the_next_start_of_any_job(cache, generate, model):
+    (cache / "0123.partial").mkdir(parents=True)
+    (cache / "lock").write_text("")
+    with open(cache / "lock") as lock:  # one is at work
         fcntl.flock(lock, fcntl.LOCK_EX)
         generate("--model", model)
-        assert folders(home) == ["0123.partial"]
+        assert folders(cache) == ["0123.partial"]
     generate("--model", model)
-    assert folders(home) == []
+    assert folders(cache) == []
 
 
-@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_tensor_is_converted_a_part_at_a_time(tmp_path, monkeypatch, into):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_is_converted_a_part_at_a_time(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(checkpoint, "PART", 100)
     folder = write_model(tmp_path / "m")
     found, io = Checkpoint(folder), DiskIO()
     for name, tensor in tiny_state().items():
-        out = torch.empty(tensor.shape, dtype=into)
+        out = torch.empty(tensor.shape, dtype=dtype)
         found.read(name, out, io)
-        assert torch.equal(out, tensor.to(into)), name
+        assert torch.equal(out, tensor.to(dtype)), name
     io.close()

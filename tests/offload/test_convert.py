@@ -1,4 +1,4 @@
-"""Numbers that change their type on the way."""
+"""Conversion between float types."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("count", [1, 1 << 18, 300_000])
-@pytest.mark.parametrize("into, out_of", list(product(DTYPES, DTYPES)))
-def test_convert_does_what_torch_does(into, out_of, count):
-    src = torch.randn(count).to(out_of)
-    dst = torch.empty(count, dtype=into)
+@pytest.mark.parametrize("target, source", list(product(DTYPES, DTYPES)))
+def test_convert_does_what_torch_does(target, source, count):
+    src = torch.randn(count).to(source)
+    dst = torch.empty(count, dtype=target)
     convert(dst, src)
-    assert torch.equal(dst, src.to(into))
+    assert torch.equal(dst, src.to(target))

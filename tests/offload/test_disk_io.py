@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import LATER, READ, WRITE, DiskIO, File, OffloadFolder, _Requests, wait
+from h2o_flexgen.offload.disk import PREFETCH, READ, WRITE, DiskIO, File, OffloadFolder, RequestQueue, wait
 
 PAGE = 4096
 SIZE = 10 * PAGE + 123
@@ -44,18 +44,18 @@ def buffer(nbytes: int, phase: int) -> np.ndarray:
     ),
     phase=st.sampled_from([0, 0, 0, 1, 512, 4095]),
     direct=st.booleans(),
-    later=st.booleans(),
+    prefetch=st.booleans(),
     request_size=st.sampled_from([1, 1000, PAGE, 3 * PAGE, 1 << 22]),
 )
-def test_any_read_is_exact(content, offset, length, phase, direct, later, request_size):
+def test_any_read_is_exact(content, offset, length, phase, direct, prefetch, request_size):
     """Offset, length, address and request size need not be multiples of anything."""
     length = min(length, SIZE - offset)
     if request_size < 1000:
         length = min(length, 200)  # one request a byte
     file, io = File(content), DiskIO(threads=3, request=request_size)
-    io.large_later = later
+    io.large_prefetches = prefetch
     out = buffer(length, phase)
-    wait(io.read(file, out, offset, direct, later))
+    wait(io.read(file, out, offset, direct, prefetch))
     assert np.array_equal(out, CONTENT[offset : offset + length])
     assert io.read_bytes == length
     io.close()
@@ -94,13 +94,13 @@ def test_any_write_is_exact_and_touches_nothing_else(tmp_path_factory, writes, p
 
 @pytest.mark.parametrize("mib, parts", [(0, 0), (1, 1), (5, 1), (8, 1), (32, 4)])
 @pytest.mark.parametrize("more", [0, 100, PAGE])
-def test_what_is_wanted_later_may_be_read_in_large_requests(tmp_path, mib, parts, more):
+def test_prefetches_may_be_large_requests(tmp_path, mib, parts, more):
     nbytes = mib and (mib << 20) + more
     content = np.random.default_rng(mib).integers(0, 256, nbytes, dtype=np.uint8)
     content.tofile(tmp_path / "f")
     io, out = DiskIO(), buffer(nbytes, 0)
-    io.large_later = True
-    reads = io.read(File(tmp_path / "f"), out, 0, direct=True, later=True)
+    io.large_prefetches = True
+    reads = io.read(File(tmp_path / "f"), out, 0, direct=True, prefetch=True)
     wait(reads)
     assert len(reads) == parts and np.array_equal(out, content)
     ends = [end for read in reads for end in read.result()]
@@ -110,9 +110,9 @@ def test_what_is_wanted_later_may_be_read_in_large_requests(tmp_path, mib, parts
 
 def test_where_the_disk_never_rests_nothing_piles_up(monkeypatch):
     """A call of the pool for each thread, not one for each request that a thread already at work takes."""
-    requests, calls, left, begun = _Requests(2), [], iter(range(500)), threading.Event()
-    submit = requests._pool.submit
-    monkeypatch.setattr(requests._pool, "submit", lambda work: calls.append(work) or submit(work))
+    requests, calls, left, begun = RequestQueue(2), [], iter(range(500)), threading.Event()
+    submit = requests.pool.submit
+    monkeypatch.setattr(requests.pool, "submit", lambda work: calls.append(work) or submit(work))
     done = threading.Event()
 
     def work():
@@ -130,12 +130,12 @@ def test_where_the_disk_never_rests_nothing_piles_up(monkeypatch):
 
 
 def test_every_request_is_taken_whoever_asks_and_however_often_the_disk_rests():
-    requests = _Requests(3)
+    requests = RequestQueue(3)
     taken: list[tuple[int, int]] = []
 
     def ask(asker: int) -> None:
         for n in range(300):
-            future = requests.submit((WRITE, READ, LATER)[n % 3], taken.append, (asker, n))
+            future = requests.submit((WRITE, READ, PREFETCH)[n % 3], taken.append, (asker, n))
             if n % 7 == asker:
                 assert future.exception(60) is None  # the disk rests
 
@@ -144,7 +144,7 @@ def test_every_request_is_taken_whoever_asks_and_however_often_the_disk_rests():
         asker.start()
     for asker in askers:
         asker.join(60)
-    requests.submit(LATER, int).result(60)
+    requests.submit(PREFETCH, int).result(60)
     requests.close()
     assert sorted(taken) == [(asker, n) for asker in range(4) for n in range(300)]
 
@@ -308,14 +308,14 @@ def gated(monkeypatch):
     gate.set()
 
 
-def test_what_is_wanted_later_waits_until_nothing_else_does(content, gated):
-    """The next layer's weights do not hold up the cache that compute wants next, though it lies in another file."""
+def test_a_prefetch_waits_until_no_other_request_does(content, gated):
+    """The next layer's weights do not hold up the cache that compute wants next, though it is in another file."""
     gate, order = gated
     weights, cache, io = File(content), File(content), DiskIO(threads=1, request=PAGE)
     outs = [np.empty(PAGE, np.uint8) for _ in range(6)]
     requests = []
-    for n, later in enumerate([False, True, True, False, True, False]):  # the first one holds the only thread
-        requests += io.read(weights if later else cache, outs[n], n * PAGE, later=later)
+    for n, prefetch in enumerate([False, True, True, False, True, False]):  # the first one holds the only thread
+        requests += io.read(weights if prefetch else cache, outs[n], n * PAGE, prefetch=prefetch)
     gate.set()
     wait(requests)
     assert order == [0, 3, 5, 1, 2, 4]
@@ -323,17 +323,17 @@ def test_what_is_wanted_later_waits_until_nothing_else_does(content, gated):
     io.close()
 
 
-def test_what_is_to_be_written_goes_first(content, tmp_path, gated, monkeypatch):
-    """It holds memory until it is."""
+def test_writes_go_first(content, tmp_path, gated, monkeypatch):
+    """They hold memory until they are done."""
     gate, order = gated
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: (order.append("write"), real(fd, data, offset))[1])
-    file, home, io = File(content), File(tmp_path / "home", writable=True), DiskIO(threads=1, request=PAGE)
+    file, target, io = File(content), File(tmp_path / "target", writable=True), DiskIO(threads=1, request=PAGE)
     out = np.empty((3, PAGE), np.uint8)
     requests = [io.read(file, row, n * PAGE) for n, row in enumerate(out)]
     while not requests[0][0].running():
         time.sleep(0.001)
-    requests.append(io.write(home, np.zeros(PAGE, np.uint8), 0))
+    requests.append(io.write(target, np.zeros(PAGE, np.uint8), 0))
     gate.set()
     wait([future for futures in requests for future in futures])
     assert order == [0, "write", 1, 2]
@@ -342,11 +342,11 @@ def test_what_is_to_be_written_goes_first(content, tmp_path, gated, monkeypatch)
 
 def test_file_systems_do_not_wait_for_each_other(content, gated):
     gate, order = gated
-    here, there, io = File(content), File(content), DiskIO(threads=1, request=PAGE)
-    there.device = here.device + 1
+    one, other, io = File(content), File(content), DiskIO(threads=1, request=PAGE)
+    other.device = one.device + 1
     out = np.empty(PAGE, np.uint8)
-    held = io.read(here, out, 0)
-    wait(io.read(there, out, PAGE))
+    held = io.read(one, out, 0)
+    wait(io.read(other, out, PAGE))
     assert order == [1]
     gate.set()
     wait(held)
@@ -376,10 +376,10 @@ def test_a_request_whose_thread_was_never_called_is_still_taken(content, gated):
     file, io = File(content), DiskIO(threads=1, request=PAGE)
     out = np.empty((2, PAGE), np.uint8)
     first = io.read(file, out[0], 0)
-    (requests,) = io._requests.values()
+    (requests,) = io.queues.values()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requests._pool, "submit", lambda call: None)
-        lost = io.read(file, out[1], PAGE, later=True)
+        patch.setattr(requests.pool, "submit", lambda call: None)
+        lost = io.read(file, out[1], PAGE, prefetch=True)
     gate.set()
     wait(first + lost)
     assert np.array_equal(out.reshape(-1), CONTENT[: 2 * PAGE])

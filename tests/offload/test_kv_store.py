@@ -1,4 +1,4 @@
-"""Pieces of a cache on disk come beside each other, and go home, within the buffers that the plan counts."""
+"""KV blocks on disk are loaded beside each other, and written back, within the buffers that the plan counts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from h2o_flexgen.kv_cache import KVLayout
-from h2o_flexgen.offload.device import Device, TransferQueue
+from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder
 from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.queues import TransferQueue
 from h2o_flexgen.sizes import KV_BUFFERS, PAGE
 
-PIECES, SLOTS, HELD = 8, 16, 4
+BLOCKS, SLOTS, HELD = 8, 16, 4
 LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, dtype=torch.float32, scored=False)
 
 
@@ -34,13 +35,13 @@ def gates(monkeypatch):
 
 @pytest.fixture
 def store(tmp_path, gates):
-    """All pieces are on disk, each filled with its number."""
+    """All blocks are on disk, each filled with its number."""
     device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
-    lanes = [TransferQueue(device, "cache", workers=KV_BUFFERS), TransferQueue(device, "store")]
-    homes = {(0, k): "disk" for k in range(PIECES)}
-    store = KVStore(device, 1, [LAYOUT] * PIECES, homes, io, *lanes, folder.file)
-    store.begin_block([LAYOUT] * PIECES)
-    for k in range(PIECES):
+    queues = [TransferQueue(device, "cache", workers=KV_BUFFERS), TransferQueue(device, "store")]
+    tiers = {(0, k): "disk" for k in range(BLOCKS)}
+    store = KVStore(device, [LAYOUT] * BLOCKS, tiers, io, *queues, folder.file)
+    store.begin_block([LAYOUT] * BLOCKS)
+    for k in range(BLOCKS):
         cache = store.blank(0, k)
         cache.k[0].fill_(k)
         cache.v[0].fill_(-k)
@@ -49,8 +50,8 @@ def store(tmp_path, gates):
     yield store
     for gate in gates:
         gate.set()
-    for lane in lanes:
-        lane.close()
+    for queue in queues:
+        queue.close()
     io.close()
     folder.close()
 
@@ -60,24 +61,24 @@ def number(cache) -> set[float]:
 
 
 def step(store, k: int) -> None:
-    """Use a piece, and put a token into its last slot but one."""
+    """Use a block, and put a token into its last slot but one."""
     store.get(0, k, HELD)
     slots, token = torch.full((2, 2), SLOTS - 2), torch.full((2, 2, 8), 100.0 + k)
     store.store_step(0, k, HELD, slots, token, -token)
 
 
-def test_as_many_pieces_come_at_once_as_there_are_slots(store, gates):
+def test_as_many_blocks_are_loaded_at_once_as_there_are_staging_buffers(store, gates):
     reads, _ = gates
     reads.clear()
-    assert [store.prefetch(0, k, HELD) for k in range(PIECES)] == [True] * KV_BUFFERS + [False] * (PIECES - KV_BUFFERS)
-    assert not any(future.done() for _, future in store._loading.values())
+    assert [store.prefetch(0, k, HELD) for k in range(BLOCKS)] == [True] * KV_BUFFERS + [False] * (BLOCKS - KV_BUFFERS)
+    assert not any(future.done() for future in store.loading.values())
     reads.set()
     for k in range(KV_BUFFERS):
         assert number(store.get(0, k, HELD)) == {k}
         store.store_all(0, k, HELD)
 
 
-def test_a_piece_that_is_used_or_comes_is_not_fetched_again(store):
+def test_a_block_that_is_staged_or_being_loaded_is_not_loaded_again(store):
     assert store.prefetch(0, 0, HELD) and not store.prefetch(0, 0, HELD)
     store.get(0, 0, HELD)
     assert not store.prefetch(0, 0, HELD)
@@ -90,22 +91,22 @@ def test_no_more_tokens_wait_for_the_disk_than_the_plan_counts(store, gates):
     _, writes = gates
     writes.clear()
     used = []
-    compute = threading.Thread(target=lambda: [(step(store, k), used.append(k)) for k in range(PIECES)])
+    compute = threading.Thread(target=lambda: [(step(store, k), used.append(k)) for k in range(BLOCKS)])
     compute.start()
     while len(used) < KV_BUFFERS:
         time.sleep(0.001)
     compute.join(0.2)
-    assert compute.is_alive() and used == list(range(KV_BUFFERS)) and len(store._storing) < KV_BUFFERS
+    assert compute.is_alive() and used == list(range(KV_BUFFERS)) and len(store.storing) < KV_BUFFERS
     writes.set()
     compute.join()
-    assert used == list(range(PIECES)) and len(store._storing) <= KV_BUFFERS
-    for k in range(PIECES):
+    assert used == list(range(BLOCKS)) and len(store.storing) <= KV_BUFFERS
+    for k in range(BLOCKS):
         assert number(store.get(0, k, HELD)) == {k, 100 + k}
         store.store_all(0, k, HELD)
 
 
-def test_a_slot_is_free_again_once_what_was_coming_into_it_has_come(store, gates):
-    """No request may still read into a buffer that another piece fills."""
+def test_a_staging_buffer_is_free_again_once_its_reads_have_ended(store, gates):
+    """No request may still read into a buffer that another block takes."""
     reads, _ = gates
     reads.clear()
     for k in range(KV_BUFFERS):
@@ -126,8 +127,8 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
     layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, dtype=torch.float32, scored=False)
     assert layout.row_bytes == PAGE
     device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
-    lanes = [TransferQueue(device, "cache"), TransferQueue(device, "store")]
-    store = KVStore(device, 1, [layout], {(0, 0): "disk"}, io, *lanes, folder.file)
+    queues = [TransferQueue(device, "cache"), TransferQueue(device, "store")]
+    store = KVStore(device, [layout], {(0, 0): "disk"}, io, *queues, folder.file)
     store.begin_block([layout])
     cache = store.blank(0, 0)
     for part in (*cache.k, *cache.v):
@@ -155,7 +156,7 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
             assert written == 1
         else:
             assert written == 4 if not lag else 4 < written <= held + 1
-    for lane in lanes:
-        lane.close()
+    for queue in queues:
+        queue.close()
     io.close()
     folder.close()

@@ -1,7 +1,7 @@
 """Events alone keep the order: on a fake CUDA whose copies run as late as events allow, tokens stay the same.
 
-Every copy of a lane waits in a queue until somebody waits for an event behind it. So a staging buffer that is filled
-anew too early, or a copy to RAM that is read before it has come, changes the tokens.
+Every copy of a transfer queue is put off until somebody waits for an event behind it. So a staging buffer that is
+filled again too early, or a copy to RAM that is read before it has ended, changes the tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, llm
-from h2o_flexgen.offload import activations, kv_store, memory, weights
-from h2o_flexgen.offload import device as device_module
-from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload import activations, checkpoint, kv_store, memory, weights
+from h2o_flexgen.offload.device import Device, host_memory
+from h2o_flexgen.offload.queues import TransferQueue
 
 _lock = threading.RLock()
-_here = threading.local()
+_thread = threading.local()
 
 
 class Stream:
@@ -48,11 +48,11 @@ class Event:
 
 
 class Flush(TorchDispatchMode):
-    """Whatever else a lane computes comes after its copies."""
+    """Whatever else a job computes comes after its copies."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func.is_view:
-            _here.stream.run_to(len(_here.stream.queue))
+            _thread.stream.run_to(len(_thread.stream.queue))
         return func(*args, **(kwargs or {}))
 
 
@@ -65,7 +65,7 @@ class LazyDevice(Device):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def host_buffer(self, nbytes):
-        return device_module._host_buffer(nbytes)
+        return host_memory(nbytes)
 
     def start(self, most_bytes):
         pass
@@ -87,15 +87,15 @@ class LazyDevice(Device):
             stream.run_to(len(stream.queue))
 
     def record(self):
-        return Event(getattr(_here, "stream", None))
+        return Event(getattr(_thread, "stream", None))
 
     def wait(self, event):
         if event is None:
             return
-        if getattr(_here, "stream", None) is None:
+        if getattr(_thread, "stream", None) is None:
             event.synchronize()  # compute runs at once
         else:
-            _here.stream.add(event.synchronize)
+            _thread.stream.add(event.synchronize)
 
     def stall_on(self, future, kind):
         if future is not None:
@@ -105,27 +105,27 @@ class LazyDevice(Device):
 streams: list[Stream] = []
 
 
-class LazyLane(device_module.TransferQueue):
+class LazyQueue(TransferQueue):
     def __init__(self, device, name, overlap=True, workers=1):
         device.is_cuda = False
         super().__init__(device, name, overlap, workers)
         device.is_cuda = True
-        self._stream = Stream()
-        streams.append(self._stream)
+        self.stream = Stream()
+        streams.append(self.stream)
 
-    def _run(self, job, after):
-        _here.stream = self._stream
+    def run(self, job, after=None):
+        _thread.stream = self.stream
         try:
             self.device.wait(after)
             with Flush():
                 job()
             return self.device.record()
         finally:
-            _here.stream = None
+            _thread.stream = None
 
 
 def lazy_copy(dst, src):
-    stream = getattr(_here, "stream", None)
+    stream = getattr(_thread, "stream", None)
     if stream is None:
         dst.copy_(src)
     else:
@@ -133,20 +133,20 @@ def lazy_copy(dst, src):
 
 
 def _plain_copy(dst, src):
-    outer, _here.stream = getattr(_here, "stream", None), None
+    outer, _thread.stream = getattr(_thread, "stream", None), None
     try:
         with torch.utils._python_dispatch._disable_current_modes():
             dst.copy_(src)
     finally:
-        _here.stream = outer
+        _thread.stream = outer
 
 
 @pytest.fixture
 def lazy(monkeypatch):
     streams.clear()
     monkeypatch.setattr(llm, "Device", LazyDevice)
-    monkeypatch.setattr(llm, "TransferQueue", LazyLane)
-    for module in (activations, kv_store, weights):
+    monkeypatch.setattr(llm, "TransferQueue", LazyQueue)
+    for module in (activations, checkpoint, kv_store, weights):
         monkeypatch.setattr(module, "copy", lazy_copy)
     yield
 

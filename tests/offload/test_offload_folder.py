@@ -136,7 +136,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(38, os.strerror(38))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(UserError, match="--offload-dir"):
+    with pytest.raises(UserError, match="offload_dir"):
         OffloadFolder(tmp_path)
     assert os.listdir(tmp_path) == []
 
@@ -190,7 +190,7 @@ def test_a_job_runs_in_a_private_folder_of_its_own(model, tmp_path, monkeypatch)
 
 
 def test_two_jobs_on_one_folder_do_not_disturb_each_other(model, tmp_path):
-    """Each starts, runs and ends while the other's files lie there."""
+    """Each starts, runs and ends while the other's files are in the folder."""
     prompts, params = PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True)
 
     def tokens(llm):
@@ -199,12 +199,12 @@ def test_two_jobs_on_one_folder_do_not_disturb_each_other(model, tmp_path):
     options = {"path": "_DUMMY_", "device": "cpu", "dtype": "float32", "progress": False, "offload_dir": tmp_path}
     with LLM(str(model), DISK, **options) as one:
         first = tokens(one)
-        mine = set(os.listdir(tmp_path))
+        files = set(os.listdir(tmp_path))
         with LLM(str(model), DISK, **options) as two:
             assert tokens(two) == first
-            assert mine < set(os.listdir(tmp_path))
+            assert files < set(os.listdir(tmp_path))
             assert tokens(one) == first
-        assert set(os.listdir(tmp_path)) == mine
+        assert set(os.listdir(tmp_path)) == files
         assert tokens(one) == first
     assert os.listdir(tmp_path) == []
 

@@ -12,9 +12,10 @@ from cli_tools import PROMPTS
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import Interrupted, UserError
 from h2o_flexgen.offload.activations import ActivationStore
-from h2o_flexgen.offload.device import Device, TransferQueue
+from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import DiskIO, File
 from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.queues import TransferQueue
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.sizes import WRITE_BACKS
 
@@ -27,27 +28,27 @@ def overlap(request) -> bool:
 
 
 @pytest.fixture
-def lane(overlap):
-    lane = TransferQueue(Device("cpu"), "test", overlap)
-    yield lane
-    lane.close()
+def queue(overlap):
+    queue = TransferQueue(Device("cpu"), "test", overlap)
+    yield queue
+    queue.close()
 
 
-def test_an_error_is_in_the_future_and_the_lane_goes_on(lane):
+def test_an_error_is_in_the_future_and_the_queue_goes_on(queue):
     done = []
-    before = lane.submit(lambda: done.append(1))
-    failed = lane.submit(lambda: 1 / 0)
-    after = lane.submit(lambda: done.append(2))
+    before = queue.submit(lambda: done.append(1))
+    failed = queue.submit(lambda: 1 / 0)
+    after = queue.submit(lambda: done.append(2))
     after.result()
     before.result()
     assert done == [1, 2]
     with pytest.raises(ZeroDivisionError):
         failed.result()
     with pytest.raises(ZeroDivisionError):
-        lane.device.stall_on(failed, "weights")
+        queue.device.stall_on(failed, "weights")
 
 
-def test_jobs_run_in_order_one_at_a_time(lane):
+def test_jobs_run_in_order_one_at_a_time(queue):
     running, order = [], []
 
     def job(n):
@@ -56,32 +57,32 @@ def test_jobs_run_in_order_one_at_a_time(lane):
         order.append(n)
         running.remove(n)
 
-    for future in [lane.submit(lambda n=n: job(n)) for n in range(50)]:
+    for future in [queue.submit(lambda n=n: job(n)) for n in range(50)]:
         future.result()
     assert order == list(range(50))
 
 
 def test_an_interrupt_in_a_job_of_the_main_thread_is_not_put_away():
-    lane = TransferQueue(Device("cpu"), "test", overlap=False)
+    queue = TransferQueue(Device("cpu"), "test", overlap=False)
 
     def interrupted():
         raise Interrupted(2)
 
     with pytest.raises(Interrupted):
-        lane.submit(interrupted)
+        queue.submit(interrupted)
 
 
-def test_a_lane_may_change_tensors_that_compute_made(lane):
+def test_a_queue_may_change_tensors_that_compute_made(queue):
     """Compute runs in inference mode, which is a thread's own: what it makes, no other mode may change."""
     with torch.inference_mode():
-        slot = torch.zeros(4)
+        buffer = torch.zeros(4)
         half = torch.ones(4, dtype=torch.float16)
-        lane.submit(lambda: slot.copy_(half)).result()
-    assert slot.tolist() == [1, 1, 1, 1]
+        queue.submit(lambda: buffer.copy_(half)).result()
+    assert buffer.tolist() == [1, 1, 1, 1]
 
 
 def test_closing_waits_for_the_running_job_and_drops_the_rest():
-    lane = TransferQueue(Device("cpu"), "test", overlap=True)
+    queue = TransferQueue(Device("cpu"), "test", overlap=True)
     started, go, done = threading.Event(), threading.Event(), []
 
     def first():
@@ -89,10 +90,10 @@ def test_closing_waits_for_the_running_job_and_drops_the_rest():
         go.wait(30)
         done.append(1)
 
-    lane.submit(first)
-    waiting = lane.submit(lambda: done.append(2))
+    queue.submit(first)
+    waiting = queue.submit(lambda: done.append(2))
     started.wait(30)
-    closer = threading.Thread(target=lane.close)
+    closer = threading.Thread(target=queue.close)
     closer.start()
     while not waiting.cancelled():
         pass
@@ -101,22 +102,22 @@ def test_closing_waits_for_the_running_job_and_drops_the_rest():
     assert done == [1]
 
 
-def test_only_so_many_hidden_states_wait_on_the_device_to_go_home(monkeypatch):
+def test_only_so_many_hidden_states_wait_on_the_device_to_be_written_back(monkeypatch):
     started, go = threading.Event(), threading.Event()
-    real = ActivationStore._store
+    real = ActivationStore.store
 
     def slow(*args):
         started.set()
         go.wait(30)
         real(*args)
 
-    monkeypatch.setattr(ActivationStore, "_store", slow)
-    device, lanes = Device("cpu"), [TransferQueue(Device("cpu"), name) for name in ("load", "store")]
-    store = ActivationStore(device, ["cpu"], [64 * (WRITE_BACKS + 1)], 64, None, *lanes, None)
-    pieces = [torch.full((1, 4, 4), float(n)) for n in range(WRITE_BACKS + 1)]
+    monkeypatch.setattr(ActivationStore, "store", slow)
+    device, queues = Device("cpu"), [TransferQueue(Device("cpu"), name) for name in ("load", "store")]
+    store = ActivationStore(device, ["cpu"], [64 * (WRITE_BACKS + 1)], 64, None, *queues, None)
+    hiddens = [torch.full((1, 4, 4), float(n)) for n in range(WRITE_BACKS + 1)]
 
     def put(n):
-        store.put(0, n, 64 * n, pieces[n])
+        store.put(0, n, 64 * n, hiddens[n])
 
     for n in range(WRITE_BACKS):
         put(n)
@@ -128,24 +129,24 @@ def test_only_so_many_hidden_states_wait_on_the_device_to_go_home(monkeypatch):
     go.set()
     last.join(30)
     assert device.stall_seconds["activations"] > 0
-    assert all(torch.equal(store.get(0, n, 64 * n), piece) for n, piece in enumerate(pieces))
+    assert all(torch.equal(store.get(0, n, 64 * n), hidden) for n, hidden in enumerate(hiddens))
     store.drain()
-    for lane in lanes:
-        lane.close()
+    for queue in queues:
+        queue.close()
 
 
 #: where a job can fail, and the policy under which it gets there
 PLACES = {
-    "weights": (WeightStore, "_fill", (0, 0, 100, 0, 100, 0)),
-    "weights in RAM": (WeightStore, "_fill", (0, 100, 100, 0, 100, 0)),
+    "weights": (WeightStore, "fill", (0, 0, 100, 0, 100, 0)),
+    "weights in RAM": (WeightStore, "fill", (0, 100, 100, 0, 100, 0)),
     "rows of the embedding": (WeightStore, "rows", (0, 0, 100, 0, 100, 0)),
-    "cache load": (KVStore, "_load", (100, 0, 0, 0, 100, 0)),
-    "cache load from RAM": (KVStore, "_load", (100, 0, 0, 100, 100, 0)),
-    "cache store": (KVStore, "_store_all", (100, 0, 0, 0, 100, 0)),
-    "cache scores": (KVStore, "_meta_home", (100, 0, 0, 0, 100, 0)),
-    "cache step": (KVStore, "_store_token", (100, 0, 0, 0, 100, 0)),
-    "activation load": (ActivationStore, "_load", (100, 0, 100, 0, 0, 0)),
-    "activation store": (ActivationStore, "_store", (100, 0, 100, 0, 0, 0)),
+    "cache load": (KVStore, "load_block", (100, 0, 0, 0, 100, 0)),
+    "cache load from RAM": (KVStore, "load_block", (100, 0, 0, 100, 100, 0)),
+    "cache store": (KVStore, "store_block", (100, 0, 0, 0, 100, 0)),
+    "cache scores": (KVStore, "store_scores", (100, 0, 0, 0, 100, 0)),
+    "cache step": (KVStore, "store_token", (100, 0, 0, 0, 100, 0)),
+    "activation load": (ActivationStore, "load", (100, 0, 100, 0, 0, 0)),
+    "activation store": (ActivationStore, "store", (100, 0, 100, 0, 0, 0)),
     "disk read": (File, "read_at", (0, 0, 0, 0, 0, 0)),
     "disk write": (File, "write_at", (0, 0, 0, 0, 0, 0)),
 }
@@ -178,7 +179,7 @@ def test_an_error_anywhere_reaches_the_caller(model, tmp_path, monkeypatch, plac
     assert not (tmp_path / "off").exists() or os.listdir(tmp_path / "off") == []
 
 
-def test_a_card_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeypatch):
+def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeypatch):
     """And the job may be tried again."""
     with LLM(str(model), Policy(1, 3, (0,) * 6), device="cpu", progress=False, offload_dir=tmp_path) as llm:
         with monkeypatch.context() as patch:
@@ -202,7 +203,7 @@ def test_a_pool_that_is_closed_takes_no_more(tmp_path):
 
 
 def test_the_cause_is_told_not_what_follows_from_it(model, tmp_path, monkeypatch):
-    """When one write fails, later loads of the same piece fail too; the user sees the write's error."""
+    """When one write fails, later loads of the same block fail too; the user sees the write's error."""
 
     def full(fd, data, offset):
         raise OSError(28, os.strerror(28))
@@ -214,13 +215,13 @@ def test_the_cause_is_told_not_what_follows_from_it(model, tmp_path, monkeypatch
     assert os.listdir(tmp_path) == []
 
 
-def test_only_layers_are_read_later(model, tmp_path, monkeypatch):
+def test_only_layers_are_prefetched(model, tmp_path, monkeypatch):
     """All else is wanted at once, rows of the embedding included."""
     real, read = DiskIO.read, {False: set(), True: set()}
 
-    def recording(self, file, array, offset, direct=False, later=False):
-        read[later].add(file.path.name)
-        return real(self, file, array, offset, direct, later)
+    def recording(self, file, array, offset, direct=False, prefetch=False):
+        read[prefetch].add(file.path.name)
+        return real(self, file, array, offset, direct, prefetch)
 
     monkeypatch.setattr(DiskIO, "read", recording)
     options = {"device": "cpu", "dtype": "float32", "progress": False, "offload_dir": tmp_path / "off"}

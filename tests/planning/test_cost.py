@@ -8,16 +8,16 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import T4, laptop, percents, search
+from machines import T4, laptop, percents, planner_of, search
 
-from h2o_flexgen.models.registry import named_spec
 from h2o_flexgen.planning.cost import Away, weights_beside
+from h2o_flexgen.planning.planner import Resources
 from h2o_flexgen.planning.profile import Link, between
 from h2o_flexgen.policy import KVBudget, Policy
-from h2o_flexgen.policy_search import Planner
 from h2o_flexgen.sizes import Workload
 
 ALL_GPU = (100, 0, 100, 0, 100, 0)
+NO_LIMITS = Resources(dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 50))
 few = settings(max_examples=40)
 
 
@@ -108,12 +108,8 @@ def test_writing_beside_compute_is_slower():
 
 def test_prompts_of_different_lengths_cost_less_than_the_longest():
     def job(lens):
-        planner = Planner(named_spec("opt-1.3b"), Workload(lens, 16), laptop(), {})
-        cost = planner.search(None).cost
-        cost.workload = Workload(lens, 16)
-        policy = Policy(4, 1, ALL_GPU)
-        placement, _ = planner.search(None).plan(policy)
-        return cost.predict(policy, placement).job_seconds
+        choice = planner_of(laptop(), "opt-1.3b").choose(Workload(lens, 16), NO_LIMITS, Policy(4, 1, ALL_GPU))
+        return choice.prediction.job_seconds
 
     assert job((512,) * 4 + (64,) * 12) < 0.6 * job((512,) * 16)
 
@@ -167,7 +163,7 @@ def test_a_fixed_budget_costs_less_the_longer_the_text(policy, profile):
 )
 def test_published_throughputs_are_predicted_within_a_quarter(model, prompt, gen, ratio, policy, published):
     workload = Workload((prompt,) * policy.block_size, gen)
-    planner = Planner(named_spec(model), workload, T4, dict.fromkeys(("gpu", "cpu", "disk"), 1 << 50))
     budget = None if ratio is None else KVBudget.from_ratio(ratio)
-    predicted = planner.search(budget).candidate(policy).prediction.block_tokens_per_s
+    choice = planner_of(T4, model, dummy=False).choose(workload, NO_LIMITS, policy, budget)
+    predicted = choice.prediction.block_tokens_per_s
     assert published / 1.25 < predicted < published * 1.25

@@ -10,22 +10,15 @@ from hypothesis import strategies as st
 from machines import percents
 
 from h2o_flexgen import LLM, Policy
-from h2o_flexgen.engine.runner import Sequence, make_batches
+from h2o_flexgen.engine.batch import Sequence, make_batches
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
-from h2o_flexgen.planning.memory import _prefill_workspace, chunk_bytes
+from h2o_flexgen.planning.memory import chunk_bytes, prefill_workspace
+from h2o_flexgen.planning.planner import Resources
 from h2o_flexgen.policy import TIERS
-from h2o_flexgen.sizes import (
-    GROUP_ROWS,
-    WRITE_BACKS,
-    Workload,
-    batch_sizes,
-    matmul_groups,
-    matmul_rows,
-    micro_tokens,
-)
+from h2o_flexgen.sizes import GROUP_ROWS, WRITE_BACKS, Workload, batch_sizes, matmul_groups, matmul_rows, micro_tokens
 
-NO_LIMITS = dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60)
+NO_LIMITS = Resources(dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60))
 RULES = [FullCache(), HeavyHitterCache(50, 50), HeavyHitterCache(5, 400)]
 few = settings(max_examples=40)
 
@@ -38,7 +31,7 @@ def sizes():
 
 
 def needs(llm, policy, workload, rule):
-    _, plan = llm.plan_for(policy, workload, rule, NO_LIMITS)
+    _, plan = llm.planner.plan(policy, rule, workload, NO_LIMITS)
     return {tier: plan.needed(tier) for tier in TIERS}
 
 
@@ -99,7 +92,7 @@ def test_more_on_a_lower_tier_never_needs_more_on_the_device(sizes, name, rule, 
         percent = [100, 0, 100, 0, 100, 0]
         percent[2 * what : 2 * what + 2] = [gpu, (100 - gpu) * to]
         policy = Policy(8, 8, tuple(percent), overlap)
-        placement, plan = llm.plan_for(policy, workload, rule, NO_LIMITS)
+        placement, plan = llm.planner.plan(policy, rule, workload, NO_LIMITS)
         away = any(home != "gpu" for home in placement.activations)
         found.append((plan.needed("gpu"), placement.weights["model.decoder.embed_tokens.weight"], away))
     for (before, home, away), (after, next_home, next_away) in zip(found, found[1:]):
@@ -147,11 +140,11 @@ def test_all_weights_on_a_tier_are_counted_there(sizes, rule):
     workload = Workload((512,) * 8, 32)
     numbers = sum(
         shape[0] * (shape[1] if len(shape) > 1 else 1)
-        for shape in {name: shape for layer in llm.layers for name, shape in layer.shapes.items()}.values()
+        for shape in {name: shape for layer in llm.model.layers for name, shape in layer.shapes.items()}.values()
     )
     assert 1.30e9 < numbers < 1.33e9
     for tier, percent in zip(TIERS, [(100, 0), (0, 100), (0, 0)]):
-        _, plan = llm.plan_for(Policy(8, 1, (*percent, 100, 0, 100, 0)), workload, rule, NO_LIMITS)
+        _, plan = llm.planner.plan(Policy(8, 1, (*percent, 100, 0, 100, 0)), rule, workload, NO_LIMITS)
         weights = sum(b for t, what, b in plan.items if t == tier and "weights" in what)
         size = 2 if tier == "disk" else 4  # in fp32, of random weights that are stored in 16 bits
         assert 0.99 * size * numbers < weights <= size * numbers
@@ -188,11 +181,11 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_is_allocated(tiny, t
         with pytest.raises(PlanError) as error:
             llm.generate([[1, 2, 3]])
         message = str(error.value)
-        needed = llm.plan.needed(name.split()[1])
+        needed = llm.choice.plan.needed(name.split()[1])
         assert name in message and f"({needed} bytes)" in message and f"({list(cap.values())[0]} bytes)" in message
         assert "\n" not in message
         assert not (tmp_path / "here").exists()
-        assert llm.folder is None and llm._weights is None
+        assert llm.runner.folder is None and llm.runner.stores.weights is None
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
@@ -209,8 +202,8 @@ def test_batches_share_products_up_to_a_number_of_rows(sizes):
 
 def test_prompts_by_chunks_are_counted_where_a_card_may_have_no_fused_attention(sizes):
     llm, P = sizes["facebook/opt-1.3b"], 1000
-    fp16 = replace(llm._count_shapes(Workload((P,), 8), FullCache()), cuda=True, compute_itemsize=2)
+    fp16 = replace(llm.planner.model.shapes(FullCache(), Workload((P,), 8)), cuda=True, compute_itemsize=2)
     bf16 = replace(fp16, bf16=True)
     copies = 4 * P * llm.spec.hidden * 2
-    more = _prefill_workspace(bf16, P, P) - _prefill_workspace(fp16, P, P)
+    more = prefill_workspace(bf16, P, P) - prefill_workspace(fp16, P, P)
     assert copies + chunk_bytes(bf16, P, P) <= more <= 1.2 * (copies + chunk_bytes(bf16, P, P))

@@ -188,7 +188,7 @@ def test_budgets_go_from_the_floor_to_the_full_cache():
     assert choices[0] == (0.2, KVBudget.from_ratio(0.2))
     assert choices[-1] == (None, None)
     assert [r for r, _ in choices[:-1]] == sorted({r for r, _ in choices[:-1]})
-    with pytest.raises(UserError, match="min-hh-ratio"):
+    with pytest.raises(UserError, match="min_hh_ratio"):
         budget_choices(0.7, 100, 132)
 
 

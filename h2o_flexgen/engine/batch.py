@@ -1,0 +1,76 @@
+"""Sequences, and how a block of them is cut into batches and prefill micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Sequence:
+    """One prompt and what has been generated for it.
+
+    Attributes:
+        index: place of the prompt in the job.
+        prompt, tokens: token ids. The last of `tokens` is the input of the next decode step.
+        logprobs: log-probability of each of `tokens`.
+        finish_reason: None while it runs; then "length", "stop", "error" or "abort".
+    """
+
+    index: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass
+class Batch:
+    """Sequences whose KV block of a layer moves, and is attended to, at once.
+
+    Attributes:
+        micro: rows begin..end of each prefill micro-batch.
+        lengths: (B,) int64, tokens of each prompt; longest: the most.
+    """
+
+    sequences: list[Sequence]
+    micro: list[tuple[int, int]]
+
+    def __post_init__(self):
+        self.lengths = torch.tensor([len(s.prompt) for s in self.sequences])
+        self.longest = int(self.lengths.max())
+
+    @property
+    def has_finished(self) -> bool:
+        return all(s.finish_reason is not None for s in self.sequences)
+
+    def prompt_ids(self, begin: int, end: int) -> Tensor:
+        """(end - begin, T) token ids, padded on the right to the longest of these rows.
+
+        A row is padded with its own last token. Padding is masked, but 0 * NaN is NaN: the hidden state of another
+        token might overflow where this prompt's do not.
+        """
+        rows = [s.prompt for s in self.sequences[begin:end]]
+        width = max(map(len, rows))
+        return torch.tensor([row + row[-1:] * (width - len(row)) for row in rows])
+
+
+def make_batches(sequences: list[Sequence], batch_size: int, prefill_tokens: int) -> list[Batch]:
+    """Cut a block into batches, and those into micro-batches of at most `prefill_tokens` tokens, padding included."""
+    batches = []
+    for at in range(0, len(sequences), batch_size):
+        rows = sequences[at : at + batch_size]
+        micro, begin = [], 0
+        while begin < len(rows):
+            count = max(1, prefill_tokens // max(len(s.prompt) for s in rows[begin:]))
+            micro.append((begin, min(begin + count, len(rows))))
+            begin = micro[-1][1]
+        batches.append(Batch(rows, micro))
+    return batches
+
+
+def prompt_positions(lengths: Tensor, width: int) -> Tensor:
+    """(B, width) positions of prompts. Padding repeats a prompt's last position, so that no prompt looks longer."""
+    return torch.minimum(torch.arange(width), lengths[:, None] - 1)

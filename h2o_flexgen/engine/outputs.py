@@ -1,0 +1,92 @@
+"""The outputs of a job, one for each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.engine.observer import Observer
+
+
+@dataclass
+class CompletionOutput:
+    """One generated text. `finish_reason` is "length", "stop", or "abort" (the job was interrupted)."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(self.logprobs)
+
+
+@dataclass
+class RequestOutput:
+    """The outcome of one prompt: one output, or `error`, which says why it could not be run or broke off."""
+
+    index: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    error: str | None = None
+
+
+class OutputCollector(Observer):
+    """Gathers the outputs of a job, and hands each on as soon as its batch is done.
+
+    Args:
+        tokenizer: turns tokens into text; None for no text.
+        on_output: gets every output. One that an interrupt hits gets the same output again.
+    """
+
+    def __init__(self, tokenizer, on_output: Callable[[RequestOutput], None] | None = None):
+        self.tokenizer, self.on_output = tokenizer, on_output
+        self.outputs: dict[int, RequestOutput] = {}
+        self._emitted: set[int] = set()
+
+    def add(self, output: RequestOutput) -> None:
+        """A prompt of the job, or the error of one that cannot be run."""
+        self.outputs[output.index] = output
+
+    def on_begin(self) -> None:
+        """Hand on the outputs of prompts that cannot be run."""
+        for output in self.outputs.values():
+            if output.error is not None and self.on_output is not None:
+                self.on_output(output)
+
+    def on_finished(self, sequences: list[Sequence]) -> None:
+        self._emit([s for s in sequences if s.finish_reason != "error"])
+
+    def on_block_end(self, sequences: list[Sequence]) -> None:
+        self._emit(sequences)
+
+    def on_interrupt(self, sequences: list[Sequence]) -> None:
+        for s in sequences:
+            s.finish_reason = s.finish_reason or "abort"
+        self._emit([s for s in sequences if s.tokens or s.finish_reason == "error"])
+
+    def in_order(self) -> list[RequestOutput]:
+        return [self.outputs[index] for index in sorted(self.outputs)]
+
+    def _emit(self, sequences: list[Sequence]) -> None:
+        for s in sequences:
+            if s.index in self._emitted:
+                continue
+            output = self.outputs[s.index]
+            if s.finish_reason == "error":
+                output.error = "the model's hidden states overflowed for this prompt"
+            else:
+                output.outputs = [CompletionOutput(0, self._text(s.tokens), s.tokens, s.logprobs, s.finish_reason)]
+            if self.on_output is not None:
+                self.on_output(output)
+            self._emitted.add(s.index)  # an interrupt before this line must not lose it
+
+    def _text(self, tokens: list[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        # a clean-up would take away the blanks that code has before brackets and dots
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,63 @@
+"""Transfers that start ahead of the step that needs them."""
+
+from __future__ import annotations
+
+from h2o_flexgen.engine.batch import Batch
+from h2o_flexgen.engine.schedule import Step, ZigZag
+from h2o_flexgen.engine.stores import Stores
+
+
+class Prefetcher:
+    """Starts the transfers of one block ahead of compute: weights, KV blocks, hidden states.
+
+    Args:
+        is_last: no block follows, so that no weights are fetched at its end.
+    """
+
+    def __init__(self, stores: Stores, schedule: ZigZag, batches: list[Batch], is_last: bool):
+        self.stores, self.schedule, self.batches, self.is_last = stores, schedule, batches, is_last
+        self.last = schedule.num_layers - 1
+        self._streaming = [j for j in range(schedule.num_layers) if stores.weights.streams(j)]
+        steps = ((j, k) for j in range(1, self.last) for k in range(len(batches)))
+        self._streamed = [(j, k) for j, k in steps if stores.caches.streams(j - 1, k)]
+        self._next_cache = Step(1, 0, 0)  # KV blocks of earlier steps are fetched already
+
+    def weights(self, i: int, j: int) -> None:
+        """Those of layer j, and of the next layer that streams."""
+        if not self._streaming:
+            return
+        self.stores.weights.prefetch(j)  # queued before the next, whatever compute waits for
+        following = next((x for x in self._streaming if x > j), None)
+        if following is None:
+            if i + 1 == self.schedule.num_tokens and self.is_last:
+                return
+            following = self._streaming[0]
+        if following != j:
+            self.stores.weights.prefetch(following)
+
+    def caches(self, step: Step) -> None:
+        """The KV blocks of this decode step and of those that follow, while staging buffers are free."""
+        self._next_cache = max(self._next_cache, step)
+        while (following := self.schedule.first_at(self._streamed, self._next_cache)) is not None:
+            i, j, k = following
+            if not self.stores.caches.prefetch(j - 1, k, self.held(k, i)):
+                return
+            self._next_cache = Step(i, j, k + 1)
+
+    def hidden(self, step: Step) -> None:
+        """The first micro-batch of the next step of prefill, if it has been stored already."""
+        if step.k + 1 < len(self.batches):
+            self.stores.activations.prefetch(step.k + 1, 0, 0)
+        elif step.j < self.last:
+            self.stores.activations.prefetch(0, 0, 0)
+
+    def held(self, k: int, i: int) -> int:
+        """Slots of a batch's cache in use before token step i."""
+        return self.batches[k].longest + i - 1
+
+    def finish(self, k: int) -> None:
+        """A batch leaves the schedule: fetch nothing more for it."""
+        self.schedule.finish(k)
+        self._streamed = [block for block in self._streamed if block[1] != k]
+        for layer in range(self.last - 1):
+            self.stores.caches.drop(layer, k)

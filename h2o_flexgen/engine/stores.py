@@ -1,0 +1,48 @@
+"""What a job's data lies in, and what the engine must know of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from h2o_flexgen.engine.report import PerTier
+from h2o_flexgen.kv_cache import CacheRule
+from h2o_flexgen.offload.activations import ActivationStore
+from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.weights import WeightStore
+from h2o_flexgen.policy import Policy
+from h2o_flexgen.sizes import Workload
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, and where everything lies.
+
+    Attributes:
+        weights, cache, activations: the tier of each tensor by name, of each KV block by (layer, batch), and of each
+            batch's hidden states, as `planning.placement` spreads them.
+        planned: bytes that the plan counts; predicted: times by the cost model, for the report.
+        ram: bytes that this process may hold; above them prefill gives gaps in the heap back within a layer too.
+    """
+
+    rule: CacheRule
+    policy: Policy
+    weights: dict[str, str]
+    cache: dict[tuple[int, int], str]
+    activations: list[str]
+    workload: Workload
+    planned: PerTier
+    predicted: dict[str, float | str] | None = None
+    ram: float = float("inf")
+
+
+@dataclass
+class Stores:
+    """The stores of a job. Whoever needs one looks it up here: an exception that is kept keeps the objects in its
+    traceback too, and `clear` then frees what they hold."""
+
+    weights: WeightStore | None = None
+    caches: KVStore | None = None
+    activations: ActivationStore | None = None
+
+    def clear(self) -> None:
+        self.weights = self.caches = self.activations = None

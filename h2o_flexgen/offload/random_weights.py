@@ -1,0 +1,80 @@
+"""Random weights of a named size, for measuring without a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from math import prod
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen import interrupts
+from h2o_flexgen.offload.checkpoint import Stored, bar_of_bytes
+from h2o_flexgen.offload.device import as_numpy
+from h2o_flexgen.offload.disk import DiskIO, wait
+from h2o_flexgen.sizes import aligned
+
+#: standard deviation of the weights that OPT starts training from
+STD = 0.02
+#: random elements that all tensors share, since drawing 60 GB of them would take many minutes
+POOL = 1 << 22
+
+
+class DummyCheckpoint:
+    """Random weights with the methods of `Checkpoint`. Matrices are normally distributed, norms 1, biases 0.
+
+    A tensor's elements depend on its name alone, not on its tier: a pool of random elements, rotated by a hash of the
+    name.
+
+    Args:
+        shapes: of every tensor by name.
+        dtype: of the computation; the weights are "stored" in 16 bits, as those that are published.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype):
+        self.shapes = shapes
+        self.dtype = torch.float16 if dtype == torch.float32 else dtype
+        pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)) * STD
+        self._pool = pool.to(self.dtype).repeat(2)
+
+    def check(self, needed: dict[str, tuple[int, ...]]) -> None:
+        pass
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        return self.dtype
+
+    def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
+        """Write the tensors to a file of the offload folder, one after the other, each from the start of a page."""
+        offsets, end = {}, 0
+        for name in names:
+            offsets[name] = end
+            end += aligned(prod(self.shapes[name]) * self.dtype.itemsize)
+        if not names:
+            return {}
+        file = make_file("weights", end)
+        with bar_of_bytes("writing random weights", end, progress) as bar:
+            for name in names:
+                count, offset = prod(self.shapes[name]), offsets[name]
+                for at in range(0, count, POOL):
+                    interrupts.check()
+                    part = self._slice(name, min(POOL, count - at))
+                    wait(io.write(file, as_numpy(part), offset + at * self.dtype.itemsize))
+                    bar.update(part.numel() * self.dtype.itemsize)
+        os.fsync(file.fd)  # else the write-back would share the disk with the first steps
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return {name: Stored(file, offsets[name], self.shapes[name], self.dtype) for name in names}
+
+    def read(self, name: str, out: Tensor, io: DiskIO) -> None:
+        """Fill `out`, contiguous, of any float dtype, on any device."""
+        flat = out.view(-1)
+        if out.dim() == 1:  # a norm's weight, or a bias
+            flat.fill_(1.0 if name.endswith(".weight") else 0.0)
+            return
+        for at in range(0, flat.numel(), POOL):
+            part = flat[at : at + POOL]
+            part.copy_(self._slice(name, part.numel()))
+
+    def _slice(self, name: str, count: int) -> Tensor:
+        start = zlib.crc32(name.encode()) % POOL
+        return self._pool[start : start + count]

@@ -1,0 +1,105 @@
+"""A KV block on disk with its write-ahead log: a decode step appends one row, and writes nothing else.
+
+    offset                            offset + aligned(kv_bytes)
+    |                                 |
+    | K and V, by segments | not used | row 0 | row 1 | ...   | row wal_rows - 1 |
+    |<----- `written` ---->|          |<-- `rows` --->|
+
+A row is one token of each sequence, first all K, then all V, in whole pages. Which slots its tokens belong to stays in
+RAM. Reading the block reads what was written and the rows, and replays the rows in order.
+
+Compaction writes K and V again and empties the log. A cache that grows is compacted whenever its last segment in use is
+full, from the first segment that the log has changed on: so a step reads the tokens that the cache holds and no empty
+slot. A cache of fixed size is compacted when the log is full: then reading rows has cost as much as writing K and V.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from h2o_flexgen.kv_cache.layout import KVLayout
+from h2o_flexgen.offload.disk import DiskIO, File, wait
+from h2o_flexgen.sizes import PAGE, aligned, wal_rows
+
+
+def file_bytes(layout: KVLayout) -> int:
+    """Bytes on disk of a KV block and its log: K and V, and every row, take whole pages, which direct requests need."""
+    return aligned(layout.kv_bytes) + wal_rows(layout.segments) * aligned(layout.row_bytes)
+
+
+def _slots_shape(layout: KVLayout) -> tuple[int, int, int]:
+    """Of the slots of a full log, int32: (rows, B, H), or (rows, B, 1) where a token has one slot in all heads."""
+    return wal_rows(layout.segments), layout.batch, layout.heads if layout.scored else 1
+
+
+def slots_bytes(layout: KVLayout) -> int:
+    """RAM for the slots of a full log."""
+    return 4 * int(np.prod(_slots_shape(layout)))
+
+
+def put_tokens(layout: KVLayout, kv: np.ndarray, rows: np.ndarray, slots: np.ndarray) -> None:
+    """Put tokens into a cache; of several for one slot the last one stays.
+
+    Args:
+        kv: bytes of a cache, which is changed.
+        rows: (n, row_bytes) bytes.
+        slots: (n, B, H) or (n, B, 1) integers.
+    """
+    layout.vectors(kv)[layout.places(slots).reshape(-1)] = layout.vectors(rows).reshape(-1)
+
+
+class LoggedBlock:
+    """One KV block in `file` from `offset`. Calls return when their reads or writes have ended.
+
+    Attributes:
+        written: bytes of K and V in the file, but for the tokens of the log.
+        rows: tokens per sequence in the log.
+    """
+
+    def __init__(self, io: DiskIO, file: File, offset: int):
+        self.io, self.file, self.offset = io, file, offset
+
+    def begin(self, layout: KVLayout) -> None:
+        """Start with an empty cache of this layout."""
+        self.layout = layout
+        self.written = self.rows = 0
+        self._slots = np.empty(_slots_shape(layout), np.int32)
+        self._log_begin, self._row_bytes = aligned(layout.kv_bytes), aligned(layout.row_bytes)
+
+    def is_due(self, held: int) -> bool:
+        """Whether the next step, after which `held` slots are in use, must compact the block instead of appending."""
+        # behind the last segment no other begins: its rows may stay in the log
+        return self.rows == len(self._slots) or held in self.layout.ends[:-1]
+
+    def first_changed(self, slots: Tensor) -> int:
+        """The first slot that the log or a token for `slots` (on the CPU) changes; 0 for a cache of fixed size."""
+        return 0 if self.layout.scored else int(self._slots[: self.rows].min(initial=int(slots.min())))
+
+    def dirty(self, first: int, held: int) -> slice:
+        """The bytes that `compact` has to write if `held` slots are in use, and those before `first` are unchanged."""
+        begin = min(self.layout.bytes_before(first), self.written)
+        return slice(begin // PAGE * PAGE, self.layout.used_bytes(held))
+
+    def append(self, row: np.ndarray, slots: np.ndarray) -> None:
+        """Log a token of each sequence: its bytes, in whole pages, and its slots (B, H) or (B, 1)."""
+        wait(self.io.write(self.file, row, self.offset + self._log_begin + self.rows * self._row_bytes, True))
+        self._slots[self.rows] = slots
+        self.rows += 1
+
+    def compact(self, kv: np.ndarray, part: slice) -> None:
+        """Write a `part` of K and V that begins with a page, up to the end of those in use, and empty the log."""
+        wait(self.io.write(self.file, kv[part.start : aligned(part.stop)], self.offset + part.start, True))
+        self.written, self.rows = part.stop, 0
+
+    def read(self, buffer: np.ndarray, used: int) -> None:
+        """Fill the first `used` bytes of `buffer`, which has room for the log too, with K and V."""
+        written, log_end = aligned(self.written), self._log_begin + self.rows * self._row_bytes
+        spans = [(0, written), (self._log_begin, log_end)] if written < self._log_begin else [(0, log_end)]
+        reads = [self.io.read(self.file, buffer[a:b], self.offset + a, True) for a, b in spans]
+        wait([read for each in reads for read in each])
+        kv = buffer[:used]
+        kv[self.written :] = 0  # a segment of which only the log has tokens
+        if self.rows:
+            rows = buffer[self._log_begin : log_end].reshape(self.rows, -1)[:, : self.layout.row_bytes]
+            put_tokens(self.layout, kv, rows, self._slots[: self.rows])

@@ -1,0 +1,193 @@
+"""Numbers, options and policy files that a user can get wrong end in one line that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+from cli_tools import ON_GPU, SHORT, percent, write_prompts
+
+from h2o_flexgen import cli as cli_module
+from h2o_flexgen import flex_opt
+from h2o_flexgen.policy import Policy
+
+pytest_plugins = ["cli_tools"]
+
+
+@pytest.mark.parametrize(
+    "numbers, say",
+    [
+        (("60", "50", "100", "0", "100", "0"), "exceeds 100"),
+        (("100", "0", "100", "1", "100", "0"), "exceeds 100"),
+        (("100", "0", "100", "0", "50", "50.5"), "exceeds 100"),
+        (("-1", "0", "100", "0", "100", "0"), "between 0 and 100"),
+        (("100", "0", "0", "-5", "100", "0"), "between 0 and 100"),
+        (("101", "0", "100", "0", "100", "0"), "between 0 and 100"),
+        (("nan", "0", "100", "0", "100", "0"), "between 0 and 100"),
+        (("100", "0", "100", "0", "inf", "0"), "between 0 and 100"),
+        (("100", "0", "100", "0", "100"), "6 arguments"),
+        (("100", "0", "100", "0", "100", "0", "0"), "unrecognized"),
+        (("a", "0", "100", "0", "100", "0"), "invalid float"),
+    ],
+)
+def test_percentages(refused, model, numbers, say):
+    message = refused("--model", model, *SHORT, "--percent", *numbers)
+    assert say in message
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "x", "", "nan", "inf", "1e3"])
+@pytest.mark.parametrize(
+    "option", ["--gen-len", "--prompt-len", "--num-prompts", "--gpu-batch-size", "--num-gpu-batches"]
+)
+def test_sizes(refused, model, option, value):
+    assert option in refused("--model", model, option, value)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
+@pytest.mark.parametrize("option", ["--gpu-mem", "--cpu-mem", "--disk-mem"])
+def test_memory_caps(refused, model, option, value):
+    assert option in refused("--model", model, *SHORT, option, value)
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("--hh-ratio", "-0.1"),
+        ("--hh-ratio", "1.1"),
+        ("--hh-ratio", "nan"),
+        ("--hh-ratio", "inf"),
+        ("--recent-ratio", "-1"),
+        ("--recent-ratio", "20"),
+        ("--recent-ratio", "nan"),
+        ("--hh-size", "-1"),
+        ("--hh-size", "2.5"),
+        ("--recent-size", "-7"),
+        ("--recent-size", "x"),
+        ("--temperature", "-1"),
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
+        ("--top-k", "-1"),
+        ("--top-k", "0.5"),
+        ("--top-p", "0"),
+        ("--top-p", "-0.5"),
+        ("--top-p", "1.5"),
+        ("--top-p", "nan"),
+        ("--seed", "-1"),
+        ("--seed", "1.5"),
+        ("--seed", str(1 << 200)),
+    ],
+)
+def test_other_numbers(refused, model, option, value):
+    message = refused("--model", model, *SHORT, option, value)
+    assert option.strip("-").replace("-", "_") in message.replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--hh-size", "0", "--recent-size", "0"),
+        ("--hh-ratio", "0", "--recent-ratio", "0"),
+        ("--hh-size", "0"),
+        ("--hh-ratio", "0"),
+        ("--hh-ratio", "0", "--recent-size", "0"),
+    ],
+)
+def test_an_empty_budget(refused, model, options):
+    assert "budget is empty" in refused("--model", model, *SHORT, *options)
+
+
+@pytest.mark.parametrize("option, value", [("--device", "tpu"), ("--device", "meta"), ("--device", "cuda:99")])
+def test_a_device_that_is_not_there(refused, model, option, value):
+    assert "device" in refused("--model", model, *SHORT, option, value)
+
+
+def test_an_unknown_dtype(refused, model):
+    assert "float16" in refused("--model", model, *SHORT, "--dtype", "int8")
+
+
+@pytest.mark.parametrize("argv", [("--no-such-option",), ("--gen",), ("--gen-len",), ("word",), ("--overlap=3",)])
+def test_unknown_options(refused, model, argv):
+    assert "--help" in refused("--model", model, *argv)
+
+
+@pytest.mark.parametrize(
+    "prompt_len, gen_len", [("60", "5"), ("65", "1"), ("1", "64"), (str(10**12), "1"), ("1", str(10**12))]
+)
+def test_longer_than_the_positions(refused, model, prompt_len, gen_len):
+    message = refused("--model", model, "--prompt-len", prompt_len, "--gen-len", gen_len)
+    assert "64 positions" in message
+
+
+def test_as_long_as_the_positions_is_fine(cli, model, tmp_path):
+    code, _, err = cli("--model", model, "--prompt-len", 60, "--gen-len", 4, "--num-prompts", 1, "--ignore-eos")
+    assert code == 0, err
+
+
+def test_contradictory_options(refused, model, tmp_path):
+    policy = tmp_path / "policy.json"
+    policy.write_text(Policy().to_json())
+    rows = write_prompts(tmp_path / "in.jsonl")
+    six = percent(ON_GPU)
+    for argv in (
+        (*six, "--policy", "auto"),
+        (*six, "--policy", policy),
+        ("--gpu-batch-size", "2", "--policy", policy),
+        ("--num-gpu-batches", "2", "--policy", policy),
+        ("--no-overlap", "--policy", policy),
+        ("--overlap", "--policy", policy),
+        ("--cpu-cache-compute", "--policy", policy),
+        ("--input-file", rows, "--prompt-len", "8"),
+        ("--input-file", rows, "--num-prompts", "8"),
+    ):
+        message = refused("--model", model, *argv)
+        assert argv[0] in message or argv[-2] in message
+
+
+@pytest.mark.parametrize(
+    "pair", [("--output-file", "--report"), ("--input-file", "--output-file"), ("--input-file", "--report")]
+)
+def test_one_file_for_two_things(refused, model, tmp_path, pair):
+    rows = write_prompts(tmp_path / "rows.jsonl")
+    (tmp_path / "link").symlink_to(rows)
+    before = rows.read_text()
+    message = refused("--model", model, pair[0], rows, pair[1], tmp_path / "link", files=False)
+    assert pair[0] in message and pair[1] in message
+    assert rows.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "text, say",
+    [
+        (None, "cannot read"),
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "JSON object"),
+        (b'{"gpu_batch_size": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"policy": 5}', "JSON object"),
+        (b'{"policy": [1]}', "JSON object"),
+        (b'{"gpu_batch_sise": 4}', "gpu_batch_sise"),
+        (b'{"gpu_batch_size": 0}', "gpu_batch_size"),
+        (b'{"gpu_batch_size": 2.5}', "gpu_batch_size"),
+        (b'{"gpu_batch_size": true}', "gpu_batch_size"),
+        (b'{"num_gpu_batches": null}', "num_gpu_batches"),
+        (b'{"overlap": "yes"}', "overlap"),
+        (b'{"percent": [100, 0, 100, 0, 100]}', "six"),
+        (b'{"percent": [100, 0, 100, 0, 100, "0"]}', "percent"),
+        (b'{"percent": [100, 0, 100, 0, 100, true]}', "percent"),
+        (b'{"percent": [100, 0, 100, 0, 100, NaN]}', "percent"),
+        (b'{"percent": [100, 50, 100, 0, 100, 0]}', "exceeds 100"),
+        (b'{"percent": 100}', "percent"),
+    ],
+)
+def test_policy_files(refused, model, tmp_path, text, say):
+    path = tmp_path / "policy.json"
+    if text is not None:
+        path.write_bytes(text)
+    message = refused("--model", model, *SHORT, "--policy", path)
+    assert say in message and "policy.json" in message
+
+
+def test_arguments_in_messages_become_options():
+    parser = flex_opt.make_parser()
+    named = cli_module.name_options("`gpu_mem` and `dtype`, not `kv_budget`; gpu_mem of no backticks; `x y`", parser)
+    assert named == "--gpu-mem and --dtype, not kv_budget; gpu_mem of no backticks; `x y`"

@@ -1,0 +1,80 @@
+"""Streams and reports that cannot be written: what a process does then."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_tools import command, environment, read_rows, start
+
+from h2o_flexgen.files import check_writable
+
+pytest_plugins = ["cli_tools"]
+
+
+def test_a_reader_of_stdout_that_has_gone_is_no_error(model, tmp_path):
+    report = tmp_path / "report.json"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        command("--model", model, "--prompt-len", 5, "--gen-len", 2, "--report", report),
+        env=environment(),
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert json.loads(report.read_text())["total"]["generated_tokens"] > 0
+
+
+def test_a_full_disk_behind_stdout_is_an_error(model, tmp_path):
+    with open("/dev/full", "w") as full:
+        argv = command("--model", model, "--prompt-len", 5, "--gen-len", 2, "--report", tmp_path / "report.json")
+        done = subprocess.run(argv, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "error: cannot write to stdout: No space left on device"
+    assert json.loads((tmp_path / "report.json").read_text())["total"]["generated_tokens"] > 0
+
+
+def test_a_report_that_cannot_be_written_takes_nothing_else_along(model):
+    argv = command("--model", model, "--prompt-len", 5, "--gen-len", 2, "--report", "/dev/full")
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: cannot write --report /dev/full: No space left on device"
+    assert "--- prompt 0" in done.stdout and "tokens/s" in done.stdout
+
+
+def test_a_report_can_go_to_a_device_whose_folder_is_read_only(monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, how: str(path) == "/dev/null")
+    check_writable("--report", Path("/dev/null"))
+
+
+@pytest.mark.parametrize("good", [True, False], ids=["good", "refused"])
+def test_a_full_disk_behind_stderr_ends_no_job(model, tmp_path, good):
+    out = tmp_path / "out.jsonl"
+    argv = command("--model", model if good else tmp_path / "none", "--prompt-len", 5, "--gen-len", 9, "--verbose")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*argv, "--output-file", out], env=environment(), stdout=subprocess.PIPE, stderr=full)
+    assert done.returncode == (0 if good else 2)
+    assert out.exists() == good
+
+
+def test_a_closed_stderr_ends_no_job(model, tmp_path):
+    argv = command("--model", model, "--prompt-len", 5, "--gen-len", 9, "--output-file", tmp_path / "out.jsonl")
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *argv], env=environment(), stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("model ")
+    assert len(read_rows(tmp_path / "out.jsonl")) == 4
+
+
+def test_a_reader_of_stderr_that_has_gone_ends_the_job_as_a_signal_would(model):
+    process = start("--model", model, "--prompt-len", 30, "--gen-len", 30, "--num-prompts", 40)
+    process.stderr.close()
+    assert process.wait(60) == 128 + signal.SIGPIPE

@@ -1,0 +1,189 @@
+"""Input files: any text is a row, and a bad row harms no other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_tools import FP32, PROMPTS, read_rows, write_rows
+
+from h2o_flexgen.errors import UserError
+
+pytest_plugins = ["cli_tools"]
+
+
+def test_texts_need_a_tokenizer_and_ids_need_none(cli, texts, model, tmp_path):
+    rows = write_rows(
+        tmp_path / "in.jsonl",
+        [{"prompt": "def find_model"}, {"prompt_token_ids": [5, 6, 7]}, {"prompt": "grüße ✓"}, {"prompt": ""}],
+    )
+    found = {}
+    for name, folder in (("with", texts), ("without", model)):
+        out = tmp_path / f"{name}.jsonl"
+        files = ("--input-file", rows, "--output-file", out)
+        code, _, err = cli("--model", folder, *FP32, "--gen-len", 4, "--ignore-eos", *files)
+        assert code == 0, err
+        found[name] = read_rows(out)
+    assert [set(row) for row in found["without"]] == [
+        {"index", "error"},
+        {"index", "text", "token_ids", "finish_reason"},
+        {"index", "error"},
+        {"index", "error"},
+    ]
+    assert all("tokenizer" in row["error"] for row in found["without"] if "error" in row)
+    assert found["with"][3] == {"index": 3, "error": "the prompt is empty"}
+    for row in found["with"][:3]:
+        assert isinstance(row["text"], str) and len(row["token_ids"]) == 4
+
+
+def test_a_text_and_its_ids_give_the_same(cli, texts, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(texts)
+    prompt = 'import json\n\n\ndef f(x: str) -> "Folder":\n'
+    ids = tokenizer(prompt)["input_ids"]
+    assert ids[0] == 2 and max(ids) >= 259  # </s> in front, and merges
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt": prompt}, {"prompt_token_ids": ids}])
+    out = tmp_path / "out.jsonl"
+    code, _, _ = cli("--model", texts, *FP32, "--gen-len", 6, "--input-file", rows, "--output-file", out)
+    assert code == 0
+    text, by_ids = read_rows(out)
+    assert text["token_ids"] == by_ids["token_ids"]
+    assert text["text"] == by_ids["text"] == tokenizer.decode(text["token_ids"], skip_special_tokens=True)
+
+
+def test_any_text_is_one_row(cli, texts, tmp_path):
+    """Line separators of Unicode inside a text do not end its row; blank lines are no rows; half a surrogate pair
+    is an error of its row alone."""
+    prompts = ["a\u2028b", "a\x85b", "a\u000bb\u000cc", "a\rb", "nul \x00", "\ufeffx", "\ud83d\ude00", "x" * 10]
+    lines = [json.dumps({"prompt": p}, ensure_ascii=False).encode("utf-8", "surrogatepass") for p in prompts[:6]]
+    lines += [json.dumps({"prompt": p}).encode() for p in prompts[6:]]
+    lines += [b"", b"   ", json.dumps({"prompt": "half \ud800 a pair"}).encode()]
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_bytes(b"\r\n".join(lines))
+    code, _, err = cli("--model", texts, *FP32, "--gen-len", 2, "--input-file", rows, "--output-file", out)
+    assert code == 0, err
+    found = read_rows(out)
+    assert len(found) == 9
+    assert all("token_ids" in row for row in found[:8])
+    assert set(found[8]) == {"index", "error"}
+
+
+def test_a_byte_order_mark_is_no_error(cli, model, tmp_path):
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_bytes(b'\xef\xbb\xbf{"prompt_token_ids": [5]}\n')
+    code, _, err = cli("--model", model, *FP32, "--gen-len", 2, "--input-file", rows, "--output-file", out)
+    assert code == 0, err
+    assert "token_ids" in read_rows(out)[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n\n", b"\xff\xfe\n"], ids=["empty", "blank", "not UTF-8"])
+def test_an_input_file_without_prompts(refused, model, tmp_path, content):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    assert "--input-file" in refused("--model", model, "--input-file", path)
+
+
+def test_an_input_file_that_is_not_there(refused, model, tmp_path):
+    assert "--input-file" in refused("--model", model, "--input-file", tmp_path / "none.jsonl")
+    assert "--input-file" in refused("--model", model, "--input-file", tmp_path)
+
+
+#: rows that cannot be run, and a word of the error each gets
+BAD_ROWS = [
+    ('{"prompt_token_ids": [1, 2', "not JSON"),
+    ("garbage", "not JSON"),
+    ("[" * 100_000, "not JSON"),
+    ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "not JSON"),
+    ("[1, 2, 3]", "object"),
+    ("5", "object"),
+    ("null", "object"),
+    ('"text"', "object"),
+    ("{}", "prompt"),
+    ('{"text": "hello"}', "prompt"),
+    ('{"prompt_token_ids": []}', "empty"),
+    ('{"prompt_token_ids": "1 2"}', "list"),
+    ('{"prompt_token_ids": 5}', "list"),
+    ('{"prompt_token_ids": null}', "list"),
+    ('{"prompt_token_ids": {"1": 2}}', "list"),
+    ('{"prompt_token_ids": [128]}', "vocabulary"),
+    ('{"prompt_token_ids": [-1]}', "vocabulary"),
+    ('{"prompt_token_ids": [3, 100000000000000000000]}', "vocabulary"),
+    ('{"prompt_token_ids": [true]}', "whole numbers"),
+    ('{"prompt_token_ids": [5.0]}', "whole numbers"),
+    ('{"prompt_token_ids": [NaN]}', "whole numbers"),
+    ('{"prompt_token_ids": ["5"]}', "whole numbers"),
+    ('{"prompt_token_ids": [null]}', "whole numbers"),
+    ('{"prompt_token_ids": [[5]]}', "whole numbers"),
+    (json.dumps({"prompt_token_ids": [5] * 60}), "64 positions"),
+    ('{"prompt": "text, and no tokenizer"}', "tokenizer"),
+    ('{"prompt": ""}', "tokenizer"),
+    ('{"prompt": 5}', "text"),
+    ('{"prompt": null}', "text"),
+    ('{"prompt": ["a"]}', "text"),
+]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_bad_rows_among_good_ones(cli, model, tmp_path, sampled):
+    """A bad row gets its error; the good rows come out as if the bad ones had been good."""
+    sampling = ("--temperature", "1.0", "--seed", "7") if sampled else ()
+    options = ("--model", model, "--hh-ratio", "0.4", *sampling)
+    rows, good, bad = [], [], []
+    for n, (row, say) in enumerate(BAD_ROWS):
+        bad.append((len(rows), say))
+        rows.append(row)
+        if n % 6 == 2:
+            good.append(len(rows))
+            rows.append({"prompt_token_ids": PROMPTS[n // 6]})
+    assert len(good) == len(PROMPTS)
+    source, target = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+    files = ("--input-file", source, "--output-file", target, "--offload-dir", tmp_path / "offload")
+    code, out, err = cli(*FP32, *options, *files, "--gen-len", 6)
+    assert code == 0, err
+    found = read_rows(target)
+    assert [row["index"] for row in found] == list(range(len(rows)))
+    for index, say in bad:
+        assert set(found[index]) == {"index", "error"}
+        assert say in found[index]["error"], rows[index]
+        assert "\n" not in found[index]["error"] and len(found[index]["error"]) < 300
+    whole = [row if n in good else {"prompt_token_ids": PROMPTS[0]} for n, row in enumerate(rows)]
+    source = write_rows(tmp_path / "whole.jsonl", whole)
+    files = ("--input-file", source, "--output-file", target, "--offload-dir", tmp_path / "offload")
+    assert cli(*FP32, *options, *files, "--gen-len", 6)[0] == 0
+    expected = read_rows(target)
+    for index in good:
+        assert found[index] == expected[index]
+    assert f"{len(bad)} rows could not be run" in err
+    assert "5 prompts" in out
+
+
+def test_a_row_that_is_not_utf_8(cli, model, tmp_path):
+    good = json.dumps({"prompt_token_ids": PROMPTS[0]}).encode()
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([good, '{"prompt": "déjà vu"}'.encode("latin-1"), good]))
+    files = ("--input-file", tmp_path / "in.jsonl", "--output-file", tmp_path / "out.jsonl")
+    code, _, err = cli("--model", model, *FP32, *files, "--gen-len", 2)
+    assert code == 0, err
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert rows[1] == {"index": 1, "error": "not UTF-8 text"}
+    assert rows[0]["token_ids"] == rows[2]["token_ids"] and len(rows) == 3
+
+
+@pytest.mark.parametrize("row, say", [BAD_ROWS[0], BAD_ROWS[8], BAD_ROWS[10], BAD_ROWS[15], BAD_ROWS[24], BAD_ROWS[25]])
+def test_nothing_but_bad_rows(refused, model, tmp_path, row, say):
+    message = refused("--model", model, "--gen-len", "6", "--input-file", write_rows(tmp_path / "in.jsonl", [row] * 3))
+    assert "none of the 3 rows" in message and say in message
+
+
+@pytest.mark.parametrize(
+    "prompts", [[[]], [""], [[128]], [[-1]], [[True]], [[2.0]], [5], [None], [[5] * 64], [[5], "text"]]
+)
+def test_bad_prompts_in_python(model, tmp_path, prompts):
+    from h2o_flexgen import LLM, SamplingParams
+
+    with LLM(str(model), device="cpu", progress=False, offload_dir=tmp_path / "offload") as llm:
+        with pytest.raises(UserError, match=f"prompt {len(prompts) - 1}: "):
+            llm.generate(prompts, SamplingParams(max_tokens=2))
+        skipped = llm.generate([[7], *prompts], SamplingParams(max_tokens=2), skip_errors=True)
+        assert skipped[-1].error and not skipped[-1].outputs
+        assert skipped[0].error is None and skipped[0].outputs[0].token_ids

@@ -1,0 +1,226 @@
+"""Weights that are missing, cut short, garbage or not finite end in one line that names the file or the tensor."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from cli_tools import FP32, ON_CPU, ON_DISK, ON_GPU, SHORT, cut, percent, tiny_state, to_bin, write_model
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.offload.checkpoint import Checkpoint
+from h2o_flexgen.offload.disk import File
+
+pytest_plugins = ["cli_tools"]
+
+
+def test_no_weights(refused, broken):
+    (broken / "model.safetensors").unlink()
+    assert "no weights" in refused("--model", broken, *SHORT)
+
+
+def test_a_missing_shard(refused, sharded):
+    folder, shards = sharded
+    shards[1].unlink()
+    message = refused("--model", folder, *SHORT)
+    assert shards[1].name in message and "missing" in message
+
+
+@pytest.mark.parametrize("keep", [0, 0.0001, 0.01, 0.5, 0.999])
+def test_a_file_that_is_cut_short(refused, broken, keep):
+    cut(broken / "model.safetensors", keep)
+    message = refused("--model", broken, *SHORT)
+    assert "model.safetensors" in message and "download it again" in message
+
+
+def test_a_shard_that_is_cut_short(refused, sharded):
+    folder, shards = sharded
+    cut(shards[0], 0.9)
+    message = refused("--model", folder, *SHORT)
+    assert shards[0].name in message and "cut short" in message
+
+
+def write_header(path: Path, header: bytes, data: bytes = b"\0" * 64) -> None:
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def entry(**changes) -> bytes:
+    return json.dumps({"t": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"garbage!",
+        b"\xff\xfe\xfd\xfc",
+        b"[]",
+        b"7",
+        b'"text"',
+        b"null",
+        b'{"t": []}',
+        b'{"t": 5}',
+        b'{"t": {"dtype": "F32"}}',
+        b"[" * 100_000,
+        entry(data_offsets=[0, "x"]),
+        entry(data_offsets=5),
+        entry(data_offsets=[0]),
+        entry(data_offsets=[16, 0]),
+        entry(data_offsets=[-16, 0]),
+        entry(data_offsets=[0, 15]),
+        entry(data_offsets=[0.0, 16.0]),
+        entry(shape=[8]),
+        entry(shape=["4"]),
+        entry(shape=[-4]),
+        entry(shape=4),
+        entry(dtype=["F32"]),
+        entry(dtype=5),
+    ],
+)
+def test_a_garbage_header(refused, broken, header):
+    write_header(broken / "model.safetensors", header)
+    message = refused("--model", broken, *SHORT)
+    assert "model.safetensors" in message and "download it again" in message
+
+
+def test_a_header_longer_than_the_file(refused, broken):
+    (broken / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+    assert "model.safetensors" in refused("--model", broken, *SHORT)
+
+
+def test_weights_that_are_a_folder(refused, broken):
+    (broken / "model.safetensors").unlink()
+    (broken / "model.safetensors").mkdir()
+    assert "model.safetensors" in refused("--model", broken, *SHORT)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', "[" * 100_000])
+def test_a_garbage_shard_index(refused, sharded, text):
+    folder, _ = sharded
+    (folder / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json" in refused("--model", folder, *SHORT)
+
+
+def test_a_missing_tensor(refused, tmp_path):
+    state = tiny_state()
+    del state["model.decoder.layers.1.fc1.weight"]
+    folder = write_model(tmp_path / "missing", state)
+    assert "no tensor 'model.decoder.layers.1.fc1.weight'" in refused("--model", folder, *SHORT)
+
+
+def test_a_tensor_of_a_wrong_shape(refused, tmp_path):
+    state = tiny_state()
+    state["model.decoder.layers.1.fc1.weight"] = torch.zeros(32, 64)
+    folder = write_model(tmp_path / "shape", state)
+    message = refused("--model", folder, *SHORT)
+    assert "decoder.layers.1.fc1.weight" in message and "[32, 64]" in message and "[64, 32]" in message
+
+
+def test_a_tensor_of_a_type_that_is_no_float(refused, tmp_path):
+    state = tiny_state()
+    state["model.decoder.layers.1.fc1.weight"] = torch.zeros(64, 32, dtype=torch.int8)
+    folder = write_model(tmp_path / "int8", state)
+    message = refused("--model", folder, *SHORT)
+    assert "decoder.layers.1.fc1.weight" in message and "I8" in message
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("home", [ON_GPU, ON_CPU, ON_DISK], ids=["gpu", "cpu", "disk"])
+def test_weights_that_are_not_finite(refused, tmp_path, home, number):
+    state = tiny_state()
+    state["model.decoder.layers.1.self_attn.v_proj.weight"][3, 5] = number
+    folder = write_model(tmp_path / "nan", state)
+    message = refused("--model", folder, *percent(home), *FP32, *SHORT, early=False)
+    assert "decoder.layers.1.self_attn.v_proj.weight" in message and "NaN" in message
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "embed_positions"])
+def test_an_embedding_on_disk_that_is_not_finite(refused, tmp_path, name):
+    state = tiny_state()
+    state[f"model.decoder.{name}.weight"][:] = float("nan")
+    folder = write_model(tmp_path / "nan", state)
+    message = refused("--model", folder, *percent(ON_DISK), *FP32, *SHORT, early=False)
+    assert name in message
+
+
+@pytest.mark.parametrize("keep", [0, 0.01, 0.5, 0.99])
+def test_a_bin_that_is_cut_short(refused, broken, tmp_path, keep):
+    cut(to_bin(broken), keep)
+    message = refused("--model", broken, *SHORT, early=False)
+    assert "pytorch_model.bin" in message and "Download it again" in message
+    assert list((tmp_path / "home" / "converted").glob("*/")) == []
+
+
+@pytest.mark.parametrize("content", [b"garbage", b"\x80\x04garbage", b"PK\x03\x04 no zip"])
+def test_a_garbage_bin(refused, broken, tmp_path, content):
+    to_bin(broken).write_bytes(content)
+    assert "pytorch_model.bin" in refused("--model", broken, *SHORT, early=False)
+    assert list((tmp_path / "home" / "converted").glob("*/")) == []
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("old_format", [False, True], ids=["zip", "legacy"])
+def test_code_in_a_bin_does_not_run(refused, broken, tmp_path, old_format):
+    path, proof = to_bin(broken), tmp_path / "proof"
+    state = tiny_state() | {"payload": Payload(proof)}
+    torch.save(state, path, _use_new_zipfile_serialization=not old_format)
+    assert "pytorch_model.bin" in refused("--model", broken, *SHORT, early=False)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("content", [[torch.zeros(2)], {"model": {"w": torch.zeros(2)}}, {1: torch.zeros(2)}, 5])
+def test_a_bin_of_something_else(refused, broken, content):
+    torch.save(content, to_bin(broken))
+    assert "pytorch_model.bin does not hold a dict of tensors" in refused("--model", broken, *SHORT, early=False)
+
+
+def test_no_space_to_convert_a_bin(refused, broken, tmp_path, monkeypatch):
+    import safetensors.torch
+
+    def full(*args, **kwargs):
+        safetensors.torch.serialize_file({}, "/dev/full/no", None)  # what safetensors raises when it cannot write
+
+    to_bin(broken)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    assert "convert" in refused("--model", broken, *SHORT, early=False)
+    assert list((tmp_path / "home" / "converted").glob("*/")) == []
+
+
+def test_nowhere_to_convert_a_bin(refused, broken, tmp_path, monkeypatch):
+    to_bin(broken)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "file" / "home"))
+    assert "convert" in refused("--model", broken, *SHORT)
+
+
+def test_a_checkpoint_that_shrinks_while_the_job_runs(refused, broken, monkeypatch):
+    """The file is whole when it is checked, and cut short when the weights are read."""
+    real = Checkpoint.check
+
+    def check(self, needed):
+        real(self, needed)
+        cut(broken / "model.safetensors", 0.2)
+
+    monkeypatch.setattr(Checkpoint, "check", check)
+    for home in (ON_GPU, ON_DISK):
+        message = refused("--model", broken, *SHORT, *percent(home), early=False)
+        assert "cut short" in message
+        write_model(broken)
+
+
+def test_a_file_reports_where_it_ended(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(UserError, match="ended at byte 100"):
+        File(path).read_at(memoryview(bytearray(200)), 0)

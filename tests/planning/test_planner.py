@@ -1,0 +1,99 @@
+"""The planner: what it takes without a search, when it measures, and that all ways lead to one choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from machines import T4, laptop, planner_of
+
+from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.kv_cache import FullCache
+from h2o_flexgen.planning.budget import largest_free
+from h2o_flexgen.planning.planner import Planner, Resources, check_cpu_cap
+from h2o_flexgen.policy import GIB, TIERS, KVBudget, Policy
+from h2o_flexgen.sizes import Workload
+
+MODEL, JOB = "opt-1.3b", Workload((128,) * 40, 16)
+RESIDENT = (100, 0, 100, 0, 100, 0)
+
+
+def resources(profile=None, **gib) -> Resources:
+    """The memory of a profile's machine, with so many GiB of a tier at most."""
+    caps = {tier: int(gib[tier] * GIB) if tier in gib else None for tier in TIERS}
+    return Resources.of(profile or laptop(), caps)
+
+
+def unmeasured(**given) -> tuple[Planner, list]:
+    """A planner of a machine that has not been measured, and the times it was."""
+    planner, times = planner_of(laptop(), MODEL, **given), []
+    return Planner(planner.model, planner.given, measure=lambda: times.append(1) or laptop()), times
+
+
+def test_what_fits_is_resident_and_nothing_is_measured():
+    planner, measured = unmeasured()
+    choice = planner.choose(JOB, resources())
+    assert choice.policy == Policy(40, 1, RESIDENT) and choice.plan.shortfall() is None
+    assert choice.prediction is None and not measured
+
+
+@pytest.mark.parametrize("given, limits", [({}, {"gpu": 2}), ({"max_latency": 1e6}, {}), ({"resident": False}, {})])
+def test_what_does_not_fit_or_may_be_faster_is_searched_and_measured_once(given, limits):
+    planner, measured = unmeasured(**given)
+    for _ in range(2):
+        choice = planner.choose(JOB, resources(**limits))
+    assert measured == [1]
+    choice.plan.check()
+    found = planner.search(choice.rule, JOB, resources(**limits)).best()
+    assert choice.policy == found.policy
+    assert choice.prediction == found.prediction and choice.plan == found.plan
+
+
+def test_on_cuda_more_prompts_than_a_batch_are_searched_for_larger_blocks():
+    many = replace(JOB, prompt_lens=(128,) * 400)
+    assert planner_of(T4, MODEL).choose(JOB, resources(T4)).policy.gpu_batch_size == 40
+    assert planner_of(T4, MODEL).choose(many, resources(T4)).policy.block_size > 64
+
+
+def test_a_given_policy_is_taken_whether_it_fits_or_not():
+    planner, measured = unmeasured()
+    choice = planner.choose(JOB, resources(gpu=0.5), Policy(8, 2, RESIDENT), KVBudget.from_ratio(0.2))
+    assert choice.policy == Policy(8, 2, RESIDENT) and choice.rule.budget == 50 and not measured
+    with pytest.raises(PlanError, match="gpu tier is too small"):
+        choice.plan.check()
+
+
+def test_given_sizes_are_kept_in_what_is_resident_and_in_what_is_searched():
+    for limits in ({}, {"gpu": 1.5}):
+        policy = planner_of(laptop(), MODEL, gpu_batch_size=5, overlap=False).choose(JOB, resources(**limits)).policy
+        assert policy.gpu_batch_size == 5 and not policy.overlap
+
+
+def test_an_automatic_budget_is_the_largest_that_is_free():
+    choice = planner_of(laptop(), "opt-6.7b").choose(JOB, resources(gpu=6), kv_budget="auto")
+    chosen = largest_free(choice.curve)
+    assert len(choice.curve) > 5 and choice.curve[0].ratio == 0.1
+    slots = choice.rule.budget if choice.rule.scored else sum(choice.rule.segments(JOB.longest, JOB.gen_len))
+    assert slots == chosen.slots
+    assert (choice.policy.gpu_batch_size, choice.policy.num_gpu_batches) == (
+        chosen.gpu_batch_size,
+        chosen.num_gpu_batches,
+    )
+    assert choice.prediction.tokens_per_s == chosen.tokens_per_s
+
+
+def test_a_single_block_counts_the_prompts_it_holds():
+    policy = Policy(8, 2, RESIDENT)
+    block, job = (
+        planner_of(laptop(), MODEL, one_block=one).plan(policy, FullCache(), JOB, resources())[1]
+        for one in (True, False)
+    )
+    assert job.needed("gpu") - block.needed("gpu") == JOB.output_bytes - Workload((128,) * 16, 16).output_bytes
+
+
+def test_a_cap_that_nothing_would_use_is_refused():
+    caps = {"gpu": None, "cpu": GIB, "disk": None}
+    with pytest.raises(UserError, match="`cpu_mem` does nothing here"):
+        check_cpu_cap(caps, shared=True, searched=True)
+    check_cpu_cap(caps, shared=False, searched=True)
+    check_cpu_cap(caps, shared=True, searched=False)
