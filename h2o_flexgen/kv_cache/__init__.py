@@ -5,10 +5,13 @@ from __future__ import annotations
 from h2o_flexgen.kv_cache.full import FullCache
 from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache
 from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
-from h2o_flexgen.kv_cache.rule import CacheRule
+from h2o_flexgen.kv_cache.rule import CacheRule, FixedRule
 from h2o_flexgen.policy import KVBudget
 
-__all__ = ["CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "KVTensors", "rule_for"]
+__all__ = ["RULES", "CacheRule", "FixedRule", "FullCache", "HeavyHitterCache", "KVLayout", "KVTensors", "rule_for"]
+
+#: every rule by its name
+RULES = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
 
 
 def rule_for(budget: KVBudget | None, longest_prompt: int, positions: int) -> CacheRule:

@@ -19,6 +19,8 @@ class FullCache(CacheRule):
     """Every token stays: token n of a sequence lies in slot n of all its heads. The first segment takes the
     prompt, the following ones the output; only those in use are attended to and moved."""
 
+    name = "full"
+
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         return full_segments(prompt_len, gen_len)
 
