@@ -33,8 +33,6 @@ def window(config: Config, layers: int) -> int | None:
 
 
 def spec(config: Config) -> LlamaSpec:
-    """Raises UserError: a key that is missing, or sizes that do not fit."""
-    layers = config.size("num_hidden_layers")
     return llama.spec(
         config,
         model_type="qwen2",
@@ -43,10 +41,9 @@ def spec(config: Config) -> LlamaSpec:
         eos=config.tokens("eos_token_id"),
         qkv_bias=True,
         out_bias=False,
-        window=window(config, layers),
+        window=window(config, config.size("num_hidden_layers")),
     )
 
 
 def named() -> dict[str, dict]:
-    """Configs by their names on the hub."""
     return {name: llama.config_of(sizes, rms_norm_eps=1e-6) for name, sizes in SIZES.items()}

@@ -18,13 +18,12 @@ FAMILIES = (
     "qwen2",
     "gpt_neox",
 )
-
 #: types of weights that a job may compute in
 STORED_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def family(model_type: str):
-    """The module of a family: `spec`, `named`, `tensors`, `embed`, `block`, `logits`, and `rotate` if it has RoPE."""
+    """The module of a family; what it has says the package's docstring."""
     return import_module(f"h2o_flexgen.models.{model_type}")
 
 
@@ -90,21 +89,26 @@ def _read(path: Path) -> dict | None:
 
 
 @cache
-def _named() -> dict[str, tuple[str, str, dict]]:
-    """Lower-case name -> hub name, model type, config; with and without the owner and a suffix of the version."""
+def _named() -> dict[str, tuple[str, dict]]:
+    """Lower-case name -> hub name, config; with and without the owner and a suffix of the version."""
     found = {}
     for model_type in FAMILIES:
         for hub_name, config in family(model_type).named().items():
             name = hub_name.lower()
             bare = name.rpartition("/")[2]
             for alias in (name, bare, bare.removesuffix("-hf"), bare.partition("-v0")[0]):
-                found[alias] = (hub_name, model_type, config)
+                found[alias] = (hub_name, {"model_type": model_type, **config})
     return found
 
 
 def hub_name(name: str) -> str:
     """The hub's name of a built-in model, for example of "opt-125m" or "llama-3.1-8b"; any other name as it is."""
-    return _named().get(name.lower(), (name,))[0]
+    return _named().get(name.lower(), (name, None))[0]
+
+
+def named_config(name: str) -> dict | None:
+    """The config.json of a model whose sizes are built in, or None."""
+    return _named().get(name.lower(), (name, None))[1]
 
 
 def named_spec(name: str) -> ModelSpec | None:
@@ -113,12 +117,6 @@ def named_spec(name: str) -> ModelSpec | None:
     return None if config is None else spec_of(config)
 
 
-def named_config(name: str) -> dict | None:
-    """The same as config.json would hold it."""
-    entry = _named().get(name.lower())
-    return None if entry is None else {"model_type": entry[1], **entry[2]}
-
-
 def known_names() -> list[str]:
     """The hub's names of all models whose sizes are built in."""
-    return list(dict.fromkeys(entry[0] for entry in _named().values()))
+    return list(dict.fromkeys(name for name, _ in _named().values()))

@@ -171,9 +171,9 @@ class Config:
             raise UserError(f"{self.where}: {key} must be a token id or a list of them, not {value!r}")
         return frozenset(ids)
 
-    def heads(self, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, int]:
-        """`heads`, `kv_heads` and `head_dim` of a spec, with a family's defaults for the last two if they are left out;
-        null for `num_key_value_heads` is as many as query heads."""
+    def sizes(self, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, int]:
+        """The sizes of a spec that all families call alike, with a family's defaults for heads of K and V and their
+        size if they are left out; null for `num_key_value_heads` is as many as query heads."""
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         left_out = "num_key_value_heads" not in self.data
         kv_heads = self.size("num_key_value_heads", (left_out and kv_heads) or heads)
@@ -184,4 +184,5 @@ class Config:
         if self.data.get("head_dim", head_dim) is None and hidden % heads:
             raise UserError(f"{self.where}: hidden_size {hidden} is not divisible by num_attention_heads {heads}")
         head_dim = self.size("head_dim", head_dim or max(1, hidden // heads))
-        return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        layers, vocab = self.size("num_hidden_layers"), self.size("vocab_size")
+        return dict(layers=layers, hidden=hidden, vocab=vocab, heads=heads, kv_heads=kv_heads, head_dim=head_dim)

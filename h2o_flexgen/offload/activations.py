@@ -100,9 +100,8 @@ class ActivationStore:
             self._resident[key] = hidden
             return
         self.device.hold_back(self._storing, WRITE_BACKS, "activations")
-        job = self.store_queue.submit(
-            lambda: self.store(batch, offset, hidden.contiguous()), after=self.device.record()
-        )
+        computed = self.device.record()
+        job = self.store_queue.submit(lambda: self.store(batch, offset, hidden.contiguous()), after=computed)
         self._storing.append(job)
         self._stored[key] = _Stored(job, hidden.shape, hidden.dtype, hidden.nbytes)
 
@@ -138,21 +137,19 @@ class ActivationStore:
         """Write contiguous hidden states to RAM or disk."""
         flat = hidden.view(-1).view(torch.uint8)
         self.gpu_to_cpu_bytes += flat.nbytes
-        if self.tiers[batch] == "cpu":
-            copy(self._ram[batch][offset : offset + flat.nbytes], flat)
+        if batch in self._ram or self.device.is_cuda:
+            ram = self._ram[batch][offset:] if batch in self._ram else self._store_host
+            copy(ram[: flat.nbytes], flat)
             finish(self.device.record())
-            return
-        if self.device.is_cuda:
-            copy(self._store_host[: flat.nbytes], flat)
-            finish(self.device.record())
-            flat = self._store_host[: flat.nbytes]
-        wait(self.io.write(self.file, as_numpy(flat), self._offset[batch] + offset))
+            flat = ram[: flat.nbytes]
+        if batch not in self._ram:
+            wait(self.io.write(self.file, as_numpy(flat), self._offset[batch] + offset))
 
     def load(self, batch: int, offset: int, stored: Future, buffer: Tensor) -> None:
         """Fill a staging buffer once the job `stored` is done."""
         self.device.wait_for(stored)
         self.cpu_to_gpu_bytes += buffer.nbytes
-        if self.tiers[batch] == "cpu":
+        if batch in self._ram:
             copy(buffer, self._ram[batch][offset : offset + buffer.nbytes])
             return
         finish(self._load_host_free)

@@ -50,14 +50,14 @@ class KVBytes(NamedTuple):
 
 
 def kv_bytes(layouts: list[KVLayout], tiers: dict[Key, str], overlap: bool, cuda: bool) -> KVBytes:
-    """`layouts`: the largest of each batch; `tiers`: of every (layer, batch)."""
+    """`layouts` and `tiers` as for `KVStore`."""
     blocks = Counter((batch, tier) for (_, batch), tier in tiers.items())
     total = dict.fromkeys(TIERS, 0)
     for (batch, tier), count in blocks.items():
         layout = layouts[batch]
         total[tier] += count * (file_bytes(layout) if tier == "disk" else layout.kv_bytes)
         total["gpu" if tier == "gpu" else "cpu"] += count * layout.meta_bytes
-        total["cpu"] += count * slots_bytes(layout) * (tier == "disk")
+        total["cpu"] += count * slots_bytes(layout) if tier == "disk" else 0
     staged = [layouts[batch] for batch, tier in blocks if tier != "gpu"]
     on_disk = [layouts[batch] for batch, tier in blocks if tier == "disk"]
     kv = aligned(max((x.kv_bytes for x in staged), default=0))
@@ -113,16 +113,14 @@ class KVStore:
         self.device, self.cpu_compute = device, cpu_compute
         self.load_queue, self.store_queue = load_queue, store_queue
         self.cpu_to_gpu_bytes = self.gpu_to_cpu_bytes = 0
-        self._largest = layouts
         self.loading: dict[Key, Future] = {}
         self.storing: deque[Future] = deque()
         self._staged: dict[Key, int] = {}  # the staging buffer of each block that has one
 
         sizes = kv_bytes(layouts, tiers, load_queue.overlap, device.is_cuda)
-        self.blocks = {key: _KVBlock(tier) for key, tier in tiers.items()}
-        self._allocate_resident()
         self.file: File | None = make_file("kv_cache", sizes.tiers["disk"]) if sizes.tiers["disk"] else None
-        self._place_on_disk(io)
+        self.blocks = {key: _KVBlock(tier) for key, tier in tiers.items()}
+        self._allocate(layouts, io)
         self._staging = StagingBuffers(device, sizes.staging, sizes.count)
         self._host = self._staging.buffers  # what a block on disk is read into
         if device.is_cuda:
@@ -132,31 +130,26 @@ class KVStore:
         self._host_free = [None] * sizes.count  # events
         self._row = device.host_buffer(sizes.row)
 
-    def _allocate_resident(self) -> None:
-        on_gpu = [self._largest[k] for (_, k), block in self.blocks.items() if block.tier == "gpu"]
+    def _allocate(self, layouts: list[KVLayout], io: DiskIO) -> None:
+        """Room for each block on its tier, as large as the batch's largest layout."""
+        on_gpu = [layouts[batch] for (_, batch), block in self.blocks.items() if block.tier == "gpu"]
         buffers = iter(self.device.buffers([n for x in on_gpu for n in (x.kv_bytes, x.meta_bytes)]))
+        offset = 0
         for (_, batch), block in self.blocks.items():
-            layout = self._largest[batch]
+            layout = layouts[batch]
             if block.tier == "gpu":
                 block.kv, block.meta = next(buffers), next(buffers)
                 continue
             block.meta = self.device.host_buffer(layout.meta_bytes)
             if block.tier == "cpu":
                 block.kv = self.device.host_buffer(layout.kv_bytes)
-
-    def _place_on_disk(self, io: DiskIO) -> None:
-        offset = 0
-        for (_, batch), block in self.blocks.items():
-            if block.tier == "disk":
+            else:
                 block.disk = LoggedBlock(io, self.file, offset)
-                offset += file_bytes(self._largest[batch])
+                offset += file_bytes(layout)
 
     def begin_block(self, layouts: list[KVLayout]) -> None:
         """Start a block of sequences, whose layouts may be smaller than those the buffers were made for."""
         self.drain()
-        for layout, largest in zip(layouts, self._largest):
-            assert layout.kv_bytes <= largest.kv_bytes and layout.meta_bytes <= largest.meta_bytes
-            assert file_bytes(layout) <= file_bytes(largest)
         for (_, batch), block in self.blocks.items():
             if batch < len(layouts):
                 block.layout = layouts[batch]
@@ -250,7 +243,7 @@ class KVStore:
             source = self._host[index]
             block.disk.read(source.numpy(), used)
         self.device.wait_for(last_job)
-        if block.layout.meta_bytes and self.device.is_cuda:
+        if self.device.is_cuda:
             meta_bytes = block.layout.meta_bytes
             copy(self._meta[index][:meta_bytes], block.meta[:meta_bytes])
             self.cpu_to_gpu_bytes += meta_bytes
@@ -274,7 +267,7 @@ class KVStore:
 
     def store_scores(self, block: _KVBlock, index: int) -> None:
         """Write back scores and positions; without CUDA they are changed where they are."""
-        if block.layout.meta_bytes and self.device.is_cuda:
+        if self.device.is_cuda:
             meta_bytes = block.layout.meta_bytes
             copy(block.meta[:meta_bytes], self._meta[index][:meta_bytes])
             self.gpu_to_cpu_bytes += meta_bytes
@@ -288,17 +281,15 @@ class KVStore:
         target = row.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
         copy(target[0], k)
         copy(target[1], v)
-        slots = (
-            (slots if layout.growth == "fixed" else slots[:, :1]).to("cpu").numpy()
-        )  # without scores all heads have one slot
+        if layout.growth == "append":  # all heads have one slot
+            slots = slots[:, :1]
+        slots = slots.to("cpu").numpy()
         finish(self.device.record())
         self.gpu_to_cpu_bytes += layout.row_bytes
         if block.disk is None:
             put_tokens(layout, block.kv[: layout.kv_bytes].numpy(), row.numpy(), slots)
         else:
             block.disk.append(self._row[: aligned(layout.row_bytes)].numpy(), slots)
-
-    # staging buffers
 
     def _view(self, block: _KVBlock, index: int) -> KVTensors:
         meta = self._meta[index] if self.device.is_cuda else block.meta

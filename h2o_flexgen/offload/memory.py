@@ -53,10 +53,9 @@ def _cgroup_folders() -> list[tuple[Path, int]]:
     folders = []
     for line in lines:
         _, controllers, path = (line.split(":", 2) + ["none", ""])[:3]
-        if controllers != "" and "memory" not in controllers.split(","):
+        if controllers and "memory" not in controllers.split(","):
             continue
-        version = 1 if controllers else 2
-        root = Path("/sys/fs/cgroup/memory") if controllers else Path("/sys/fs/cgroup")
+        version, root = (1, Path("/sys/fs/cgroup/memory")) if controllers else (2, Path("/sys/fs/cgroup"))
         folder = root / path.lstrip("/")
         # in a container the path is the host's, but the mount shows the container's group at its root
         chain = [folder, *folder.parents] if folder.exists() else [root]
@@ -65,10 +64,8 @@ def _cgroup_folders() -> list[tuple[Path, int]]:
 
 
 def cgroup_available() -> int | None:
-    """Bytes left under the tightest memory cgroup limit, or None without a limit.
-
-    Page cache that the kernel can drop counts as available, as it does in /proc/meminfo.
-    """
+    """Bytes left under the tightest memory cgroup limit, or None without a limit; page cache that the kernel can drop
+    counts as left, as in /proc/meminfo."""
     left = []
     for folder, version in _cgroup_folders():
         limit = _read_int(folder / ("memory.limit_in_bytes" if version == 1 else "memory.max"))
@@ -87,32 +84,25 @@ def cgroup_available() -> int | None:
 
 def ram_available() -> int:
     """Bytes of RAM this process can still take: free in the machine and allowed by the cgroup."""
-    meminfo = {}
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            key, value = line.split(":")
-            meminfo[key] = int(value.split()[0]) * 1024
-        machine = meminfo["MemAvailable"]
-    except (OSError, KeyError, ValueError):
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    machine = _proc("meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     cgroup = cgroup_available()
     return machine if cgroup is None else max(0, min(machine, cgroup))
 
 
 def ram_in_all() -> int:
     """Bytes of RAM this process can hold: free ones and its own, but for mapped files, which count as free."""
-    return ram_available() + _status("RssAnon") + _status("RssShmem")
-
-
-def baseline() -> int:
-    """Bytes of RAM that this process holds now, and will beside tensors once it computes."""
-    return held() + LIBRARIES
+    return ram_available() + _proc("self/status", "RssAnon") + _proc("self/status", "RssShmem")
 
 
 def held() -> int:
     """Bytes of RAM that this process holds, after its free pages have gone back to the system."""
     trim_heap()
     return resident()
+
+
+def baseline() -> int:
+    """Bytes of RAM that this process holds now, and will beside tensors once it computes."""
+    return held() + LIBRARIES
 
 
 def disk_free(folder: Path) -> int:
@@ -123,24 +113,23 @@ def disk_free(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _status(key: str) -> int:
+def _proc(file: str, key: str) -> int:
+    """Bytes that a file under /proc gives, as in "MemAvailable:  123 kB"; 0 if it does not."""
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
+        lines = Path(f"/proc/{file}").read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), 0)
     except OSError:
-        pass
-    return 0
+        return 0
 
 
 def resident() -> int:
     """Bytes of RAM that this process holds now."""
-    return _status("VmRSS")
+    return _proc("self/status", "VmRSS")
 
 
 def peak_resident() -> int:
     """The most bytes of RAM that this process has held since `reset_peak`."""
-    return _status("VmHWM")
+    return _proc("self/status", "VmHWM")
 
 
 def reset_peak() -> None:
