@@ -29,16 +29,9 @@ SIZES = {
 
 @dataclass(frozen=True)
 class NeoXSpec(ModelSpec):
-    """
-    Attributes:
-        eps: of the norms.
-        bias: whether the linear layers of attention have biases; those of the MLP do.
-        parallel: attention and MLP both read the block's input, and their outputs are added to it.
-    """
-
-    eps: float = 1e-5
-    bias: bool = True
-    parallel: bool = True
+    eps: float = 1e-5  # of the norms
+    bias: bool = True  # of attention's linear layers; those of the MLP have biases
+    parallel: bool = True  # attention and MLP both read the block's input, and their outputs are added to it
 
 
 def spec(config: Config) -> NeoXSpec:

@@ -33,14 +33,8 @@ LLAMA3_ROPE = {
 
 @dataclass(frozen=True)
 class LlamaSpec(ModelSpec):
-    """
-    Attributes:
-        eps: of the norms.
-        qkv_bias, out_bias, mlp_bias: whether these linear layers have biases.
-    """
-
-    eps: float = 1e-6
-    qkv_bias: bool = False
+    eps: float = 1e-6  # of the norms
+    qkv_bias: bool = False  # of the linear layers, as the following
     out_bias: bool = False
     mlp_bias: bool = False
 

@@ -28,19 +28,11 @@ SIZES = {
 
 @dataclass(frozen=True)
 class OptSpec(ModelSpec):
-    """
-    Attributes:
-        word_width: width of the embedding, which matrices project to and from `hidden` if it differs.
-        pre_norm: norms before attention and MLP, not after them.
-        final_norm: a norm before the head.
-        bias, affine: whether linear layers have biases and norms have weights.
-    """
-
-    word_width: int = 0
-    pre_norm: bool = True
-    final_norm: bool = True
-    bias: bool = True
-    affine: bool = True
+    word_width: int = 0  # of the embedding; matrices project to and from `hidden` if it differs
+    pre_norm: bool = True  # norms before attention and MLP, not after them
+    final_norm: bool = True  # a norm before the head
+    bias: bool = True  # of linear layers
+    affine: bool = True  # norms have weights
 
 
 def spec(config: Config) -> OptSpec:

@@ -33,33 +33,29 @@ def head_name(spec: ModelSpec) -> str:
 
 
 def spec_of(config: dict, where: str = "the config") -> ModelSpec:
-    """The spec of a model with this configuration, as config.json holds it.
+    """The spec of a model with this config.json, which messages call `where`.
 
     Raises:
-        UserError: a family that is not known (those that are, are listed), a quantised checkpoint, a key that is
-            missing, a value of a wrong type, or sizes that do not fit.
+        UserError: a family that is not known, a quantised checkpoint, a value that is missing, of a wrong type or does
+            not fit the others.
     """
     model_type = config.get("model_type")
+    known = ", ".join(FAMILIES)
     if model_type not in FAMILIES:
-        raise UserError(
-            f"{where}: the architecture {model_type!r} is not supported; known model types: {', '.join(FAMILIES)}"
-        )
+        raise UserError(f"{where}: the architecture {model_type!r} is not supported; known model types: {known}")
     quantized = config.get("quantization_config")
     if quantized is not None:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise UserError(
             f"{where}: the checkpoint is quantised ({method}), which is not supported: take one in float16, bfloat16 "
-            f"or float32 of one of these model types: {', '.join(FAMILIES)}"
+            f"or float32 of one of these model types: {known}"
         )
     return family(model_type).spec(Config(config, where))
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The spec of a model folder; where it has a generation_config.json, that one's ids end a text.
-
-    Raises:
-        UserError: as `spec_of`, or there is no config.json, or it cannot be read.
-    """
+    """The spec of a model folder; where it has a generation_config.json, that one's ids end a text. Raises UserError as
+    `spec_of`, or for a config.json that cannot be read."""
     config = _read(folder / "config.json")
     if config is None:
         raise UserError(f"no config.json in {folder}: is this a model folder?")

@@ -23,17 +23,11 @@ Key = tuple[int, int]  # batch, micro-batch
 
 
 class ActivationBytes(NamedTuple):
-    """The bytes that an ActivationStore allocates beside the hidden states; the memory plan counts with the same ones.
+    """The bytes that an ActivationStore allocates beside the hidden states; the memory plan counts with the same."""
 
-    Attributes:
-        count: staging buffers.
-        staging: of each staging buffer on the device.
-        host: (CUDA) of each of the two buffers in RAM between device and disk.
-    """
-
-    count: int
-    staging: int
-    host: int
+    count: int  # staging buffers
+    staging: int  # of each staging buffer on the device
+    host: int  # (CUDA) of each of the two buffers in RAM between device and disk
 
 
 def activation_bytes(tiers: list[str], micro_bytes: int, overlap: bool, cuda: bool) -> ActivationBytes:
@@ -54,13 +48,9 @@ class ActivationStore:
     """Hidden states by (batch, micro-batch).
 
     Args:
-        tiers: tier per batch.
         batch_bytes: per batch the most bytes that its hidden states take, of all micro-batches.
         micro_bytes: the most bytes of one micro-batch.
-        make_file: (name, bytes) -> File, for the batches on disk.
-
-    Attributes:
-        file: of the batches on disk, or None.
+        make_file: (name, bytes) -> File, for the batches on disk, which are in `file`.
     """
 
     def __init__(
@@ -130,8 +120,6 @@ class ActivationStore:
         self.device.stall_on(job, "activations")
         del self._stored[key]
         return hidden
-
-    # jobs of the transfer queues
 
     def store(self, batch: int, offset: int, hidden: Tensor) -> None:
         """Write contiguous hidden states to RAM or disk."""

@@ -29,24 +29,15 @@ Key = tuple[int, int]
 
 
 class KVBytes(NamedTuple):
-    """The bytes that a KVStore allocates; the memory plan counts with the same ones.
+    """The bytes that a KVStore allocates; the memory plan counts with the same ones."""
 
-    Attributes:
-        tiers: of all blocks, by tier; their scores, and the slots of their logs, in RAM unless they are on the device.
-        count: staging buffers, and host buffers.
-        staging, meta: of each staging buffer on the device, and (CUDA) of the scores and positions beside it.
-        host: (CUDA) of each buffer in RAM that a block is read into from disk.
-        write: (CUDA) of the buffer in RAM from which a block is written to disk.
-        row: of the buffer in RAM for the token that a step writes back.
-    """
-
-    tiers: dict[str, int]
-    count: int
-    staging: int
-    meta: int
-    host: int
-    write: int
-    row: int
+    tiers: dict[str, int]  # of all blocks; scores, and the slots of logs, are in RAM unless the block is on the device
+    count: int  # staging buffers, and host buffers
+    staging: int  # of each staging buffer on the device
+    meta: int  # (CUDA) of the scores and positions beside it
+    host: int  # (CUDA) of each buffer in RAM that a block is read into from disk
+    write: int  # (CUDA) of the buffer in RAM from which a block is written to disk
+    row: int  # of the buffer in RAM for the token that a step writes back
 
 
 def kv_bytes(layouts: list[KVLayout], tiers: dict[Key, str], overlap: bool, cuda: bool) -> KVBytes:
@@ -87,16 +78,15 @@ class KVStore:
     """The caches of every (layer, batch).
 
     Args:
-        layouts: the largest layout of each batch.
-        tiers: tier of every (layer, batch).
+        layouts: the largest of each batch.
+        tiers: of every (layer, batch).
         load_queue: with several workers the disk has requests for the next block before one has been read.
-        make_file: (name, bytes) -> File, for the blocks on disk.
+        make_file: (name, bytes) -> File, for the blocks on disk, which are in `file`.
         cpu_compute: blocks on the cpu tier are used where they are.
 
     Attributes:
         loading: the transfer to the device of each block that is prefetched.
         storing: write-backs of decode steps, the oldest first.
-        file: of the blocks on disk, or None.
     """
 
     def __init__(
@@ -161,8 +151,6 @@ class KVStore:
         tier = self.blocks[layer, batch].tier
         return tier == "disk" or (tier == "cpu" and not self.cpu_compute)
 
-    # prefill
-
     def blank(self, layer: int, batch: int) -> KVTensors:
         """A cache on the device to be filled; `store_all` writes it back."""
         block = self.blocks[layer, batch]
@@ -183,8 +171,6 @@ class KVStore:
         part = slice(0, block.layout.used_bytes(held)) if block.disk is None else block.disk.dirty(first, held)
         block.stored = self.store_queue.submit(lambda: self.store_block(block, index, part), after=self.device.record())
         self._staging.give_back(index, block.stored)
-
-    # decode
 
     def prefetch(self, layer: int, batch: int, held: int) -> bool:
         """Start to stage a streamed block of which `held` slots are in use. False if that is not possible yet: no
@@ -229,8 +215,6 @@ class KVStore:
         self._staging.give_back(index, scores)
         block.stored = self.store_queue.submit(lambda: self.store_token(block, scores, slots, k, v), after=computed)
         self.storing.append(block.stored)
-
-    # jobs of the transfer queues
 
     def load_block(self, block: _KVBlock, index: int, last_job: Future | None, held: int) -> None:
         """Fill a staging buffer that `last_job` has used before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 #: bytes that libraries and the allocator hold beside tensors once they compute: 20 to 70 MiB
@@ -14,6 +15,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 TRIM_BYTES, MMAP_BYTES = 64 << 20, 8 << 20
 #: cgroup v1 writes "no limit" as a number near 2**63
 _UNLIMITED = 1 << 60
+#: of a cgroup by version: the files of its limit and of its usage, and what its counters begin with in memory.stat
+CGROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
 
 
 def hold_heap() -> None:
@@ -30,13 +36,12 @@ def trim_heap() -> None:
 
 
 def _glibc(function: str, *args: int) -> None:
-    try:
+    with suppress(OSError, AttributeError):  # another C library
         getattr(ctypes.CDLL(None), function)(*args)
-    except (OSError, AttributeError):
-        pass  # another C library
 
 
-def _read_int(path: Path) -> int | None:
+def _cgroup_bytes(path: Path) -> int | None:
+    """What a file of a cgroup holds; None if there is no such file, or no limit."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -68,15 +73,14 @@ def cgroup_available() -> int | None:
     counts as left, as in /proc/meminfo."""
     left = []
     for folder, version in _cgroup_folders():
-        limit = _read_int(folder / ("memory.limit_in_bytes" if version == 1 else "memory.max"))
-        usage = _read_int(folder / ("memory.usage_in_bytes" if version == 1 else "memory.current"))
+        limit_file, usage_file, prefix = CGROUP_FILES[version]
+        limit, usage = _cgroup_bytes(folder / limit_file), _cgroup_bytes(folder / usage_file)
         if limit is None or usage is None:
             continue
         try:
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             stat = {}
-        prefix = "total_" if version == 1 else ""
         cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
         left.append(limit - max(0, usage - cache))
     return min(left) if left else None
@@ -134,7 +138,5 @@ def peak_resident() -> int:
 
 def reset_peak() -> None:
     """Start `peak_resident` anew; if the kernel refuses, it counts from the start of the process."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass

@@ -36,17 +36,11 @@ Spec = dict[str, tuple[str, Shape]]  # {short name: (name in the checkpoint, sha
 
 
 class StagingBytes(NamedTuple):
-    """The bytes that streamed weights take; the memory plan counts with the same ones.
+    """The bytes that streamed weights take; the memory plan counts with the same ones."""
 
-    Attributes:
-        device: of the staging buffer on the device.
-        host: (CUDA) of the buffer in RAM that is read into from disk.
-        converted: (CPU) of weights in the dtype of the computation that are stored in another.
-    """
-
-    device: int = 0
-    host: int = 0
-    converted: int = 0
+    device: int = 0  # of the staging buffer on the device
+    host: int = 0  # (CUDA) of the buffer in RAM that is read into from disk
+    converted: int = 0  # (CPU) of weights in the dtype of the computation that are stored in another
 
 
 def staging_bytes(tier: str, nbytes: int, stored_bytes: int, converts: bool, cuda: bool) -> StagingBytes:
@@ -82,17 +76,13 @@ class WeightStore:
     """The weights of one model, placed.
 
     Args:
-        dtype: of the computation.
         layers: per layer the tensors it needs whole.
         gathered: tensors of which only rows are asked for, by `rows`.
         tiers: tier of every tensor by its name in the checkpoint.
         source: the checkpoint, or random weights.
         make_file: (name, bytes) -> File, for random weights on disk.
         direct: read from disk past the page cache.
-        progress: show a bar while loading.
-
-    Raises:
-        UserError: a tensor that is not on disk holds NaN or infinite elements.
+        progress: show a bar while loading. Raises UserError for NaN or infinite elements of tensors not on disk.
     """
 
     def __init__(
@@ -173,8 +163,6 @@ class WeightStore:
         held = (*self.resident.values(), *self._buffers, *self._hosts, self._converted)
         return sum(t.nbytes for t in held if t.is_cuda == cuda)
 
-    # the schedule's calls
-
     def streams(self, layer: int) -> bool:
         """Whether any tensor of the layer is streamed."""
         return any(self.tiers[name] != "gpu" for name, _ in self.layers[layer].values())
@@ -243,8 +231,6 @@ class WeightStore:
             staged.job.exception()  # waits
             self.release(layer)
 
-    # the job of the transfer queue
-
     def fill(self, staged: _StagedLayer) -> None:
         """Fill a staging buffer; without CUDA its reads have been requested."""
         if self.device.is_cuda:
@@ -263,8 +249,6 @@ class WeightStore:
     def _request(self, staged: _StagedLayer) -> None:
         for read in staged.reads:
             read.start(self.io, self.direct)
-
-    # without staging buffers
 
     def rows(self, short: str, ids: Tensor) -> Tensor:
         """Rows `ids` (any shape, int64, on the CPU) of a gathered tensor: ids.shape + (width,), on the device."""
