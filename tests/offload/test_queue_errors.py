@@ -188,7 +188,7 @@ def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeyp
                 raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
             patch.setattr(ActivationStore, "put", full)
-            with pytest.raises(UserError, match="out of memory.*smaller --gpu-mem.*tried to allocate 2 GiB"):
+            with pytest.raises(UserError, match="out of memory.*smaller `gpu_mem`.*tried to allocate 2 GiB"):
                 llm.generate(PROMPTS, SamplingParams(max_tokens=3))
         assert os.listdir(tmp_path) == []
         assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3))) == len(PROMPTS)
