@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, llm
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen import llm as llm_module
 from h2o_flexgen.engine import runner
 from h2o_flexgen.offload import activations, checkpoint, kv_store, memory, weights
 from h2o_flexgen.offload.device import Device, host_memory
@@ -145,7 +146,7 @@ def _plain_copy(dst, src):
 @pytest.fixture
 def lazy(monkeypatch):
     streams.clear()
-    monkeypatch.setattr(llm, "Device", LazyDevice)
+    monkeypatch.setattr(llm_module, "Device", LazyDevice)
     monkeypatch.setattr(runner, "TransferQueue", LazyQueue)
     for module in (activations, checkpoint, kv_store, weights):
         monkeypatch.setattr(module, "copy", lazy_copy)

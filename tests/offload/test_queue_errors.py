@@ -194,6 +194,15 @@ def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeyp
         assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3))) == len(PROMPTS)
 
 
+def test_a_gpu_that_is_full_before_a_job_begins_is_told_in_a_line(monkeypatch):
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    monkeypatch.setattr(Device, "load_libraries", full)
+    with pytest.raises(UserError, match="no memory left to begin with"):
+        Device("cpu").start(None)
+
+
 def test_a_pool_that_is_closed_takes_no_more(tmp_path):
     io = DiskIO()
     io.close()
