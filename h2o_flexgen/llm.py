@@ -16,6 +16,7 @@ from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, Reques
 from h2o_flexgen.engine.report import PerTier, Report
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, SamplingParams
+from h2o_flexgen.engine.scoring import ScoreOutput, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.stores import Job
 from h2o_flexgen.errors import UserError
@@ -31,7 +32,7 @@ from h2o_flexgen.profiling.kernels import job_dtype
 from h2o_flexgen.profiling.measure import load_or_measure
 from h2o_flexgen.sizes import Workload
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
 
 
 class LLM:
@@ -208,11 +209,57 @@ class LLM:
             self._run(sequences, params.max_tokens, Sampler(params, self.eos_ids), collector)
         return collector.in_order()
 
-    def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: OutputCollector) -> None:
+    def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | None = None) -> list[ScoreOutput]:
+        """Log-probabilities of texts under the model, in blocks and on all tiers as in `generate`.
+
+        Args:
+            texts: texts, or lists of token ids.
+            prompt_len: tokens of each text that are its prompt. Those behind it are fed one by one, so that the KV
+                budget acts as in generation. None scores all tokens but the first in one pass, with full attention.
+
+        Returns:
+            In the order of the texts. One that cannot be scored has an `error` and stops no other.
+
+        Raises:
+            UserError: `prompt_len` is less than 1, or there is no memory for the job.
+        """
+        if prompt_len is not None and prompt_len < 1:
+            raise UserError(f"prompt_len must be 1 or more, not {prompt_len}")
+        first = prompt_len or 1  # the first token that is scored
+        self.measurements = None
+        outputs, sequences, targets = [], [], {}
+        for index, text in enumerate([texts] if isinstance(texts, str) else texts):
+            outputs.append(ScoreOutput(index, []))
+            try:
+                ids = outputs[-1].token_ids = self.encode(text)
+                self.check_length(first, len(ids) - first)
+                if len(ids) <= first:
+                    raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
+            except UserError as e:
+                outputs[-1].error = str(e)
+                continue
+            targets[index] = ids[first:]
+            sequences.append(Sequence(index, ids[:prompt_len]))
+        sequences.sort(key=lambda s: -len(targets[s.index]))  # neighbours end together
+        if sequences:
+            sink = TeacherForcing(targets, every_position=prompt_len is None)
+            gen_len = 1 if prompt_len is None else len(targets[sequences[0].index])
+            self._run(sequences, gen_len, sink, Observer(), prefill_only=prompt_len is None)
+        for s in sequences:
+            output = outputs[s.index]
+            if s.finish_reason == "error":
+                output.error = "the model's hidden states overflowed for this text"
+            else:
+                output.token_logprobs, output.is_greedy = s.logprobs, sink.is_greedy[s.index]
+        return outputs
+
+    def _run(
+        self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer, prefill_only: bool = False
+    ) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""
         # longest first: what does not fit shows at once, and neighbours are alike in length
         sequences.sort(key=lambda s: -len(s.prompt))
-        workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len)
+        workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len, prefill_only)
         self.device.reset_peaks()
         self.device.reset_stalls()
         given = None if self.policy == "auto" else self.policy

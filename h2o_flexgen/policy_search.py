@@ -79,7 +79,7 @@ def result_of(choice: Choice, command: str) -> dict:
     p, plan, rule = choice.prediction, choice.plan, choice.rule
     return {
         "policy": asdict(choice.policy),
-        "kv_budget": {"heavy": rule.heavy, "recent": rule.recent} if rule.scored else None,
+        "kv_budget": None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
         "predicted": {
             "prefill_seconds": p.prefill_seconds,
             "decode_seconds": p.decode_seconds,
@@ -101,7 +101,7 @@ def describe(choice: Choice, title: str, command: str) -> str:
         f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {cli.describe_percent(policy)}"
         + (", attention on the CPU" if policy.cpu_cache_compute else "")
         + ("" if policy.overlap else ", no overlap"),
-        f"KV cache   {cli.describe_budget(choice.rule if choice.rule.scored else None)}",
+        f"KV cache   {cli.describe_budget(None if choice.rule.budget is None else choice.rule)}",
         f"prefill    {p.prefill_seconds:.1f} s of a block",
         f"decode     {p.decode_seconds:.1f} s of a block",
         f"predicted  {p.block_tokens_per_s:.2f} tokens/s",

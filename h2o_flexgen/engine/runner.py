@@ -216,7 +216,7 @@ class Runner:
             dtype=dtype_name(self.dtype),
             workload=JobSize(len(sequences), job.workload.longest, job.workload.gen_len),
             policy=job.policy,
-            kv_budget=Slots(rule.heavy, rule.recent) if rule.scored else None,
+            kv_budget=None if rule.budget is None else Slots(rule.heavy, rule.recent),
             prefill=prefill,
             decode=decode,
             total=Total(seconds, generated, rate(generated, seconds)),

@@ -5,7 +5,7 @@ Shapes: B sequences, H KV heads, S slots of a segment, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -18,16 +18,24 @@ class KVTensors:
     """The cache of one (layer, batch), on whatever device its bytes are.
 
     Attributes:
-        k, v: per segment (B, H, S, D). Slots are numbered through all segments. A matrix product is fast only
-            over a whole, contiguous tensor, hence a cache that grows does so by segments.
-        score: (B, H, S) fp32, the attention that the slot's token has received; scored caches (one segment) only.
-        position: (B, H, S) int32, the token's place in its text, -1 for an empty slot; scored only.
+        k, v: per segment (B, H, S, D). Slots are numbered through all segments. A matmul is fast only over a whole,
+            contiguous tensor, hence a cache that grows does so by segments.
+        metadata: (B, H, S) by name: what the rule keeps for each slot; only of caches with one segment.
     """
 
     k: list[Tensor]
     v: list[Tensor]
-    score: Tensor | None = None
-    position: Tensor | None = None
+    metadata: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def score(self) -> Tensor:
+        """(B, H, S) fp32: the attention that the slot's token has received."""
+        return self.metadata["score"]
+
+    @property
+    def position(self) -> Tensor:
+        """(B, H, S) int32: the token's place in its text, -1 for an empty slot."""
+        return self.metadata["position"]
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put one token per sequence and head, k and v (B, H, D), into slots (B, H). With several segments, the
@@ -40,16 +48,16 @@ class KVTensors:
             return
         begin, column = 0, slots[:, 0]
         last = int(column.max())
-        for mine_k, mine_v in zip(self.k, self.v):
+        for segment_k, segment_v in zip(self.k, self.v):
             if begin > last:
                 break
-            end = begin + mine_k.shape[2]
+            end = begin + segment_k.shape[2]
             rows = ((column >= begin) & (column < end)).nonzero()[:, 0]
             if len(rows):
                 local = column[rows] - begin
-                rows, local = (x.to(mine_k.device, non_blocking=True) for x in (rows, local))
-                mine_k[rows, :, local] = k[rows]
-                mine_v[rows, :, local] = v[rows]
+                rows, local = (x.to(segment_k.device, non_blocking=True) for x in (rows, local))
+                segment_k[rows, :, local] = k[rows]
+                segment_v[rows, :, local] = v[rows]
             begin = end
 
     def rows(self, begin: int, end: int) -> KVTensors:
@@ -57,22 +65,26 @@ class KVTensors:
         return KVTensors(
             [k[begin:end] for k in self.k],
             [v[begin:end] for v in self.v],
-            None if self.score is None else self.score[begin:end],
-            None if self.position is None else self.position[begin:end],
+            {name: tensor[begin:end] for name, tensor in self.metadata.items()},
         )
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """How the cache of one (layer, batch) lies in memory: a buffer with k and v of each segment, and for a scored
-    cache one with score and position. The segments in use are the beginning of the buffer."""
+    """How a KV block lies in memory: a buffer with k and v of each segment, and one with the metadata of all slots. The
+    segments in use are the beginning of the first buffer.
+
+    Attributes:
+        metadata, growth: as the rule has them.
+    """
 
     batch: int
     heads: int
     segments: tuple[int, ...]
     head_dim: int
     dtype: torch.dtype
-    scored: bool
+    metadata: tuple[tuple[str, torch.dtype], ...] = ()
+    growth: str = "append"
 
     @property
     def slots(self) -> int:
@@ -89,7 +101,7 @@ class KVLayout:
 
     @property
     def meta_bytes(self) -> int:
-        return 8 * self.batch * self.heads * self.slots if self.scored else 0
+        return self.batch * self.heads * self.slots * sum(dtype.itemsize for _, dtype in self.metadata)
 
     @property
     def ends(self) -> list[int]:
@@ -105,7 +117,7 @@ class KVLayout:
         return self.row_bytes * max(end for end in (0, *self.ends[:-1]) if end <= slot)
 
     def vectors(self, kv: np.ndarray) -> np.ndarray:
-        """Bytes of a cache, or of tokens k and v (..., 2, B, H, D), as one array of their vectors of D numbers."""
+        """Bytes of a cache, or of tokens k and v (..., 2, B, H, D), as one array of their vectors of D elements."""
         return kv.view(np.dtype((np.void, self.head_dim * self.dtype.itemsize)))
 
     def places(self, slots: np.ndarray) -> np.ndarray:
@@ -128,7 +140,9 @@ class KVLayout:
             k, v = part.view(self.dtype).view(2, self.batch, self.heads, slots, self.head_dim)
             ks.append(k)
             vs.append(v)
-        if not self.scored:
-            return KVTensors(ks, vs)
-        score, position = (half.view(self.batch, self.heads, -1) for half in meta[: self.meta_bytes].chunk(2))
-        return KVTensors(ks, vs, score.view(torch.float32), position.view(torch.int32))
+        found, begin = {}, 0
+        for name, dtype in self.metadata:
+            end = begin + self.batch * self.heads * self.slots * dtype.itemsize
+            found[name] = meta[begin:end].view(dtype).view(self.batch, self.heads, self.slots)
+            begin = end
+        return KVTensors(ks, vs, found)

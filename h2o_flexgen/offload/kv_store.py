@@ -250,7 +250,7 @@ class KVStore:
             source = self._host[index]
             block.disk.read(source.numpy(), used)
         self.device.wait_for(last_job)
-        if block.layout.scored and self.device.is_cuda:
+        if block.layout.meta_bytes and self.device.is_cuda:
             meta_bytes = block.layout.meta_bytes
             copy(self._meta[index][:meta_bytes], block.meta[:meta_bytes])
             self.cpu_to_gpu_bytes += meta_bytes
@@ -274,7 +274,7 @@ class KVStore:
 
     def store_scores(self, block: _KVBlock, index: int) -> None:
         """Write back scores and positions; without CUDA they are changed where they are."""
-        if block.layout.scored and self.device.is_cuda:
+        if block.layout.meta_bytes and self.device.is_cuda:
             meta_bytes = block.layout.meta_bytes
             copy(block.meta[:meta_bytes], self._meta[index][:meta_bytes])
             self.gpu_to_cpu_bytes += meta_bytes
@@ -288,7 +288,9 @@ class KVStore:
         target = row.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
         copy(target[0], k)
         copy(target[1], v)
-        slots = (slots if layout.scored else slots[:, :1]).to("cpu").numpy()  # without scores all heads have one slot
+        slots = (
+            (slots if layout.growth == "fixed" else slots[:, :1]).to("cpu").numpy()
+        )  # without scores all heads have one slot
         finish(self.device.record())
         self.gpu_to_cpu_bytes += layout.row_bytes
         if block.disk is None:

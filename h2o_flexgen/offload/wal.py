@@ -30,7 +30,7 @@ def file_bytes(layout: KVLayout) -> int:
 
 def _slots_shape(layout: KVLayout) -> tuple[int, int, int]:
     """Of the slots of a full log, int32: (rows, B, H), or (rows, B, 1) where a token has one slot in all heads."""
-    return wal_rows(layout.segments), layout.batch, layout.heads if layout.scored else 1
+    return wal_rows(layout.segments), layout.batch, layout.heads if layout.growth == "fixed" else 1
 
 
 def slots_bytes(layout: KVLayout) -> int:
@@ -74,7 +74,7 @@ class LoggedBlock:
 
     def first_changed(self, slots: Tensor) -> int:
         """The first slot that the log or a token for `slots` (on the CPU) changes; 0 for a cache of fixed size."""
-        return 0 if self.layout.scored else int(self._slots[: self.rows].min(initial=int(slots.min())))
+        return 0 if self.layout.growth == "fixed" else int(self._slots[: self.rows].min(initial=int(slots.min())))
 
     def dirty(self, first: int, held: int) -> slice:
         """The bytes that `compact` has to write if `held` slots are in use, and those before `first` are unchanged."""

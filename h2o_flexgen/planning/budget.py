@@ -42,7 +42,7 @@ class BudgetPoint:
 
     @classmethod
     def of(cls, ratio: float | None, shapes: Shapes, policy: Policy, tokens_per_s: float) -> BudgetPoint:
-        slots = shapes.slots if shapes.budget is None else shapes.budget
+        slots = shapes.rule.budget or shapes.slots
         return cls(ratio, slots, policy.gpu_batch_size, policy.num_gpu_batches, tokens_per_s)
 
 

@@ -171,7 +171,7 @@ class CostModel:
     def __init__(self, profile: Profile, shapes: Shapes, workload: Workload):
         self.profile, self.shapes, self.workload = profile, shapes, workload
         spec = shapes.spec
-        self.kind = "full" if shapes.budget is None else "h2o"
+        self.kind = shapes.rule.name
         self.num_decoder = spec.layers
         self.hidden_bytes = spec.hidden * shapes.compute_itemsize
         matrices = [sum(prod(s) for s in layer.values() if len(s) > 1) for layer in shapes.streamed]
@@ -299,7 +299,7 @@ class CostModel:
     ) -> Flows:
         """`length`: of the longest prompt; `weights`: those that come meanwhile, for the next layer."""
         shapes = self.shapes
-        kept = shapes.slots if shapes.budget is not None else length
+        kept = shapes.slots if shapes.rule.growth == "fixed" else min(length, shapes.slots)
         kv, bus = kept * shapes.row_bytes, 1 if shapes.cuda else 0
         store = Traffic(
             write=cache.disk * kv,
@@ -318,7 +318,7 @@ class CostModel:
         moves = 0 if policy.cpu_cache_compute else 1  # else a cache on the cpu tier is used where it lies
         read = cache.disk * (on_disk + log)
         fold = cache.disk * (held.folds * held.folded * row)
-        parts = [on_disk + log] if shapes.budget is not None else [on_disk, log]  # what is read in one go
+        parts = [on_disk + log] if shapes.rule.growth == "fixed" else [on_disk, log]  # what is read in one go
         load = Traffic(
             read=read,
             into=moves * cache.cpu * (kv + meta) + cache.disk * (meta + (kv if bus else log + kv - on_disk)),
@@ -387,7 +387,7 @@ class CostModel:
         steps = gen_len - 1
         if steps == 0:
             return []
-        if self.shapes.budget is not None:  # folded when its log is full
+        if self.shapes.rule.growth == "fixed":  # folded when its log is full
             rows = sum(i % (log + 1) for i in range(steps)) / steps
             return [Held(steps, slots, slots, rows, steps // (log + 1) / steps, slots)]
         found, end, segments = [], length, full_segments(length, gen_len)[1:]

@@ -9,6 +9,7 @@ import torch
 
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache.layout import KVLayout
+from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.spec import Layer, ModelSpec
 from h2o_flexgen.offload.activations import activation_bytes
 from h2o_flexgen.offload.kv_store import kv_bytes
@@ -122,7 +123,7 @@ class Shapes:
     Attributes:
         layers: {name: shape} per layer as for `Placement.of`.
         streamed: {name: shape} per layer of what is needed whole (the embedding only gathers rows).
-        segments: KV slots per sequence and head, by segment; budget: heavy + recent, or None for a full cache.
+        segments: KV slots per sequence and head, by segment.
         stored_itemsize: bytes per number in the checkpoint; compute_itemsize: in the computation; bf16: whether that
             is in bf16.
     """
@@ -131,7 +132,7 @@ class Shapes:
     layers: list[dict[str, tuple[int, ...]]]
     streamed: list[dict[str, tuple[int, ...]]]
     segments: tuple[int, ...]
-    budget: int | None
+    rule: CacheRule
     compute_itemsize: int
     stored_itemsize: int
     converts: bool
@@ -150,7 +151,9 @@ class Shapes:
     def layout(self, batch: int) -> KVLayout:
         """The cache of so many sequences in one layer."""
         dtype = torch.float32 if self.compute_itemsize == 4 else torch.bfloat16 if self.bf16 else torch.float16
-        return KVLayout(batch, self.spec.kv_heads, self.segments, self.spec.head_dim, dtype, self.budget is not None)
+        return KVLayout(
+            batch, self.spec.kv_heads, self.segments, self.spec.head_dim, dtype, self.rule.metadata, self.rule.growth
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -180,7 +183,7 @@ class Shapes:
     @property
     def by_chunks(self) -> bool:
         """Whether attention over prompts runs by chunks, at least on some CPUs and GPUs."""
-        return self.budget is not None or self.may_widen or self.bf16 or self.spec.groups > 1
+        return bool(self.rule.metadata) or self.may_widen or self.bf16 or self.spec.groups > 1
 
     @property
     def stored_ratio(self) -> float:
@@ -195,7 +198,7 @@ class Shapes:
             layers=[layer.shapes for layer in layers],
             streamed=[layer.streamed_shapes for layer in layers],
             segments=rule.segments(workload.longest, workload.gen_len),
-            budget=rule.budget if rule.scored else None,
+            rule=rule,
             **sizes,
         )
 
@@ -312,7 +315,7 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     # hidden states, normed, and the sum; queries, keys, values, and the context
     attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
     norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
-    if shapes.budget is not None:
+    if shapes.rule.metadata:
         attention += tokens * spec.kv_heads * (4 + 4 + 4 + 8)  # scores; the sort's keys and indices
     if shapes.by_chunks:
         # three copies in (B * KV, G * T, D) shape, and the context; or the rows that are kept

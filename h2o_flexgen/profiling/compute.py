@@ -33,8 +33,8 @@ SEQUENCES = 16
 #: of attention: over a prompt, over a cache, and over a cache on the CPU beside a CUDA device
 PHASES = ("prefill", "decode", "cpu")
 #: cache rules by the profile's names, with slots as for a long prompt and for a short one
-RULES = {"full": FullCache(), "h2o": HeavyHitterCache(128, 128)}
-SHORT_RULES = {"full": FullCache(), "h2o": HeavyHitterCache(8, 8)}
+RULES = {rule.name: rule for rule in (FullCache(), HeavyHitterCache(128, 128))}
+SHORT_RULES = {rule.name: rule for rule in (FullCache(), HeavyHitterCache(8, 8))}
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ class Attention:
 
     def layout(self, dtype: torch.dtype, decode: bool = True) -> KVLayout:
         segments = self.rule.segments(self.tokens, 1)
-        if decode and not self.rule.scored:  # behind the prompt it has grown
+        if decode and self.rule.growth == "append":  # behind the prompt it has grown
             segments = (self.tokens // 2, self.tokens // 2)
-        return KVLayout(self.batch, self.heads, segments, self.head_dim, dtype, self.rule.scored)
+        return KVLayout(self.batch, self.heads, segments, self.head_dim, dtype, self.rule.metadata, self.rule.growth)
 
     def work(self, phase: str, dtype: torch.dtype) -> int:
         """Flops, or bytes of K and V, of one head of one sequence."""
@@ -187,7 +187,7 @@ def _prefill_call(device: Device, dtype: torch.dtype, case: Attention) -> Callab
 def _decode_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:
     """Attention of one token per sequence over a cache that is full."""
     layout = case.layout(dtype)
-    length = 4 * layout.slots if case.rule.scored else layout.slots - 1
+    length = 4 * layout.slots if layout.growth == "fixed" else layout.slots - 1
     return attention_call(device, case.rule, layout, length, 1, case.group)
 
 
@@ -200,7 +200,7 @@ def attention_call(
     kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
     for x in (*kv.k, *kv.v):
         x.fill_(0.5)
-    if rule.scored:
+    if rule.metadata:
         kv.score.uniform_()
         kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
     shapes = [(B, heads, 1, layout.head_dim) for heads in (H * group, H, H)]

@@ -14,7 +14,7 @@ from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
 
 
 def make_cache(rule, B, KV, T, D, steps, used_before=True):
-    layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, torch.float32, True)
+    layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, torch.float32, rule.metadata, rule.growth)
     kv, meta = torch.zeros(layout.kv_bytes, dtype=torch.uint8), torch.zeros(layout.meta_bytes, dtype=torch.uint8)
     cache = layout.view(kv, meta)
     if used_before:  # what another batch or block may have left behind

@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_flexgen.kv_cache import KVLayout
+from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
 
 DTYPES = [torch.float32, torch.bfloat16]
+
+#: metadata and growth of a cache with a fixed number of slots
+FIXED = HeavyHitterCache.metadata, HeavyHitterCache.growth
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("segments", [(7,), (3, 4), (2, 1, 5)])
 def test_places_are_where_write_puts_a_token(segments, dtype):
     B, H, D = 3, 2, 4
-    layout = KVLayout(B, H, segments, D, dtype, scored=False)
+    layout = KVLayout(B, H, segments, D, dtype)
     for slot in range(layout.slots):
         slots = ((torch.arange(B) + slot) % layout.slots)[:, None].expand(B, H)
         if len(segments) == 1:
@@ -31,7 +34,7 @@ def test_places_are_where_write_puts_a_token(segments, dtype):
 
 def test_of_two_tokens_in_one_slot_the_later_stays():
     """What replaying a log relies on."""
-    layout = KVLayout(2, 3, (5,), 4, torch.float32, scored=True)
+    layout = KVLayout(2, 3, (5,), 4, torch.float32, *FIXED)
     slots = [np.full((2, 3), slot) for slot in (1, 3, 1)]
     rows = torch.arange(3.0).view(3, 1).expand(3, 2 * 2 * 3 * 4).contiguous()
     kv = np.zeros(layout.kv_bytes, np.uint8)

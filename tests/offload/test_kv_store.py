@@ -17,7 +17,7 @@ from h2o_flexgen.offload.queues import TransferQueue
 from h2o_flexgen.sizes import KV_BUFFERS, PAGE
 
 BLOCKS, SLOTS, HELD = 8, 16, 4
-LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, dtype=torch.float32, scored=False)
+LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_staging_buffer_is_free_again_once_its_reads_have_ended(store, gates):
 def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment_once(tmp_path, lag):
     """`lag`: by so many tokens the second sequence is shorter; its first ones go into the prompts' segment."""
     segments = (6, 4, 4, 3)
-    layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, dtype=torch.float32, scored=False)
+    layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, dtype=torch.float32)
     assert layout.row_bytes == PAGE
     device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
     queues = [TransferQueue(device, "cache"), TransferQueue(device, "store")]

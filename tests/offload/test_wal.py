@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.kv_cache import KVLayout
+from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
 from h2o_flexgen.offload.device import host_memory
 from h2o_flexgen.offload.disk import DiskIO, File
 from h2o_flexgen.offload.wal import LoggedBlock, file_bytes
@@ -15,6 +15,9 @@ from h2o_flexgen.sizes import PAGE
 
 HEADS, HEAD_DIM = 2, 4
 OFFSET = 3 * PAGE
+
+#: metadata and growth of a cache with a fixed number of slots
+FIXED = HeavyHitterCache.metadata, HeavyHitterCache.growth
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,7 @@ def replay(file: File, layout: KVLayout, steps: list[tuple[int, torch.Tensor]]) 
             row = host_memory(layout.row_bytes)
             row.view(torch.float32).view(2, *k.shape)[:] = torch.stack((k, -k))
             whole_pages = torch.nn.functional.pad(row, (0, -len(row) % PAGE)).numpy()
-            block.append(whole_pages, (slots if layout.scored else slots[:, :1]).numpy())
+            block.append(whole_pages, (slots if layout.growth == "fixed" else slots[:, :1]).numpy())
     io.close()
     return compacted
 
@@ -57,7 +60,7 @@ def replay(file: File, layout: KVLayout, steps: list[tuple[int, torch.Tensor]]) 
 @settings(max_examples=30)
 @given(batch=st.integers(1, 3), slots=st.integers(1, 40), seed=st.integers(0, 100))
 def test_a_cache_of_fixed_size(file, batch, slots, seed):
-    layout = KVLayout(batch, HEADS, (slots,), HEAD_DIM, torch.float32, scored=True)
+    layout = KVLayout(batch, HEADS, (slots,), HEAD_DIM, torch.float32, *FIXED)
     generator = torch.Generator().manual_seed(seed)
     victims = [torch.randint(0, slots, (batch, HEADS), generator=generator) for _ in range(30)]
     assert replay(file, layout, [(slots, victim) for victim in victims]) > 0  # a slot may be logged twice
@@ -70,7 +73,7 @@ def test_a_cache_of_fixed_size(file, batch, slots, seed):
 )
 def test_a_cache_that_grows_by_segments(file, segments, lags):
     """`lags`: by so many tokens each sequence is shorter than the longest; those go into an earlier segment."""
-    layout = KVLayout(len(lags), HEADS, segments, HEAD_DIM, torch.float32, scored=False)
+    layout = KVLayout(len(lags), HEADS, segments, HEAD_DIM, torch.float32)
     steps = []
     for held in range(segments[0], sum(segments)):
         slots = torch.tensor([max(0, held - lag + min(lags)) for lag in lags])
