@@ -98,7 +98,7 @@ def make_llm(arguments: dict, policy):
 
 
 def generate(llm, arguments: dict, policy) -> dict:
-    """The report of one job, and whether all its times are finite."""
+    """The report of one job, and whether every output is whole."""
     import torch
 
     from h2o_flexgen import SamplingParams

@@ -23,7 +23,9 @@ LARGE = wide(1024, vocab_size=30000, num_hidden_layers=6, num_attention_heads=16
 
 
 @pytest.mark.parametrize("budget", [(), ("--hh-ratio", 0.2)], ids=["full", "h2o"])
-@pytest.mark.parametrize("placement", [ON_GPU, ("100", "0", "0", "0", "100", "0"), ON_DISK], ids=["ram", "cache", "disk"])
+@pytest.mark.parametrize(
+    "placement", [ON_GPU, ("100", "0", "0", "0", "100", "0"), ON_DISK], ids=["ram", "cache", "disk"]
+)
 def test_the_peak_stays_near_the_plan(tmp_path, placement, budget):
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     report = tmp_path / "report.json"
