@@ -13,7 +13,7 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput
-from h2o_flexgen.engine.report import PerTier, Report
+from h2o_flexgen.engine.report import Report
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, SamplingParams
 from h2o_flexgen.engine.scoring import ScoreOutput, TeacherForcing
@@ -27,7 +27,7 @@ from h2o_flexgen.offload.disk import OffloadFolder, default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.planner import Choice, Given, ModelData, Planner, Resources, cap_limits, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
-from h2o_flexgen.policy import TIERS, KVBudget, Policy, read_policy
+from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.kernels import job_dtype
 from h2o_flexgen.profiling.measure import load_or_measure
 from h2o_flexgen.sizes import Workload
@@ -92,7 +92,7 @@ class LLM:
         self.device = Device(device)
         if dtype != "auto":
             self.device.dtype(dtype)  # raises for one that is not known
-        self.policy, self.kv_budget = _read_policy(policy, kv_budget)
+        self.policy, self.kv_budget = given_policy(policy, kv_budget)
         searched = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute, max_latency)
         if self.policy != "auto" and any(x is not None for x in searched):
             raise UserError(
@@ -269,7 +269,7 @@ class LLM:
         bar = ProgressBar(len(sequences), gen_len, len(self.model.layers), self.progress)
         observer = Observers(collector, bar, self.observer)
         try:
-            self.measurements = self.runner.run(_job(choice, workload), sequences, sink, observer)
+            self.measurements = self.runner.run(Job.of(choice, workload), sequences, sink, observer)
         except torch.OutOfMemoryError as e:
             traceback.clear_frames(e.__traceback__)  # they hold tensors
             self.close()
@@ -291,30 +291,3 @@ def _job_dtype(device: Device, dtype: str, stored: str | None, profile: Profile 
             f"{job[0]}: measure again, or name another `device` or `dtype`"
         )
     return found
-
-
-def _read_policy(policy: Policy | str | Path, kv_budget: KVBudget | str | None) -> tuple:
-    """The policy, or "auto", and the KV budget: a policy's file may bring one. Raises UserError for anything else."""
-    if kv_budget not in (None, "auto") and not isinstance(kv_budget, KVBudget):
-        raise UserError(f'kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), or "auto", not {kv_budget!r}')
-    if isinstance(policy, (str, Path)) and policy != "auto":
-        policy, budget = read_policy(policy)
-        return policy, budget if kv_budget is None else kv_budget
-    if not isinstance(policy, Policy) and policy != "auto":
-        raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
-    return policy, kv_budget
-
-
-def _job(choice: Choice, workload: Workload) -> Job:
-    placed, plan = choice.placement, choice.plan
-    return Job(
-        choice.rule,
-        choice.policy,
-        placed.weights,
-        placed.cache,
-        placed.activations,
-        workload,
-        planned=PerTier(*(plan.needed(tier) for tier in TIERS)),
-        predicted=None if choice.prediction is None else choice.prediction.of_job(),
-        ram=plan.ram,
-    )
