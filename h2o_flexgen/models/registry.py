@@ -11,14 +11,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.spec import Config, ModelSpec
 
 #: `model_type` of every family, each a module of this package
-FAMILIES = (
-    "opt",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gpt_neox",
-)
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 #: types of weights that a job may compute in
 STORED_DTYPES = ("float16", "bfloat16", "float32")
 

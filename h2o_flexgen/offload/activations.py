@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import accumulate, cycle
 from typing import NamedTuple
 
@@ -36,12 +35,10 @@ def activation_bytes(tiers: list[str], micro_bytes: int, overlap: bool, cuda: bo
     return ActivationBytes(double_buffers(overlap), micro_bytes * streamed, micro_bytes * (cuda and "disk" in tiers))
 
 
-@dataclass
-class _Stored:
+class _Stored(NamedTuple):
     job: Future
     shape: torch.Size
     dtype: torch.dtype
-    nbytes: int
 
 
 class ActivationStore:
@@ -93,7 +90,7 @@ class ActivationStore:
         computed = self.device.record()
         job = self.store_queue.submit(lambda: self.store(batch, offset, hidden.contiguous()), after=computed)
         self._storing.append(job)
-        self._stored[key] = _Stored(job, hidden.shape, hidden.dtype, hidden.nbytes)
+        self._stored[key] = _Stored(job, hidden.shape, hidden.dtype)
 
     def prefetch(self, batch: int, micro: int, offset: int) -> None:
         """Start to stage a micro-batch on the device, if there is overlap and `put` has been called for it."""
@@ -105,7 +102,7 @@ class ActivationStore:
         if self.tiers[batch] == "gpu" or key in self._loading or key not in self._stored:
             return
         stored = self._stored[key]
-        buffer = next(self._staging)[: stored.nbytes]
+        buffer = next(self._staging)[: stored.shape.numel() * stored.dtype.itemsize]
         # whatever computes with what is in this buffer now is queued already
         job = self.load_queue.submit(lambda: self.load(batch, offset, stored.job, buffer), after=self.device.record())
         self._loading[key] = (job, buffer.view(stored.dtype).view(stored.shape))

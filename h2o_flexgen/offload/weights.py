@@ -24,6 +24,7 @@ from torch import Tensor
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import pack, packs
+from h2o_flexgen.models.spec import Tensors
 from h2o_flexgen.offload.checkpoint import Checkpoint, PagedRead, Stored, bar_of_bytes, is_finite, parts_of
 from h2o_flexgen.offload.device import Device, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
@@ -32,7 +33,6 @@ from h2o_flexgen.offload.random_weights import DummyCheckpoint
 from h2o_flexgen.sizes import aligned, double_buffers, staging_span
 
 Shape = tuple[int, ...]
-Spec = dict[str, tuple[str, Shape]]  # {short name: (name in the checkpoint, shape)}
 
 
 class StagingBytes(NamedTuple):
@@ -44,7 +44,7 @@ class StagingBytes(NamedTuple):
 
 
 def staging_bytes(tier: str, nbytes: int, stored_bytes: int, converts: bool, cuda: bool) -> StagingBytes:
-    """What one tensor takes: `nbytes` in the dtype of the computation, `stored_bytes` in the checkpoint. `converts`:
+    """What one tensor takes: `nbytes` in the dtype of the computation, `stored_bytes` in the checkpoint; `converts`:
     these dtypes differ."""
     if tier == "gpu":
         return StagingBytes()
@@ -89,8 +89,8 @@ class WeightStore:
         self,
         device: Device,
         dtype: torch.dtype,
-        layers: list[Spec],
-        gathered: Spec,
+        layers: list[Tensors],
+        gathered: Tensors,
         tiers: dict[str, str],
         source: Checkpoint | DummyCheckpoint,
         io: DiskIO,
@@ -139,16 +139,16 @@ class WeightStore:
                 buffer = buffers[name] if name in buffers else self.device.host_buffer(self._nbytes(shape))
                 tensor = self._view(buffer, shape)
                 source.read(name, tensor, self.io)
-                self._check_finite(name, tensor, source.stored_dtype(name))
+                if not is_finite(tensor):
+                    narrowed = self.dtype == torch.float16 != source.stored_dtype(name)
+                    or_large = (
+                        ", or its elements too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
+                    )
+                    raise UserError(
+                        f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken{or_large}"
+                    )
                 self.resident[name] = pack(tensor) if name in packed else tensor
                 bar.update(self._nbytes(shape))
-
-    def _check_finite(self, name: str, tensor: Tensor, stored_dtype: torch.dtype) -> None:
-        if is_finite(tensor):
-            return
-        narrowed = self.dtype == torch.float16 != stored_dtype
-        or_large = ", or its elements too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
-        raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken{or_large}")
 
     def _packed(self) -> set[str]:
         """Names of matrices that are kept as the CPU multiplies with them fastest, and are used for nothing else."""
