@@ -114,7 +114,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     has fp16 on few CPUs."""
     try:
         for rows, out, width in ((1, 64, 64), (33, 70, 48), (3, 5, 7)):
-            # small integers, so that every order of adding up is exact; in an order that shows
+            # small integers, so that every order of adding up is exact
             x, weight = (torch.arange(n * width).remainder(7).to(dtype).view(n, width) for n in (rows, out))
             bias = torch.arange(out).to(dtype)
             if not torch.equal(packed(x, pack(weight), bias), F.linear(x, weight, bias)):

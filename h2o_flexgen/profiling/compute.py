@@ -72,16 +72,16 @@ def cases(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[Case]:
     ("decode" or "cpu", rule, "grouped"): attention of GROUP query heads to each KV head
     ("choose",): tokens from logits; ("convert",): weights of another type
     """
-    yield Case(("step",), device, partial(_layer_call, device, dtype, TINY_SHAPE, 1, 0), cold=True)
+    yield Case(("step",), device, partial(layer_call, device, dtype, TINY_SHAPE, 1, 0), cold=True)
     yield from matmul_cases(device, dtype, scale)
     for kind in ATTENTION:
         smallest = Attention(kind, 1, 2, HEAD_DIMS[0], scale.short)
-        yield Case(("small", kind), device, partial(_decode_call, device, dtype, smallest), cold=True)
+        yield Case(("small", kind), device, partial(attention_call, device, dtype, smallest), cold=True)
     for kind, phase, size in product(ATTENTION, PHASES, (*HEAD_DIMS, "short", "grouped")):
         if (phase == "cpu" and not device.is_cuda) or (phase, size) == ("prefill", "grouped"):
             continue
         where = Device("cpu") if phase == "cpu" else device
-        call = _prefill_call if phase == "prefill" else _decode_call
+        call = prompt_attention_call if phase == "prefill" else attention_call
         attention = Attention.of(phase, kind, size, scale)
         yield Case((phase, kind, size), where, partial(call, where, dtype, attention), cold=phase != "prefill")
     yield Case(("choose",), device, partial(_choose_call, device, dtype, scale))
@@ -98,8 +98,7 @@ def matmul_cases(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[C
         weights = cache(partial(_weights, device, dtype, shape, scale.weight_bytes, kind == "resident"))
         for rows in scale.rows:
             if rows <= HEAD_ROWS or shape[0] < HEAD_RATIO * shape[1]:
-                call = partial(matmul_call, device, dtype, shape, rows, weights)
-                yield Case(("matmul", kind, shape, rows), device, call)
+                yield Case(("matmul", kind, shape, rows), device, partial(matmul_call, rows, weights))
         del weights
 
 
@@ -110,12 +109,12 @@ def fitting_shapes(device: Device, dtype: torch.dtype, scale: Scale) -> list[Sha
     return [first, *(s for s in others if s[0] * s[1] * dtype.itemsize <= free // 4)]
 
 
-def matmul_call(
-    device: Device, dtype: torch.dtype, shape: Shape, rows: int, weights: Callable[[], list[Tensor]]
-) -> Callable[[], object]:
+def matmul_call(rows: int, weights: Callable[[], list[Tensor]]) -> Callable[[], object]:
     """x @ W.T with the next of the weights, and a pass over its output: about one for each matmul is what norms,
     activations and sums of a layer come to."""
-    x, turn = torch.randn(rows, shape[1], device=device.torch_device).to(dtype), cycle(weights())
+    turn = cycle(weights())
+    w = next(turn)
+    x = torch.randn(rows, w.shape[1], device=w.device).to(w.dtype)
     return lambda: linear(x, next(turn)).relu_()
 
 
@@ -127,13 +126,9 @@ def _weights(device: Device, dtype: torch.dtype, shape: Shape, most_bytes: int, 
     return [pack(w) if packed else w for w in full]
 
 
-def layer_call(device: Device, dtype: torch.dtype, scale: Scale) -> Callable[[], object]:
-    """The matmuls of a decode step in a layer: what computes while links are measured."""
-    return _layer_call(device, dtype, scale.shapes[0], scale.logits[0], scale.weight_bytes)
-
-
-def _layer_call(device: Device, dtype: torch.dtype, shape: Shape, rows: int, weight_bytes: int) -> Callable[[], object]:
-    call = matmul_call(device, dtype, shape, rows, partial(_weights, device, dtype, shape, weight_bytes))
+def layer_call(device: Device, dtype: torch.dtype, shape: Shape, rows: int, weight_bytes: int) -> Callable[[], object]:
+    """As many matmuls as a layer has."""
+    call = matmul_call(rows, partial(_weights, device, dtype, shape, weight_bytes))
     return lambda: [call() for _ in range(LAYER_MATMULS)]
 
 
@@ -179,7 +174,7 @@ class Attention:
         return self.layout(dtype).kv_bytes // (self.batch * self.heads)
 
 
-def _prefill_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:
+def prompt_attention_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:
     """Attention over prompts, of tensors as they come out of the matmuls."""
     layout, rule = case.layout(dtype, decode=False), case.rule
     kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
@@ -189,29 +184,19 @@ def _prefill_call(device: Device, dtype: torch.dtype, case: Attention) -> Callab
     return lambda: rule.prefill(kv, q, k, v, lengths)
 
 
-def _decode_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:
+def attention_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:
     """Attention of one token per sequence over a cache that is full."""
-    layout = case.layout(dtype)
-    length = 4 * layout.slots if layout.growth == "fixed" else layout.slots - 1
-    return attention_call(device, case.rule, layout, length, 1, case.group)
-
-
-def attention_call(
-    device: Device, rule: CacheRule, layout: KVLayout, length: int, step: int, group: int = 1
-) -> Callable[[], object]:
-    """Attention of a decode step after prompts of `length` tokens, over a cache of its own; `group`: query heads to
-    each KV head."""
-    B, H = layout.batch, layout.heads
+    layout, rule = case.layout(dtype), case.rule
     kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
     for x in (*kv.k, *kv.v):
         x.fill_(0.5)
     if rule.metadata:
         kv.score.uniform_()
         kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
-    shapes = [(B, heads, 1, layout.head_dim) for heads in (H * group, H, H)]
-    q, k, v = (torch.randn(shape, device=device.torch_device).to(layout.dtype) for shape in shapes)
-    lengths = torch.full((B,), length)
-    return lambda: rule.decode(kv, q, k, v, lengths, step)
+    shapes = [(case.batch, heads, 1, case.head_dim) for heads in (case.heads * case.group, case.heads, case.heads)]
+    q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype) for shape in shapes)
+    lengths = torch.full((case.batch,), 4 * layout.slots if layout.growth == "fixed" else layout.slots - 1)
+    return lambda: rule.decode(kv, q, k, v, lengths, 1)
 
 
 # the rest

@@ -32,7 +32,7 @@ def links(device: Device, dtype: torch.dtype, offload_root: Path, scale: Scale) 
     ("visit",): of compute that a KV block from disk takes away
     """
     pinned = device.pinned_count()
-    work = layer_call(device, dtype, scale)
+    work = layer_call(device, dtype, scale.shapes[0], scale.logits[0], scale.weight_bytes)
     folder = OffloadFolder(offload_root)
     io, queue = DiskIO(), TransferQueue(device, "measure")
     try:
@@ -94,14 +94,11 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
     }
 
 
-def _timed(
-    queue: TransferQueue, job: Callable[[], int], compute: Callable[[Callable[[], bool]], float] | None = None
-) -> tuple[float, float]:
-    """Seconds for each thing that a job moves, and the calls per second of what computes until it is done."""
-    start = time.perf_counter()
-    moved: list[int] = []
+def _timed(queue: TransferQueue, job: Callable[[], int], compute: Callable = lambda ended: 0.0) -> tuple[float, float]:
+    """Seconds for each thing that a job moves, and the calls per second of what computes until it has ended."""
+    start, moved = time.perf_counter(), []
     future = queue.submit(lambda: moved.append(job()))
-    calls = compute(future.done) if compute else 0.0
+    calls = compute(future.done)
     future.result()
     return (time.perf_counter() - start) / moved[0], calls
 
