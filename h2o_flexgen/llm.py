@@ -13,7 +13,6 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput
-from h2o_flexgen.engine.report import PerTier, Report
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, SamplingParams
 from h2o_flexgen.engine.step import LogitsSink
@@ -59,7 +58,7 @@ class LLM:
 
     Attributes:
         choice: the policy of the last job with its plan, known before anything is allocated; None before.
-        measurements: the Report of the last job; None before, and after one that failed.
+        report: the measurements of the last job, as plain data; {} before, and after one that failed.
 
     Raises:
         UserError: an argument that cannot be used, with what to do about it.
@@ -107,7 +106,7 @@ class LLM:
         sweep_conversions()
         self.progress, self.observer = progress, observer or Observer()
         self.choice: Choice | None = None
-        self.measurements: Report | None = None
+        self.report: dict = {}
 
         self.model = load_model(model, path, lambda stored: _job_dtype(self.device, dtype, stored, profile), progress)
         self.dtype = self.model.dtype
@@ -137,11 +136,6 @@ class LLM:
         """Give memory, threads and the offload folder back; the next `generate` starts anew."""
         self.runner.close()
 
-    @property
-    def report(self) -> dict:
-        """`measurements` as plain data for JSON, or {}."""
-        return {} if self.measurements is None else self.measurements.to_dict()
-
     def resources(self) -> Resources:
         """The memory that a job may use now."""
         limits = cap_limits(self.runner.available(), self.caps, shared=not self.device.is_cuda)
@@ -149,23 +143,15 @@ class LLM:
 
     # prompts
 
-    def encode(self, prompt: str | Seq[int]) -> list[int]:
-        """Token ids of a prompt that can be run. A UserError stands for a prompt that could not be read.
+    def admit(self, prompt: str | Seq[int], gen_len: int) -> list[int]:
+        """Token ids of a prompt, if an output of `gen_len` tokens fits behind it.
 
         Raises:
-            UserError: empty, of a wrong type, no tokenizer for text, or an id outside the vocabulary.
+            UserError: empty, too long, of a wrong type, no tokenizer for text, or an id outside the vocabulary.
         """
-        return self.model.encode(prompt)
-
-    def admit(self, prompt: str | Seq[int], gen_len: int) -> list[int]:
-        """Token ids of a prompt, if an output of `gen_len` tokens fits behind it; else a UserError."""
-        ids = self.encode(prompt)
-        self.check_length(len(ids), gen_len)
+        ids = self.model.encode(prompt)
+        self.spec.check_length(len(ids), gen_len)
         return ids
-
-    def check_length(self, prompt_len: int, gen_len: int) -> None:
-        """Raises UserError unless the model has positions for a prompt and an output of these lengths."""
-        self.spec.check_length(prompt_len, gen_len)
 
     # the job
 
@@ -191,22 +177,21 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        self.measurements = None
+        self.report = {}
         collector = OutputCollector(self.tokenizer, on_output)
         sequences = []
         for index, prompt in enumerate(prompts):
-            text = prompt if isinstance(prompt, str) else None
+            output = collector.outputs[index] = RequestOutput(index, prompt if isinstance(prompt, str) else None, [])
             try:
-                sequences.append(Sequence(index, self.admit(prompt, params.max_tokens)))
+                output.prompt_token_ids = self.admit(prompt, params.max_tokens)
+                sequences.append(Sequence(index, output.prompt_token_ids))
             except UserError as e:
                 if not skip_errors:
                     raise UserError(f"prompt {index}: {e}") from None
-                collector.add(RequestOutput(index, text, [], error=str(e)))
-            else:
-                collector.add(RequestOutput(index, text, sequences[-1].prompt))
+                output.error = str(e)
         if sequences:
             self._run(sequences, params.max_tokens, Sampler(params, self.eos_ids), collector)
-        return collector.in_order()
+        return list(collector.outputs.values())
 
     def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: OutputCollector) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""
@@ -222,7 +207,7 @@ class LLM:
         bar = ProgressBar(len(sequences), gen_len, len(self.model.layers), self.progress)
         observer = Observers(collector, bar, self.observer)
         try:
-            self.measurements = self.runner.run(_job(choice, workload), sequences, sink, observer)
+            self.report = self.runner.run(_job(choice, workload), sequences, sink, observer)
         except torch.OutOfMemoryError as e:
             traceback.clear_frames(e.__traceback__)  # they hold tensors
             self.close()
@@ -259,15 +244,15 @@ def _read_policy(policy: Policy | str | Path, kv_budget: KVBudget | str | None) 
 
 
 def _job(choice: Choice, workload: Workload) -> Job:
-    placed, plan = choice.placement, choice.plan
+    plan, placement, prediction = choice.plan, choice.placement, choice.prediction
     return Job(
         choice.rule,
         choice.policy,
-        placed.weights,
-        placed.cache,
-        placed.activations,
+        placement.weights,
+        placement.cache,
+        placement.activations,
         workload,
-        planned=PerTier(*(plan.needed(tier) for tier in TIERS)),
-        predicted=None if choice.prediction is None else choice.prediction.of_job(),
+        planned={tier: plan.needed(tier) for tier in TIERS},
+        predicted=None if prediction is None else prediction.of_job(),
         ram=plan.ram,
     )
