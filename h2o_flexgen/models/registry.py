@@ -16,6 +16,7 @@ FAMILIES = (
     "llama",
     "mistral",
     "qwen2",
+    "qwen3",
     "gpt_neox",
 )
 

@@ -299,7 +299,7 @@ class CostModel:
     ) -> Flows:
         """`length`: of the longest prompt; `weights`: those that come meanwhile, for the next layer."""
         shapes = self.shapes
-        kept = shapes.slots if shapes.rule.growth == "fixed" else length
+        kept = shapes.slots if shapes.rule.growth == "fixed" else min(length, shapes.slots)
         kv, bus = kept * shapes.row_bytes, 1 if shapes.cuda else 0
         store = Traffic(
             write=cache.disk * kv,

@@ -187,7 +187,7 @@ class Planner:
     def _choose(
         self, workload: Workload, resources: Resources, policy: Policy | None, kv_budget: KVBudget | None
     ) -> Choice:
-        rule = rule_for(kv_budget, workload.longest, self.model.spec.positions)
+        rule = rule_for(kv_budget, workload, self.model.spec.positions)
         policy = policy or self._resident(workload, resources, rule) or self._fastest(workload, resources, rule).policy
         placement, plan = self.plan(policy, rule, workload, resources)
         prediction = self.predict(policy, placement, rule, workload)
