@@ -103,7 +103,7 @@ def bench_gemm(rounds: int) -> None:
         shapes = {short: shape for short, (_, shape) in opt.tensors(config)[1].streamed.items()}
         layers = [{s: torch.randn(shape).mul_(0.02).bfloat16() for s, shape in shapes.items()} for _ in range(count)]
         systems = {"F.linear": (matmuls, layers), "ours": (layer, layers)}
-        if can_pack():
+        if can_pack(torch.bfloat16):
             packed = [{s: pack(t) if t.dim() == 2 else t for s, t in w.items()} for w in layers]
             systems["ours, packed"] = (layer, packed)
         for batch in (8, 32, 128):
