@@ -10,6 +10,8 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_json
 
 TIERS = ("gpu", "cpu", "disk")
+#: what is placed
+KINDS = ("weights", "cache", "activations")
 GIB = 1 << 30
 #: of what a tier has, this much may be planned for
 MARGIN = 0.95
@@ -119,7 +121,7 @@ class Policy:
             raise UserError(
                 f"percent takes six numbers (weights gpu cpu, cache gpu cpu, activations gpu cpu), not {len(percent)}"
             )
-        for what, gpu, cpu in zip(("weights", "cache", "activations"), percent[::2], percent[1::2]):
+        for what, gpu, cpu in zip(KINDS, percent[::2], percent[1::2]):
             if not (0 <= gpu <= 100 and 0 <= cpu <= 100):
                 raise UserError(f"percent of {what} must lie between 0 and 100: {gpu} {cpu}")
             if gpu + cpu > 100:
@@ -127,7 +129,7 @@ class Policy:
 
     def fractions(self, what: str) -> tuple[float, float, float]:
         """(gpu, cpu, disk) of "weights", "cache" or "activations", each in [0, 1]."""
-        at = 2 * ("weights", "cache", "activations").index(what)
+        at = 2 * KINDS.index(what)
         gpu, cpu = self.percent[at] / 100, self.percent[at + 1] / 100
         return gpu, cpu, max(0.0, 1 - gpu - cpu)
 

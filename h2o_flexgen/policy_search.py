@@ -11,7 +11,6 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
@@ -19,12 +18,17 @@ from h2o_flexgen.files import check_writable, write_text
 from h2o_flexgen.models.registry import known_names, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
+from h2o_flexgen.planning.memory import ModelData, Resources
+from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, gib
 from h2o_flexgen.sizes import Workload
 
-if TYPE_CHECKING:  # the planner imports torch, which takes seconds
-    from h2o_flexgen.planning.planner import Choice, ModelData
+#: a tier of which this much is needed keeps the block from growing
+_FULL = 0.97
+#: without --num-prompts the job is long enough for any block
+_MANY = 4096
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,11 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("job").add_argument
-    add(
-        "--model",
-        required=True,
-        help="a built-in name, as facebook/opt-30b, or a folder with a config.json",
-    )
+    add("--model", required=True, help="a built-in name, as facebook/opt-30b, or a folder with a config.json")
     add("--prompt-len", type=int, default=512, help="tokens of the longest prompt (default: 512)")
     add("--gen-len", type=int, default=32, help="output tokens per prompt (default: 32)")
     add("--num-prompts", type=int, help="prompts of the job (default: as many as the largest block takes)")
@@ -53,25 +53,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gpu-batch-size", type=int, help="sequences per batch")
     add("--num-gpu-batches", type=int, help="batches per block")
     add("--percent", nargs=6, type=float, metavar="P", help="with both batch sizes: only predict this policy")
-    add("--cpu-cache-compute", action=argparse.BooleanOptionalAction, default=None, help="attention on the CPU")
-    add(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="move data while computing (default: on)",
-    )
+    on_off = argparse.BooleanOptionalAction
+    add("--cpu-cache-compute", action=on_off, help="attention on the CPU")
+    add("--overlap", action=on_off, default=True, help="move data while computing (default: on)")
     add("--max-latency", type=float, metavar="SECONDS", help="the most that a block may take")
     add = parser.add_argument_group("output").add_argument
     add("-o", "--output", help="write the result to this file as JSON")
     add("--json", action="store_true", help="print the result as JSON")
     add("--plot", help="draw the curve of --hh-ratio auto to this PNG file")
     return parser
-
-
-#: a tier of which this much is needed keeps the block from growing
-_FULL = 0.97
-#: without --num-prompts the job is long enough for any block
-_MANY = 4096
 
 
 def result_of(choice: Choice, command: str) -> dict:
@@ -111,8 +101,7 @@ def describe(choice: Choice, title: str, command: str) -> str:
     lines.append(f"busy       {', '.join(busy)}")
     lines += [f"{tier:<11}{gib(plan.needed(tier))} of {gib(plan.limits[tier])}" for tier in TIERS]
     if plan.shared:
-        both = plan.needed("gpu") + plan.needed("cpu")
-        lines.append(f"RAM        {gib(both)} of {gib(plan.limits['ram'])}, gpu and cpu together")
+        lines.append(f"RAM        {gib(plan.needed('ram'))} of {gib(plan.limits['ram'])}, gpu and cpu together")
     return "\n".join([*lines, f"run it     {command}"])
 
 
@@ -135,8 +124,6 @@ def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: i
 
 
 def run(args: argparse.Namespace) -> None:
-    from h2o_flexgen.planning.planner import ModelData
-
     cli.check_sizes(args)
     budget = cli.make_budget(args)
     if args.percent is not None:
@@ -193,28 +180,16 @@ def find_spec(model: str) -> tuple[ModelSpec, str, bool]:
 
 def choose(args: argparse.Namespace, budget: KVBudget | str | None, model: ModelData, profile: Profile) -> Choice:
     """The policy of the options for a job on a profile's machine."""
-    from h2o_flexgen.planning.planner import Given, Planner, Resources, check_cpu_cap
-
-    prompts, policy = args.num_prompts or _MANY, None
-    if args.num_prompts is None and None not in (args.gpu_batch_size, args.num_gpu_batches):
-        prompts = args.gpu_batch_size * args.num_gpu_batches
+    size, batches, on_cpu = args.gpu_batch_size, args.num_gpu_batches, args.cpu_cache_compute
+    prompts, policy = args.num_prompts or (size * batches if size and batches else _MANY), None
     if args.percent is not None:
-        size, batches = args.gpu_batch_size, args.num_gpu_batches
-        policy = Policy(size, batches, tuple(args.percent), args.overlap, bool(args.cpu_cache_compute))
+        policy = Policy(size, batches, tuple(args.percent), args.overlap, bool(on_cpu))
     caps = cli.limits(args)
     check_cpu_cap(caps, profile.device != "cuda", policy is None)
-    given = Given(
-        args.gpu_batch_size,
-        args.num_gpu_batches,
-        args.cpu_cache_compute,
-        args.overlap,
-        args.max_latency,
-        args.min_hh_ratio or MIN_HH_RATIO,
-        resident=False,
-        one_block=args.num_prompts is None,
-    )
+    floor, one_block = args.min_hh_ratio or MIN_HH_RATIO, args.num_prompts is None
+    constraints = Constraints(size, batches, on_cpu, args.overlap, args.max_latency, floor, False, one_block)
     workload = Workload((args.prompt_len,) * prompts, args.gen_len)
-    planner = Planner(model, given, profile, progress=not args.json)
+    planner = Planner(model, constraints, profile, progress=not args.json)
     return planner.choose(workload, Resources.of(profile, caps), policy, budget)
 
 
@@ -244,13 +219,8 @@ def plot_curve(curve: list[BudgetPoint], path: str) -> None:
     axes.plot([p.slots for p in curve], [p.tokens_per_s for p in curve], "o-", color="tab:blue")
     axes.plot([chosen.slots], [chosen.tokens_per_s], "o", color="tab:red", markersize=10, label="largest free budget")
     for p in curve:
-        axes.annotate(
-            f"{p.gpu_batch_size}x{p.num_gpu_batches}",
-            (p.slots, p.tokens_per_s),
-            xytext=(4, 6),
-            textcoords="offset points",
-            fontsize=8,
-        )
+        block, place = f"{p.gpu_batch_size}x{p.num_gpu_batches}", (p.slots, p.tokens_per_s)
+        axes.annotate(block, place, xytext=(4, 6), textcoords="offset points", fontsize=8)
     axes.set(xlabel="KV slots per sequence and head", ylabel="predicted tokens/s", ylim=(0, None))
     axes.legend()
     try:
