@@ -8,33 +8,23 @@ left out, and the result is that of the whole grid.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from math import ceil, inf
-from pathlib import Path
 
 from h2o_flexgen.errors import PlanError, UserError
-from h2o_flexgen.files import sweep
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.cost import Batches, CostModel, Prediction
 from h2o_flexgen.planning.memory import Plan, Resources, Shapes, plan_policy, tier_name, workspace_bytes
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.solver import pulp, solve
 from h2o_flexgen.planning.traffic import Offloaded
 from h2o_flexgen.policy import KINDS, TIERS, Policy, gib
 from h2o_flexgen.sizes import Workload, batch_sizes, double_buffers, kv_buffers
 
-try:  # here, not where it is used: pulp keeps exceptions of its import, which hold the frames that imported it
-    import pulp
-except ImportError:  # a job with a policy of its own needs no solver
-    pulp = None
-
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 NUM_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
-#: begins the names of the solver's folders
-_LP = "h2o_flexgen-lp-"
 #: solvers dislike numbers that are far apart
 _GIB = 2.0**-30
 
@@ -272,7 +262,7 @@ class Search:
                 lp += pulp.lpSum(seconds) <= most
         for tier, needed in self._memory(policy, sizes, x).items():
             lp += needed * _GIB <= self.resources.limits[tier] * _GIB
-        if not _solve(lp):
+        if not solve(lp):
             return None
         if lp.status != pulp.LpStatusOptimal:  # the solver gave up: the pair must not be lost for that
             return dict.fromkeys(KINDS, (1.0, 0.0, 0.0))
@@ -454,32 +444,6 @@ class Search:
             lp += needed * _GIB <= self.resources.limits[tier] * _GIB + lack[tier]
         # what could be on several tiers is missed where it is cheapest
         lp += pulp.lpSum({"disk": 1, "cpu": 2}.get(tier, 4) * v for tier, v in lack.items())
-        _solve(lp)
+        solve(lp)
         nbytes = {tier: int((v.value() or 0.0) * 2**30) for tier, v in lack.items()}
         return {tier: n for tier, n in nbytes.items() if n > 0}
-
-
-def _solve(lp: pulp.LpProblem) -> bool:
-    """Whether it has a solution. What CBC writes goes to a temporary folder.
-
-    Raises:
-        UserError: the solver cannot be run.
-    """
-    try:
-        with tempfile.TemporaryDirectory(prefix=_LP, dir=_lp_root(tempfile.gettempdir())) as folder:
-            solver = pulp.PULP_CBC_CMD(msg=False)
-            solver.tmpDir = folder
-            lp.solve(solver)
-    except (pulp.PulpSolverError, OSError) as e:
-        raise UserError(
-            f"the policy search cannot run its solver ({e}): give a policy (the batch sizes and `percent`)"
-        ) from None
-    return lp.status != pulp.LpStatusInfeasible
-
-
-@cache
-def _lp_root(base: str) -> Path:
-    """Where the solver's folders go, cleared once of those that killed processes left."""
-    root = Path("/tmp" if " " in base else base)  # pulp splits the command at blanks
-    sweep(root, _LP)
-    return root
