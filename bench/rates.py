@@ -38,10 +38,11 @@ def disk_rate(path: Path) -> float:
     return count * request / seconds
 
 
-def matmul_rate(hidden: int, inner: int, dtype: torch.dtype, rows: int) -> float:
-    """Flops per second of the matmuls of a decoder layer on the CPU for so many rows, with nothing between them."""
-    weights = [torch.randn(s, dtype=dtype) for s in [(hidden, hidden)] * 4 + [(inner, hidden), (hidden, inner)]]
-    inputs = {n: torch.randn(rows, n, dtype=dtype) for n in (hidden, inner)}
+def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) -> float:
+    """Flops per second on the CPU of matmuls of so many rows with matrices of these (out, in) shapes, with nothing
+    between them."""
+    weights = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    inputs = {width: torch.randn(rows, width, dtype=dtype) for _, width in shapes}
     calls = [partial(linear, inputs[w.shape[1]], w) for w in weights]
     times: list[float] = []
     with torch.inference_mode():

@@ -151,6 +151,13 @@ TABLES = {
         "{block} ({policy}) | {seconds[read]:.2f} | {seconds[compute]:.2f} | {seconds[step]:.2f} | "
         "{step_over_floor:.2f} | {peak_over_plan:.2f}",
     ),
+    "engine_families": (
+        "",
+        "rows",
+        "model | block | reading alone, s | computing alone, s | step, s | step / floor",
+        "{model} | {block} ({policy}) | {seconds[read]:.2f} | {seconds[compute]:.2f} | {seconds[step]:.2f} | "
+        "{step_over_floor:.2f}",
+    ),
     "engine_gemm": (
         "",
         "rows",

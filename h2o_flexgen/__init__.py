@@ -2,12 +2,21 @@
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "CompletionOutput", "KVBudget", "Policy", "RequestOutput", "SamplingParams", "UserError"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "KVBudget",
+    "Policy",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoreOutput",
+    "UserError",
+]
 
 
 def __getattr__(name: str):
     # torch takes seconds to import: not before it is needed
-    if name in ("LLM", "CompletionOutput", "RequestOutput"):
+    if name in ("LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"):
         from h2o_flexgen import llm as module
     elif name == "SamplingParams":
         from h2o_flexgen.engine import sampling as module

@@ -13,9 +13,10 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput
-from h2o_flexgen.engine.report import PerTier, Report
+from h2o_flexgen.engine.report import Report
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, SamplingParams
+from h2o_flexgen.engine.scoring import ScoreOutput, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.stores import Job
 from h2o_flexgen.errors import UserError
@@ -28,12 +29,12 @@ from h2o_flexgen.planning.memory import ModelData, Resources
 from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints
-from h2o_flexgen.policy import TIERS, KVBudget, Policy, read_policy
+from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.kernels import job_dtype
 from h2o_flexgen.profiling.measure import load_or_measure
 from h2o_flexgen.sizes import Workload
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
 
 
 class LLM:
@@ -93,7 +94,7 @@ class LLM:
         self.device = Device(device)
         if dtype != "auto":
             self.device.dtype(dtype)  # raises for one that is not known
-        self.policy, self.kv_budget = _read_policy(policy, kv_budget)
+        self.policy, self.kv_budget = given_policy(policy, kv_budget)
         searched = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute, max_latency)
         if self.policy != "auto" and any(x is not None for x in searched):
             raise UserError(
@@ -214,11 +215,57 @@ class LLM:
             self._run(sequences, params.max_tokens, Sampler(params, self.eos_ids), collector)
         return collector.in_order()
 
-    def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: OutputCollector) -> None:
+    def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | None = None) -> list[ScoreOutput]:
+        """Log-probabilities of texts under the model, in blocks and on all tiers as in `generate`.
+
+        Args:
+            texts: texts, or lists of token ids.
+            prompt_len: tokens of each text that are its prompt. Those behind it are fed one by one, so that the KV
+                budget acts as in generation. None scores all tokens but the first in one pass, with full attention.
+
+        Returns:
+            In the order of the texts. One that cannot be scored has an `error` and stops no other.
+
+        Raises:
+            UserError: `prompt_len` is less than 1, or there is no memory for the job.
+        """
+        if prompt_len is not None and prompt_len < 1:
+            raise UserError(f"prompt_len must be 1 or more, not {prompt_len}")
+        first = prompt_len or 1  # the first token that is scored
+        self.measurements = None
+        outputs, sequences, targets = [], [], {}
+        for index, text in enumerate([texts] if isinstance(texts, str) else texts):
+            outputs.append(ScoreOutput(index, []))
+            try:
+                ids = outputs[-1].token_ids = self.encode(text)
+                self.check_length(first, len(ids) - first)
+                if len(ids) <= first:
+                    raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
+            except UserError as e:
+                outputs[-1].error = str(e)
+                continue
+            targets[index] = ids[first:]
+            sequences.append(Sequence(index, ids[:prompt_len]))
+        sequences.sort(key=lambda s: -len(targets[s.index]))  # neighbours end together
+        if sequences:
+            sink = TeacherForcing(targets, every_position=prompt_len is None)
+            gen_len = 1 if prompt_len is None else len(targets[sequences[0].index])
+            self._run(sequences, gen_len, sink, Observer(), prefill_only=prompt_len is None)
+        for s in sequences:
+            output = outputs[s.index]
+            if s.finish_reason == "error":
+                output.error = "the model's hidden states overflowed for this text"
+            else:
+                output.token_logprobs, output.is_greedy = s.logprobs, sink.is_greedy[s.index]
+        return outputs
+
+    def _run(
+        self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer, prefill_only: bool = False
+    ) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""
         # longest first: what does not fit shows at once, and neighbours are alike in length
         sequences.sort(key=lambda s: -len(s.prompt))
-        workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len)
+        workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len, prefill_only)
         self.device.reset_peaks()
         self.device.reset_stalls()
         given = None if self.policy == "auto" else self.policy
@@ -228,7 +275,7 @@ class LLM:
         bar = ProgressBar(len(sequences), gen_len, len(self.model.layers), self.progress)
         observer = Observers(collector, bar, self.observer)
         try:
-            self.measurements = self.runner.run(_job(choice, workload), sequences, sink, observer)
+            self.measurements = self.runner.run(Job.of(choice, workload), sequences, sink, observer)
         except torch.OutOfMemoryError as e:
             traceback.clear_frames(e.__traceback__)  # they hold tensors
             self.close()
@@ -250,30 +297,3 @@ def _job_dtype(device: Device, dtype: str, stored: str | None, profile: Profile 
             f"{job[0]}: measure again, or name another `device` or `dtype`"
         )
     return found
-
-
-def _read_policy(policy: Policy | str | Path, kv_budget: KVBudget | str | None) -> tuple:
-    """The policy, or "auto", and the KV budget: a policy's file may bring one. Raises UserError for anything else."""
-    if kv_budget not in (None, "auto") and not isinstance(kv_budget, KVBudget):
-        raise UserError(f'kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), or "auto", not {kv_budget!r}')
-    if isinstance(policy, (str, Path)) and policy != "auto":
-        policy, budget = read_policy(policy)
-        return policy, budget if kv_budget is None else kv_budget
-    if not isinstance(policy, Policy) and policy != "auto":
-        raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
-    return policy, kv_budget
-
-
-def _job(choice: Choice, workload: Workload) -> Job:
-    placed, plan = choice.placement, choice.plan
-    return Job(
-        choice.rule,
-        choice.policy,
-        placed.weights,
-        placed.cache,
-        placed.activations,
-        workload,
-        planned=PerTier(*(plan.needed(tier) for tier in TIERS)),
-        predicted=None if choice.prediction is None else choice.prediction.of_job(),
-        ram=plan.ram,
-    )

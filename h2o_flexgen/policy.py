@@ -167,3 +167,21 @@ def read_policy(path: str | Path) -> tuple[Policy, KVBudget | None]:
     if not isinstance(budget, dict) or {n: type(x) for n, x in budget.items()} != {"heavy": int, "recent": int}:
         raise UserError(f'the policy {path}: \'kv_budget\' must hold "heavy" and "recent" slots, or be null')
     return policy, KVBudget.from_size(budget["heavy"], budget["recent"])
+
+
+def given_policy(
+    policy: Policy | str | Path, kv_budget: KVBudget | str | None
+) -> tuple[Policy | str, KVBudget | str | None]:
+    """The policy or "auto", and the KV budget, from what a user may give for them; a policy's file may bring a budget.
+
+    Raises:
+        UserError: anything else, or a file that cannot be read.
+    """
+    if kv_budget not in (None, "auto") and not isinstance(kv_budget, KVBudget):
+        raise UserError(f'kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), or "auto", not {kv_budget!r}')
+    if isinstance(policy, (str, Path)) and policy != "auto":
+        policy, budget = read_policy(policy)
+        return policy, budget if kv_budget is None else kv_budget
+    if not isinstance(policy, Policy) and policy != "auto":
+        raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
+    return policy, kv_budget

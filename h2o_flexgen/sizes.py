@@ -43,6 +43,7 @@ class Workload:
 
     prompt_lens: tuple[int, ...]
     gen_len: int
+    prefill_only: bool = False
 
     @property
     def longest(self) -> int:

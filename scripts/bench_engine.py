@@ -4,6 +4,7 @@
     gemm   the matmuls of a decode step, streamed and packed, against F.linear on the same shapes
     disk   OPT-6.7B with weights on disk under an 8 GiB memory cgroup: a decode step against reading alone and
            computing alone, for a block that is I/O bound, one that is balanced and one that is compute bound
+    families    the same for OPT-1.3B and Llama-3.2-1B, whose weights take about as many bytes
     opt-30b-searched, opt-6.7b-8gib    whole runs of the command line; the latter in an 8 GiB memory cgroup
 
 Results go to docs/benchmarks/.
@@ -34,7 +35,7 @@ from bench.systems.transformers import load, time_generate  # noqa: E402
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams  # noqa: E402
 from h2o_flexgen.kernels.linear import can_pack, pack  # noqa: E402
 from h2o_flexgen.models import opt  # noqa: E402
-from h2o_flexgen.models.registry import named_spec  # noqa: E402
+from h2o_flexgen.models.registry import family, named_spec  # noqa: E402
 
 CAP = 8 * common.GIB
 
@@ -102,7 +103,7 @@ def bench_gemm(rounds: int) -> None:
         shapes = {short: shape for short, (_, shape) in opt.tensors(config)[1].streamed.items()}
         layers = [{s: torch.randn(shape).mul_(0.02).bfloat16() for s, shape in shapes.items()} for _ in range(count)]
         systems = {"F.linear": (matmuls, layers), "ours": (layer, layers)}
-        if can_pack():
+        if can_pack(torch.bfloat16):
             packed = [{s: pack(t) if t.dim() == 2 else t for s, t in w.items()} for w in layers]
             systems["ours, packed"] = (layer, packed)
         for batch in (8, 32, 128):
@@ -122,41 +123,76 @@ def bench_gemm(rounds: int) -> None:
     common.save("engine_gemm", {"dtype": "bfloat16", "rows": rows})
 
 
+#: sizes of blocks: batch size, number of batches
+BLOCKS = {"I/O bound": (16, 1), "balanced": (64, 2), "compute bound": (64, 4)}
+
+
 def bench_disk(rounds: int) -> None:
-    """A step's seconds and bytes come from two jobs of different length: what they share cancels out."""
-    name, short, long = "facebook/opt-6.7b", 2, 6
-    config, blocks = named_spec(name), []
+    """Weights on disk under a cap that is too small for them."""
+    name = "facebook/opt-6.7b"
     with common.scratch() as folder:
         model = write_checkpoint(name, folder / "checkpoint", "bfloat16")
-        shard = max(model.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-        for kind, size, batches in (("I/O bound", 16, 1), ("balanced", 64, 2), ("compute bound", 64, 4)):
-            prompts = [json.dumps({"prompt_token_ids": ids}) for ids in common.random_prompts(size * batches, 4)]
-            (folder / "prompts.jsonl").write_text("\n".join(prompts))
-            options = (
-                f"--model {model} --dtype bfloat16 --percent 0 0 100 0 100 0 --ignore-eos --gpu-batch-size {size} "
-            )
-            options += f"--num-gpu-batches {batches} --input-file {folder / 'prompts.jsonl'} --gen-len"
-            times: dict[str, list[float]] = {"read": [], "compute": [], "step": []}
-            for _ in range(rounds):
-                jobs = [common.run_flex_opt([*options.split(), str(n)], folder, CAP) for n in (short, long)]
-                if failed := [job["failed"] for job in jobs if "failed" in job]:
-                    sys.exit(f"error: a run under the cap ended with {failed[0]}")
-                begin, end = jobs
-                steps = long - short
-                moved = end["bytes_moved"]["disk_to_cpu"] - begin["bytes_moved"]["disk_to_cpu"]
-                flops = 2 * size * batches * (moved / steps / 2)  # two bytes a parameter, all of them streamed
-                rate = matmul_rate(config.hidden, config.inner, torch.bfloat16, min(128, size * batches))
-                times["read"].append(moved / steps / disk_rate(shard))
-                times["compute"].append(flops / rate)
-                times["step"].append((end["decode"]["seconds"] - begin["decode"]["seconds"]) / steps)
-            seconds = {what: median(t) for what, t in times.items()}
-            peak, planned = (sum(end[f"{k}_memory_bytes"][t] for t in ("gpu", "cpu")) for k in ("peak", "planned"))
-            over = seconds["step"] / max(seconds["read"], seconds["compute"])
-            block = {"block": kind, "policy": f"{size} x {batches}", "seconds": seconds, "step_over_floor": over}
-            blocks.append(block | {"peak_over_plan": peak / planned, "rounds": rounds})
-            print(json.dumps(blocks[-1]), flush=True)
+        measured = {
+            kind: [disk_step(model, name, size, folder, CAP) for _ in range(rounds)] for kind, size in BLOCKS.items()
+        }
+    blocks = [{"block": kind, "policy": "{} x {}".format(*BLOCKS[kind]), **medians(s)} for kind, s in measured.items()]
     workload = {"model": f"{name} shape, random weights, bf16", "percent": [0, 0, 100, 0, 100, 0], "prompt": 4}
     common.save("engine_disk", {"cap_gib": CAP / common.GIB, "workload": workload, "blocks": blocks})
+
+
+def bench_families(rounds: int) -> None:
+    """Models of two families and about as many bytes, in turns."""
+    measured: dict[tuple[str, str], list[dict]] = {}
+    with common.scratch() as folder:
+        names = ("facebook/opt-1.3b", "meta-llama/Llama-3.2-1B")
+        models = {name: write_checkpoint(name, folder / name.replace("/", "-"), "bfloat16") for name in names}
+        for _ in range(rounds):
+            for kind in ("I/O bound", "balanced"):
+                for name, model in models.items():
+                    measured.setdefault((name, kind), []).append(disk_step(model, name, BLOCKS[kind], folder, None))
+    rows = [
+        {"model": name, "block": kind, "policy": "{} x {}".format(*BLOCKS[kind]), **medians(steps)}
+        for (name, kind), steps in measured.items()
+    ]
+    common.save("engine_families", {"dtype": "bfloat16", "rows": rows})
+
+
+def disk_step(model: Path, name: str, block: tuple[int, int], folder: Path, cap: int | None) -> dict:
+    """A decode step with all weights on disk, and its floor. A step's seconds and bytes come from two jobs of different
+    length: what they share cancels out."""
+    size, batches = block
+    short, long = 2, 6
+    prompts = [json.dumps({"prompt_token_ids": ids}) for ids in common.random_prompts(size * batches, 4)]
+    (folder / "prompts.jsonl").write_text("\n".join(prompts))
+    options = f"--model {model} --dtype bfloat16 --percent 0 0 100 0 100 0 --ignore-eos --gpu-batch-size {size} "
+    options += f"--num-gpu-batches {batches} --input-file {folder / 'prompts.jsonl'} --gen-len"
+    jobs = [common.run_flex_opt([*options.split(), str(n)], folder, cap) for n in (short, long)]
+    if failed := [job["failed"] for job in jobs if "failed" in job]:
+        sys.exit(f"error: a run ended with {failed[0]}")
+    begin, end = jobs
+    moved = (end["bytes_moved"]["disk_to_cpu"] - begin["bytes_moved"]["disk_to_cpu"]) / (long - short)
+    flops = 2 * size * batches * (moved / 2)  # two bytes a parameter, all of them streamed
+    spec = named_spec(name)
+    shapes = [s for _, s in family(spec.model_type).tensors(spec)[1].streamed.values() if len(s) == 2]
+    shard = max(model.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    found = {
+        "read": moved / disk_rate(shard),
+        "compute": flops / matmul_rate(shapes, torch.bfloat16, min(128, size * batches)),
+        "step": (end["decode"]["seconds"] - begin["decode"]["seconds"]) / (long - short),
+    }
+    peak, planned = (sum(end[f"{k}_memory_bytes"][t] for t in ("gpu", "cpu")) for k in ("peak", "planned"))
+    found["over_floor"] = found["step"] / max(found["read"], found["compute"])
+    found["peak_over_plan"] = peak / planned
+    print(name, block, json.dumps(found), flush=True)
+    return found
+
+
+def medians(steps: list[dict]) -> dict:
+    """Of what `disk_step` found in several rounds."""
+    middle = {key: median(step[key] for step in steps) for key in steps[0]}
+    seconds = {key: middle[key] for key in ("read", "compute", "step")}
+    kept = {"seconds": seconds, "step_over_floor": middle["over_floor"], "peak_over_plan": middle["peak_over_plan"]}
+    return kept | {"rounds": len(steps)}
 
 
 RUNS = {
@@ -186,7 +222,7 @@ def bench_run(name: str, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = {"ram": bench_ram, "gemm": bench_gemm, "disk": bench_disk}
+    sections = {"ram": bench_ram, "gemm": bench_gemm, "disk": bench_disk, "families": bench_families}
     sections |= {name: partial(bench_run, name) for name in RUNS}
     parser.add_argument("section", choices=list(sections))
     parser.add_argument("--rounds", type=int, default=3)

@@ -100,10 +100,9 @@ def search(
     spec, resources = named_spec(model), Resources.of(profile, dict.fromkeys(TIERS))
     resources = replace(resources, limits=resources.limits | (limits or {}))
     data = ModelData.of(spec, profile.dtype, [stored], cuda=profile.device == "cuda", dummy=dummy)
-    rule = rule_for(None if ratio is None else KVBudget.from_ratio(ratio), length, spec.positions)
-    return Planner(data, Constraints(one_block=one_block), profile).search(
-        rule, Workload((length,) * count, gen_len), resources
-    )
+    workload = Workload((length,) * count, gen_len)
+    rule = rule_for(None if ratio is None else KVBudget.from_ratio(ratio), workload, spec.positions)
+    return Planner(data, Constraints(one_block=one_block), profile).search(rule, workload, resources)
 
 
 def bench_papers(rounds: int) -> None:

@@ -118,8 +118,14 @@ class Oracle:
 
     @torch.no_grad()
     def generate(
-        self, prompt: list[int], max_tokens: int, heavy: int | None = None, recent: int | None = None
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        heavy: int | None = None,
+        recent: int | None = None,
+        forced: list[int] | None = None,
     ) -> Trace:
+        """The most likely tokens, or those of `forced`; `margins` are then how far each is above the best other."""
         L, KV = self.layers, self.kv_heads
         self.heavy, self.recent, self.trace = heavy, recent, Trace(evicted=[[0] * KV for _ in range(L)])
         self.rotary = fresh_rotary(self.model)
@@ -128,14 +134,14 @@ class Oracle:
         self.score = [[{} for _ in range(KV)] for _ in range(L)]
         self.kept = [[set() for _ in range(KV)] for _ in range(L)]
         fed, first = list(prompt), 0
-        for _ in range(max_tokens):
+        for step in range(max_tokens):
             logits = self._forward(fed, first)
             first += len(fed)
-            best = torch.sort(logits, descending=True, stable=True)
-            token = int(best.indices[0])
+            token = int(logits.argmax()) if forced is None else forced[step]
+            others = torch.cat([logits[:token], logits[token + 1 :]])
             self.trace.tokens.append(token)
             self.trace.logprobs.append(float(torch.log_softmax(logits, 0)[token]))
-            self.trace.margins.append(float(best.values[0] - best.values[1]))
+            self.trace.margins.append(float(logits[token] - others.max()))
             self.trace.kept.append([[frozenset(kept) for kept in layer] for layer in self.kept])
             fed = [token]
         return self.trace

@@ -364,12 +364,12 @@ def test_a_signal_does_not_wait_for_a_disk_that_hangs(handled, monkeypatch):
     assert raised.value.signum == signal.SIGHUP
 
 
-@pytest.mark.parametrize("home", [ON_DISK, ("100", "0", "100", "0", "100", "0")], ids=["disk", "gpu"])
-def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, monkeypatch, home):
+@pytest.mark.parametrize("placement", [ON_DISK, ("100", "0", "100", "0", "100", "0")], ids=["disk", "gpu"])
+def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, monkeypatch, placement):
     """In this process, at every call of the progress bar in turn: prefill, decode, either block."""
     rows, target = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9], [10], [11]]), tmp_path / "out.jsonl"
     files = ("--input-file", rows, "--output-file", target, "--offload-dir", tmp_path / "offload")
-    argv = ("--model", model, *FP32, "--gen-len", 3, "--gpu-batch-size", 2, "--ignore-eos", *percent(home), *files)
+    argv = ("--model", model, *FP32, "--gen-len", 3, "--gpu-batch-size", 2, "--ignore-eos", *percent(placement), *files)
     assert cli(*argv)[0] == 0
     whole = read_rows(target)
     real, steps = ProgressBar.on_progress, 2 * 3 * 5  # blocks, tokens, layers

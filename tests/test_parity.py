@@ -22,7 +22,7 @@ def assert_same(outputs, references, atol=1e-4):
 
 # every variant of every family
 
-HOMES = {
+PLACEMENTS = {
     "ram": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=3, num_gpu_batches=2),
     "disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=2, num_gpu_batches=2, prefill_tokens=30),
 }
@@ -34,21 +34,21 @@ def variant(request, tiny):
     return tiny(request.param)
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_full_cache_gives_the_tokens_of_transformers(variant, run, home):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_full_cache_gives_the_tokens_of_transformers(variant, run, placement):
     prompts = variant.clear_cut_prompts(LENGTHS, 20, [(None, None), BUDGET])
-    outputs = run(variant, prompts, 20, **HOMES[home])
+    outputs = run(variant, prompts, 20, **PLACEMENTS[placement])
     assert [o.token_ids for o in outputs] == [variant.transformers(p, 20)[0] for p in prompts]
     assert_same(outputs, variant.references(prompts, 20))
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_h2o_gives_the_tokens_of_the_oracle(variant, run, home):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_h2o_gives_the_tokens_of_the_oracle(variant, run, placement):
     prompts = variant.clear_cut_prompts(LENGTHS, 20, [(None, None), BUDGET])
     references = variant.references(prompts, 20, *BUDGET)
     assert all(count > 0 for r in references for layer in r.evicted for count in layer)
     assert any(r.tokens != f.tokens for r, f in zip(references, variant.references(prompts, 20)))
-    outputs = run(variant, prompts, 20, BUDGET, **HOMES[home])
+    outputs = run(variant, prompts, 20, BUDGET, **PLACEMENTS[placement])
     assert_same(outputs, references)
 
 
@@ -130,7 +130,7 @@ def test_the_long_outputs_fold_the_logs_of_disk_pieces_several_times():
 
 
 @pytest.mark.parametrize(
-    "name, home", [("one_layer", "ram"), ("one_layer", "disk"), ("llama_groups_of_3_wide_heads_linear", "disk")]
+    "name, placement", [("one_layer", "ram"), ("one_layer", "disk"), ("llama_groups_of_3_wide_heads_linear", "disk")]
 )
 @pytest.mark.parametrize(
     "budget",
@@ -156,10 +156,10 @@ def test_the_long_outputs_fold_the_logs_of_disk_pieces_several_times():
     ],
     ids=lambda b: f"{b[0]}+{b[1]}",
 )
-def test_budgets_at_their_edges(tiny, run, name, home, budget):
+def test_budgets_at_their_edges(tiny, run, name, placement, budget):
     model = tiny(name)
     prompts = model.clear_cut_prompts(LENGTHS, 20, [budget])
-    outputs = run(model, prompts, 20, budget, **HOMES[home])
+    outputs = run(model, prompts, 20, budget, **PLACEMENTS[placement])
     assert_same(outputs, model.references(prompts, 20, *budget))
 
 
@@ -211,10 +211,10 @@ def test_dynamic_rope_does_not_see_the_neighbours(tiny, run, name, budget):
 
 @pytest.mark.parametrize("budget", [(4, 4), (0, 5), (5, 0), (1, 1), (7, 2), (3, 30)], ids=lambda b: f"{b[0]}+{b[1]}")
 @pytest.mark.parametrize(
-    "name, home",
+    "name, placement",
     [("opt", "ram"), ("llama_groups_of_3_wide_heads_linear", "ram"), ("gpt_neox", "disk"), ("llama", "disk")],
 )
-def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, name, home, budget):
+def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, name, placement, budget):
     """Per layer, sequence and KV head."""
     model = tiny(name)
     prompts = model.clear_cut_prompts(LENGTHS, 24, [budget])
@@ -229,7 +229,7 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
         return result
 
     monkeypatch.setattr(HeavyHitterCache, "decode", spy)
-    run(model, prompts, 24, budget, percent=HOMES[home]["percent"], gpu_batch_size=len(prompts))
+    run(model, prompts, 24, budget, percent=PLACEMENTS[placement]["percent"], gpu_batch_size=len(prompts))
     assert len(seen) == 23 * layers
     for call, (step, position) in enumerate(seen):
         layer = call % layers

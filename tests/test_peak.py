@@ -23,13 +23,15 @@ LARGE = wide(1024, vocab_size=30000, num_hidden_layers=6, num_attention_heads=16
 
 
 @pytest.mark.parametrize("budget", [(), ("--hh-ratio", 0.2)], ids=["full", "h2o"])
-@pytest.mark.parametrize("home", [ON_GPU, ("100", "0", "0", "0", "100", "0"), ON_DISK], ids=["ram", "cache", "disk"])
-def test_the_peak_stays_near_the_plan(tmp_path, home, budget):
+@pytest.mark.parametrize(
+    "placement", [ON_GPU, ("100", "0", "0", "0", "100", "0"), ON_DISK], ids=["ram", "cache", "disk"]
+)
+def test_the_peak_stays_near_the_plan(tmp_path, placement, budget):
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     report = tmp_path / "report.json"
     # two blocks: what the plan counts is all in use at once from the second on
     job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 96, "--gen-len", 4, "--num-prompts", 48)
-    where = ("--gpu-batch-size", 16, "--num-gpu-batches", 2, *percent(home), "--offload-dir", tmp_path / "offload")
+    where = ("--gpu-batch-size", 16, "--num-gpu-batches", 2, *percent(placement), "--offload-dir", tmp_path / "offload")
     code, _, err = end(start(*job, *where, *budget, "--report", report), timeout=300)
     assert code == 0, err
     found = json.loads(report.read_text())

@@ -121,6 +121,12 @@ VARIANTS = {
         "qwen2_no_groups_llama3": dict(**LLAMA3, num_key_value_heads=4, head_dim=14),
         "qwen2_window_of_no_layer": dict(use_sliding_window=True, sliding_window=4, max_window_layers=2),
     },
+    "qwen3": {
+        "qwen3": dict(head_dim=8),
+        "qwen3_groups_of_3_tied_yarn": dict(**THREE, **YARN, tie_word_embeddings=True, head_dim=10),
+        "qwen3_groups_of_8_dynamic": dict(**EIGHT, **DYNAMIC, head_dim=4),
+        "qwen3_no_groups_biases_llama3": dict(**LLAMA3, num_key_value_heads=4, head_dim=6, attention_bias=True),
+    },
     "gpt_neox": {
         "gpt_neox": dict(rotary_pct=0.5),
         "gpt_neox_serial_tied": dict(use_parallel_residual=False, tie_word_embeddings=True),

@@ -65,6 +65,8 @@ class Sampler:
         eos_ids: token ids that end a sequence, unless `params` ignores them.
     """
 
+    every_position = False
+
     def __init__(self, params: SamplingParams, eos_ids: frozenset[int]):
         self.params = params
         self.eos_ids = frozenset() if params.ignore_eos else eos_ids

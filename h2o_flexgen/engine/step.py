@@ -26,7 +26,13 @@ GAPS_SECONDS = 0.25
 
 
 class LogitsSink(Protocol):
-    """What becomes of a step's logits: `sampling.Sampler` turns them into tokens."""
+    """What becomes of a step's logits: `sampling.Sampler` makes tokens of them, `scoring.TeacherForcing` scores a text.
+
+    Attributes:
+        every_position: prefill gives the logits behind every token of a prompt but the last, one after the other.
+    """
+
+    every_position: bool
 
     def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> bool:
         """Take the logits (B, V) of token step i, one row for each of B sequences.
@@ -86,7 +92,8 @@ class LayerSteps:
         """One layer of one batch, micro-batch by micro-batch."""
         _, j, k = step
         batch = self.batches[k]
-        cache = self.stores.caches.blank(j - 1, k) if 0 < j < self.last else None
+        fills = 0 < j < self.last and not self.job.workload.prefill_only
+        cache = self.stores.caches.blank(j - 1, k) if fills else None
         if j == self.last:  # prefill needs no staging buffer of the cache any more
             self.prefetch.caches(step)
         for m in range(len(batch.micro)):
@@ -96,13 +103,21 @@ class LayerSteps:
                 continue
             hidden = self._load_hidden(step, m)
             if j == self.last:
-                begin, end = batch.micro[m]
-                newest = hidden[torch.arange(end - begin), batch.lengths[begin:end] - 1]
-                self._logits(0, w, batch.sequences[begin:end], newest)
+                self._prompt_logits(w, batch.sequences[slice(*batch.micro[m])], hidden)
             else:
                 self._prefill_block(step, m, w, cache, hidden)
         if cache is not None:
             self.stores.caches.store_all(j - 1, k, batch.longest)
+
+    def _prompt_logits(self, w: Weights, sequences: list[Sequence], hidden: Tensor) -> None:
+        """hidden: (B, T, E) of these prompts."""
+        ends = [len(s.prompt) - 1 for s in sequences]
+        if self.sink.every_position:
+            places = [(row, t) for row, end in enumerate(ends) for t in range(end)]
+        else:
+            places = list(enumerate(ends))
+        rows, columns = (torch.tensor(each) for each in zip(*places))
+        self._logits(0, w, [sequences[row] for row, _ in places], hidden[rows, columns])
 
     def _embed_prompts(self, k: int, m: int, w: Weights) -> None:
         batch = self.batches[k]
@@ -114,7 +129,7 @@ class LayerSteps:
         batch = self.batches[step.k]
         begin, end = batch.micro[m]
         lengths = batch.lengths[begin:end]
-        attend = partial(self.job.rule.prefill, cache.rows(begin, end), lengths=lengths)
+        attend = partial(self.job.rule.prefill, cache and cache.rows(begin, end), lengths=lengths)
         positions = prompt_positions(lengths, hidden.shape[1])
         self._store_hidden(step.k, m, self.family.block(self.spec, w, hidden, positions, attend))
         if self.gaps.are_due and memory.resident() > self.job.ram:  # a layer may take seconds

@@ -9,7 +9,7 @@ from h2o_flexgen.kv_cache import CacheRule
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.policy import Policy
+from h2o_flexgen.policy import TIERS, Policy
 from h2o_flexgen.sizes import Workload
 
 
@@ -33,6 +33,22 @@ class Job:
     planned: PerTier
     predicted: dict[str, float | str] | None = None
     ram: float = float("inf")
+
+    @classmethod
+    def of(cls, choice, workload: Workload) -> Job:
+        """What a `planning.planner.Choice` comes to for the engine."""
+        placed, plan = choice.placement, choice.plan
+        return cls(
+            choice.rule,
+            choice.policy,
+            placed.weights,
+            placed.cache,
+            placed.activations,
+            workload,
+            planned=PerTier(*(plan.needed(tier) for tier in TIERS)),
+            predicted=None if choice.prediction is None else choice.prediction.of_job(),
+            ram=plan.ram,
+        )
 
 
 @dataclass

@@ -15,8 +15,21 @@ from h2o_flexgen.sizes import full_segments
 
 
 @dataclass(frozen=True)
+class NoCache(CacheRule):
+    """Nothing stays: for jobs that end with prefill. Attention costs what it does with a full cache."""
+
+    name = "full"
+
+    def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
+        return (0,)
+
+    def prefill(self, cache: KVTensors | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        return causal_attention(q, k, v)
+
+
+@dataclass(frozen=True)
 class FullCache(CacheRule):
-    """Every token stays: token n of a sequence lies in slot n of all its heads. The first segment takes the
+    """Every token stays: token n of a sequence is in slot n of all its heads. The first segment takes the
     prompt, the following ones the output; only those in use are attended to and moved."""
 
     name = "full"

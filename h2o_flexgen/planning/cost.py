@@ -244,7 +244,8 @@ class CostModel:
         """`length`: of the longest prompt; `weights`: those that are fetched meanwhile."""
         shapes = self.shapes
         crosses = 1 if shapes.cuda else 0  # whether disk data passes between the CPU and the GPU
-        kv = (shapes.slots if shapes.rule.growth == "fixed" else length) * shapes.row_bytes
+        kept = shapes.slots if shapes.rule.growth == "fixed" else min(length, shapes.slots)
+        kv = kept * shapes.row_bytes
         hidden = length * self.hidden_bytes
         hidden_copied = hidden * (activations.cpu + crosses * activations.disk)
         hidden_requests = self._requests(policy, activations, hidden)

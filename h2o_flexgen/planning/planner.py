@@ -96,10 +96,10 @@ class Planner:
     def _choose(
         self, workload: Workload, resources: Resources, policy: Policy | None, kv_budget: KVBudget | None
     ) -> Choice:
-        rule = rule_for(kv_budget, workload.longest, self.model.spec.positions)
-        policy = (
-            policy or self._resident(workload, resources, rule) or self.search(rule, workload, resources).best().policy
-        )
+        rule = rule_for(kv_budget, workload, self.model.spec.positions)
+        policy = policy or self._resident(workload, resources, rule)
+        if policy is None:
+            policy = self.search(rule, workload, resources).best().policy
         placement, plan = self.plan(policy, rule, workload, resources)
         prediction = None
         if self.profile is not None:

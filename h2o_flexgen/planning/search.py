@@ -88,7 +88,7 @@ class Search:
         self.profile, self.shapes, self.resources, self.constraints = profile, shapes, resources, constraints
         self.num_prompts = len(workload.prompt_lens)
         # the plan must hold for the longest prompts; the search takes all to be as long
-        self.workload = Workload((workload.longest,) * self.num_prompts, workload.gen_len)
+        self.workload = replace(workload, prompt_lens=(workload.longest,) * self.num_prompts)
         self.cost = CostModel(profile, shapes, self.workload)
         self.max_latency = inf if constraints.max_latency is None else constraints.max_latency
         self._weights: dict[tuple, dict[str, str]] = {}

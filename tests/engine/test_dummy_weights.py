@@ -10,7 +10,7 @@ pytest_plugins = ["cli_tools"]
 
 
 def test_dummy_weights_give_the_same_tokens_for_every_placement(generate, model):
-    """Only config.json is read; a tensor's numbers depend on its name, not on where it lies."""
+    """Only config.json is read; a tensor's elements depend on its name, not on its tier."""
     options = ("--model", model, "--path", "_DUMMY_")
     expected = generate(*options, *percent(ON_GPU))
     assert len({tuple(row["token_ids"]) for row in expected}) > 1

@@ -38,10 +38,10 @@ def test_a_finished_batch_takes_no_later_token_step_and_the_block_ends_with_the_
 def test_first_at_is_the_first_step_at_one_of_the_pieces(tokens, layers, batches, data):
     schedule = ZigZag(tokens, layers, batches)
     pairs = [(j, k) for j in range(layers) for k in range(batches)]
-    pieces = sorted(data.draw(st.sets(st.sampled_from(pairs)), "pieces"))
+    blocks = sorted(data.draw(st.sets(st.sampled_from(pairs)), "blocks"))
     since = Step(*(data.draw(st.integers(0, n)) for n in (tokens, layers, batches)))
-    steps = [Step(i, j, k) for i in range(tokens) for j, k in pieces]
-    assert schedule.first_at(pieces, since) == next((s for s in steps if s >= since), None)
+    steps = [Step(i, j, k) for i in range(tokens) for j, k in blocks]
+    assert schedule.first_at(blocks, since) == next((s for s in steps if s >= since), None)
 
 
 @given(**sizes)

@@ -62,14 +62,14 @@ def test_a_link_to_an_output_file_stays_one(cli, model, tmp_path):
     assert link.is_symlink() and len(read_rows(real)) == len(PROMPTS)
 
 
-def test_rows_of_every_killed_job_are_kept(tmp_path, capsys):
+def test_rows_of_every_killed_job_are_kept(tmp_path, caplog):
     for n in range(3):
         killed = OutputFile(str(tmp_path / "out.jsonl"))
         killed.add({"index": n})
         killed.file.close()  # and with it its lock
     kept = [tmp_path / f"out.jsonl.partial{end}" for end in ("~", "~1", "")]
     assert [json.loads(path.read_text())["index"] for path in kept] == [0, 1, 2]
-    assert str(kept[1]) in capsys.readouterr().err
+    assert str(kept[1]) in caplog.text
 
 
 @pytest.mark.parametrize("option", ["--output-file", "--report"])
@@ -131,7 +131,7 @@ def test_an_output_file_system_that_fills_up(cli, model, tmp_path, small_disk):
     assert list((tmp_path / "offload").iterdir()) == []
 
 
-def test_rows_wait_while_their_disk_is_full(tmp_path, capsys):
+def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
     """And go to the partial file, whole, as soon as there is space."""
     file = OutputFile(str(tmp_path / "out.jsonl"))
     file.add({"index": 0, "text": "first"})
@@ -152,7 +152,7 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, capsys):
         file.add({"index": index, "text": "waits"})
     with open(tmp_path / "out.jsonl.partial") as f:
         assert [json.loads(line)["index"] for line in f] == [0]
-    assert capsys.readouterr().err.count("No space left on device; the job goes on") == 1
+    assert caplog.text.count("No space left on device; the job goes on") == 1
     assert "3 of 3 finished rows are in" in file.where()
     file.add({"index": 1, "text": "last"})
     with open(tmp_path / "out.jsonl.partial") as f:

@@ -33,7 +33,7 @@ def test_places_are_where_write_puts_a_token(segments, dtype):
 
 
 def test_of_two_tokens_in_one_slot_the_later_stays():
-    """What replaying a log relies on."""
+    """What replaying a write-ahead log relies on."""
     layout = KVLayout(2, 3, (5,), 4, torch.float32, *FIXED)
     slots = [np.full((2, 3), slot) for slot in (1, 3, 1)]
     rows = torch.arange(3.0).view(3, 1).expand(3, 2 * 2 * 3 * 4).contiguous()

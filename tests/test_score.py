@@ -1,0 +1,126 @@
+"""`score` gives the log-probabilities of transformers with a full cache, and those of the oracle with H2O."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from oracle import fresh_rotary
+
+from h2o_flexgen import LLM, KVBudget, Policy, UserError
+
+FAMILIES = ["opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox"]
+LENGTHS = [9, 30, 17, 10, 24, 2, 13]
+PROMPT, BUDGET = 8, (3, 4)
+POLICIES = {
+    "gpu": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7),
+    "disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=2, num_gpu_batches=2, prefill_tokens=20),
+    "thirds": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=3, num_gpu_batches=3),
+    "in_turn": dict(percent=(50, 0, 50, 0, 0, 50), gpu_batch_size=4, overlap=False),
+}
+
+
+def score(model, texts, prompt_len=None, budget=None, **policy):
+    kv_budget = None if budget is None else KVBudget.from_size(*budget)
+    with LLM(str(model.folder), Policy(**policy), kv_budget, device="cpu", dtype="float32", progress=False) as llm:
+        return llm.score(texts, prompt_len)
+
+
+def expected(model, text: list[int]) -> tuple[list[float], list[bool]]:
+    """By transformers, of all tokens but the first."""
+    model.hf.base_model.rotary_emb = fresh_rotary(model.hf)
+    with torch.inference_mode():
+        rows = model.hf(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
+    found = rows.gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+    return found.tolist(), (rows.argmax(-1) == torch.tensor(text[1:])).tolist()
+
+
+def natural(model, lengths) -> list[list[int]]:
+    """Texts of which about half the tokens are the model's own choice."""
+    return [p + model.reference(p, n - len(p)).tokens for n, p in zip(lengths, model.prompts(n // 2 for n in lengths))]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_text_scores_as_with_transformers(tiny, family, policy):
+    model = tiny(family)
+    texts = natural(model, LENGTHS)
+    for output, text in zip(score(model, texts, **policy), texts, strict=True):
+        logprobs, greedy = expected(model, text)
+        assert output.error is None and output.token_ids == text
+        assert output.token_logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert output.is_greedy == greedy
+        assert any(greedy) or len(text) < 4
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_behind_a_prompt_score_as_with_transformers(tiny, family, policy):
+    model = tiny(family)
+    texts = natural(model, LENGTHS)
+    for output, text in zip(score(model, texts, PROMPT, **policy), texts, strict=True):
+        if len(text) <= PROMPT:
+            assert "none behind the first 8" in output.error and output.token_logprobs == []
+            continue
+        logprobs, greedy = expected(model, text)
+        assert output.token_logprobs == pytest.approx(logprobs[PROMPT - 1 :], abs=1e-4)
+        assert output.is_greedy == greedy[PROMPT - 1 :]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_a_kv_budget_the_tokens_score_as_with_the_oracle(tiny, family, policy):
+    model = tiny(family)
+    texts, references = clear_cut(model, [9, 30, 17, 24])
+    outputs = score(model, texts, PROMPT, BUDGET, **policy)
+    for output, reference in zip(outputs, references, strict=True):
+        assert output.token_logprobs == pytest.approx(reference.logprobs, abs=1e-4)
+        assert output.is_greedy == [margin > 0 for margin in reference.margins]
+    full = score(model, texts, PROMPT, **policy)
+    assert any(a.token_logprobs != pytest.approx(b.token_logprobs, abs=1e-3) for a, b in zip(outputs, full))
+
+
+def clear_cut(model, lengths):
+    """Texts for which no eviction is a close call, and what the oracle says of them."""
+    found = []
+    for n in lengths:
+        for seed in range(100):
+            (text,) = model.prompts([n], seed=10_000 * n + seed)
+            trace = model.oracle.generate(text[:PROMPT], n - PROMPT, *BUDGET, forced=text[PROMPT:])
+            if trace.slack > zoo.SLACK and min(map(abs, trace.margins)) > zoo.MARGIN:
+                found.append((text, trace))
+                break
+    assert len(found) == len(lengths)
+    return zip(*found)
+
+
+def test_a_score_does_not_depend_on_its_neighbours(tiny):
+    model = tiny("llama")
+    texts = natural(model, LENGTHS)
+    together = score(model, texts, PROMPT, BUDGET, gpu_batch_size=3, num_gpu_batches=2)
+    for text, output in zip(texts, together):
+        (alone,) = score(model, [text], PROMPT, BUDGET)
+        assert alone.token_logprobs == pytest.approx(output.token_logprobs, abs=1e-4)
+
+
+def test_what_cannot_be_scored_stops_no_other_text(tiny):
+    model = tiny("opt")
+    texts = [[5], [1, 2, 3], [], [7, 400], "no tokenizer", list(range(90)) * 2]
+    outputs = score(model, texts)
+    says = ["none behind the first 1", None, "empty", "outside the vocabulary", "no tokenizer", "positions"]
+    for output, expects in zip(outputs, says, strict=True):
+        assert (output.error is None) if expects is None else (expects in output.error)
+    assert len(outputs[1].token_logprobs) == 2
+
+
+def test_a_whole_text_takes_no_memory_for_a_cache(tiny):
+    model = tiny("opt")
+    with LLM(str(model.folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        llm.score(model.prompts([30] * 8))
+        assert not any("KV cache" in what for _, what, _ in llm.choice.plan.items)
+        assert llm.report["total"]["generated_tokens"] == 8 * 29
+
+
+def test_a_prompt_without_tokens_is_refused(tiny):
+    with pytest.raises(UserError, match="prompt_len must be 1 or more"):
+        score(tiny("opt"), [[1, 2]], 0)
