@@ -24,8 +24,10 @@ from h2o_flexgen.offload.convert import sweep_conversions
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import OffloadFolder, default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
-from h2o_flexgen.planning.planner import Choice, Given, ModelData, Planner, Resources, cap_limits, check_cpu_cap
+from h2o_flexgen.planning.memory import ModelData, Resources
+from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.kernels import job_dtype
 from h2o_flexgen.profiling.measure import load_or_measure
@@ -121,7 +123,9 @@ class LLM:
                 cuda=self.device.is_cuda,
                 dummy=self.model.is_dummy,
             ),
-            Given(gpu_batch_size, num_gpu_batches, cpu_cache_compute, overlap is not False, max_latency, min_hh_ratio),
+            Constraints(
+                gpu_batch_size, num_gpu_batches, cpu_cache_compute, overlap is not False, max_latency, min_hh_ratio
+            ),
             profile,
             lambda: load_or_measure(self.device, self.dtype, self.offload_root, progress),
             progress,
@@ -139,8 +143,10 @@ class LLM:
 
     def resources(self) -> Resources:
         """The memory that a job may use now."""
-        limits = cap_limits(self.runner.available(), self.caps, shared=not self.device.is_cuda)
-        return Resources(limits, self.runner.baseline(), self.device.workspace_bytes)
+        runner, device = self.runner, self.device
+        return Resources.capped(
+            runner.available(), self.caps, device.is_cuda, runner.baseline(), device.workspace_bytes
+        )
 
     # prompts
 

@@ -10,6 +10,8 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_json
 
 TIERS = ("gpu", "cpu", "disk")
+#: what is placed
+KINDS = ("weights", "cache", "activations")
 GIB = 1 << 30
 #: of what a tier has, this much may be planned for
 MARGIN = 0.95
@@ -24,8 +26,8 @@ def gib(nbytes: float) -> str:
 class KVBudget:
     """The fixed number of KV slots per sequence, layer and head (H2O, arXiv 2306.14048, section 4).
 
-    Either ratios of the longest prompt of the job, or sizes in slots; a size wins over a ratio. Where only the heavy
-    hitters are given, the recent window is as large. Without heavy hitters the cache is a local window.
+    Either ratios of the longest prompt of the job, or sizes in slots; a size wins over a ratio. The recent window is as
+    large as the heavy hitters where it is not given. Without heavy hitters the cache is a local window.
 
     Raises:
         UserError: a ratio outside [0, 1], a negative size, or nothing given at all.
@@ -37,16 +39,14 @@ class KVBudget:
     recent_size: int | None = None
 
     def __post_init__(self):
-        for name in ("hh_ratio", "recent_ratio"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise UserError(f"{name} must lie in [0, 1], not {value}")
-        for name in ("hh_size", "recent_size"):
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and value % 1 == 0):
-                raise UserError(f"{name} must be a whole number of slots, 0 or more, not {value}")
-        if all(getattr(self, f.name) is None for f in fields(self)):
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if not given:
             raise UserError("a KV budget needs a ratio or a size; leave it out for a full cache")
+        for name, value in given.items():
+            if name.endswith("ratio") and not 0 <= value <= 1:
+                raise UserError(f"{name} must lie in [0, 1], not {value}")
+            if name.endswith("size") and not (value >= 0 and value % 1 == 0):
+                raise UserError(f"{name} must be a whole number of slots, 0 or more, not {value}")
 
     @classmethod
     def from_ratio(cls, hh_ratio: float, recent_ratio: float | None = None) -> KVBudget:
@@ -64,22 +64,19 @@ class KVBudget:
         Raises:
             UserError: the budget comes to no slot at all.
         """
-        heavy = self._count(self.hh_size, self.hh_ratio, longest_prompt)
-        recent = self._count(self.recent_size, self.recent_ratio, longest_prompt)
-        if recent is None:
-            recent = heavy
-        heavy = heavy or 0
+
+        def count(size: int | None, ratio: float | None, default: int) -> int:
+            if size is not None:
+                return int(size)
+            if ratio is None:
+                return default
+            return max(1, int(ratio * longest_prompt)) if ratio > 0 else 0
+
+        heavy = count(self.hh_size, self.hh_ratio, 0)
+        recent = count(self.recent_size, self.recent_ratio, heavy)
         if heavy + recent == 0:
             raise UserError("the KV budget is empty: heavy and recent slots cannot both be 0")
         return heavy, recent
-
-    @staticmethod
-    def _count(size: int | None, ratio: float | None, longest_prompt: int) -> int | None:
-        if size is not None:
-            return int(size)
-        if ratio is None:
-            return None
-        return max(1, int(ratio * longest_prompt)) if ratio > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -113,22 +110,20 @@ class Policy:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number, 1 or more, not {value}")
-        percent = tuple(self.percent)
-        object.__setattr__(self, "percent", percent)
-        if len(percent) != 6:
-            raise UserError(
-                f"percent takes six numbers (weights gpu cpu, cache gpu cpu, activations gpu cpu), not {len(percent)}"
-            )
-        for what, gpu, cpu in zip(("weights", "cache", "activations"), percent[::2], percent[1::2]):
+        object.__setattr__(self, "percent", tuple(self.percent))
+        if len(self.percent) != 6:
+            order = "weights gpu cpu, cache gpu cpu, activations gpu cpu"
+            raise UserError(f"percent takes six numbers ({order}), not {len(self.percent)}")
+        for kind, gpu, cpu in zip(KINDS, self.percent[::2], self.percent[1::2]):
             if not (0 <= gpu <= 100 and 0 <= cpu <= 100):
-                raise UserError(f"percent of {what} must lie between 0 and 100: {gpu} {cpu}")
+                raise UserError(f"percent of {kind} must lie between 0 and 100: {gpu} {cpu}")
             if gpu + cpu > 100:
-                raise UserError(f"percent of {what} exceeds 100: {gpu} + {cpu}")
+                raise UserError(f"percent of {kind} exceeds 100: {gpu} + {cpu}")
 
-    def fractions(self, what: str) -> tuple[float, float, float]:
+    def fractions(self, kind: str) -> tuple[float, float, float]:
         """(gpu, cpu, disk) of "weights", "cache" or "activations", each in [0, 1]."""
-        at = 2 * ("weights", "cache", "activations").index(what)
-        gpu, cpu = self.percent[at] / 100, self.percent[at + 1] / 100
+        n = 2 * KINDS.index(kind)
+        gpu, cpu = self.percent[n] / 100, self.percent[n + 1] / 100
         return gpu, cpu, max(0.0, 1 - gpu - cpu)
 
     @property
@@ -143,15 +138,13 @@ class Policy:
         data = data.get("policy", data) if isinstance(data, dict) else data
         if not isinstance(data, dict):
             raise UserError("a policy is a JSON object")
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(data) - known)
-        if unknown:
-            raise UserError(f"unknown policy field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        types = {f.name: type(f.default) for f in fields(cls)} | {"percent": list}
         for name, value in data.items():
-            wanted = bool if name in ("overlap", "cpu_cache_compute") else list if name == "percent" else int
-            if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-                raise UserError(f"policy field {name!r} must be of type {wanted.__name__}, not {value!r}")
-        if not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in data.get("percent", [])):
+            if name not in types:
+                raise UserError(f"unknown policy field {name!r}; known: {', '.join(sorted(types))}")
+            if type(value) is not types[name]:
+                raise UserError(f"policy field {name!r} must be of type {types[name].__name__}, not {value!r}")
+        if not all(type(x) in (int, float) for x in data.get("percent", [])):
             raise UserError("policy field 'percent' must hold six numbers")
         return cls(**data)
 
@@ -171,8 +164,7 @@ def read_policy(path: str | Path) -> tuple[Policy, KVBudget | None]:
     budget = data.get("kv_budget")
     if budget is None:
         return policy, None
-    wanted = isinstance(budget, dict) and set(budget) == {"heavy", "recent"}
-    if not wanted or not all(isinstance(n, int) for n in budget.values()):
+    if not isinstance(budget, dict) or {n: type(x) for n, x in budget.items()} != {"heavy": int, "recent": int}:
         raise UserError(f'the policy {path}: \'kv_budget\' must hold "heavy" and "recent" slots, or be null')
     return policy, KVBudget.from_size(budget["heavy"], budget["recent"])
 

@@ -9,22 +9,34 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable, write_text
+from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.models.registry import known_names, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.spec import ModelSpec
+from h2o_flexgen.offload import memory
+from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload.disk import default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
+from h2o_flexgen.planning.memory import ModelData, Resources
+from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, gib
+from h2o_flexgen.profiling.kernels import job_dtype
+from h2o_flexgen.profiling.measure import load_or_measure
 from h2o_flexgen.sizes import Workload
 
-if TYPE_CHECKING:  # the planner imports torch, which takes seconds
-    from h2o_flexgen.planning.planner import Choice, ModelData
+#: a tier of which this much is needed keeps the block from growing
+_FULL = 0.97
+#: without --num-prompts the job is long enough for any block
+_MANY = 4096
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,11 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("job").add_argument
-    add(
-        "--model",
-        required=True,
-        help="a built-in name, as facebook/opt-30b, or a folder with a config.json",
-    )
+    add("--model", required=True, help="a built-in name, as facebook/opt-30b, or a folder with a config.json")
     add("--prompt-len", type=int, default=512, help="tokens of the longest prompt (default: 512)")
     add("--gen-len", type=int, default=32, help="output tokens per prompt (default: 32)")
     add("--num-prompts", type=int, help="prompts of the job (default: as many as the largest block takes)")
@@ -53,25 +61,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gpu-batch-size", type=int, help="sequences per batch")
     add("--num-gpu-batches", type=int, help="batches per block")
     add("--percent", nargs=6, type=float, metavar="P", help="with both batch sizes: only predict this policy")
-    add("--cpu-cache-compute", action=argparse.BooleanOptionalAction, default=None, help="attention on the CPU")
-    add(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="move data while computing (default: on)",
-    )
+    on_off = argparse.BooleanOptionalAction
+    add("--cpu-cache-compute", action=on_off, help="attention on the CPU")
+    add("--overlap", action=on_off, default=True, help="move data while computing (default: on)")
     add("--max-latency", type=float, metavar="SECONDS", help="the most that a block may take")
     add = parser.add_argument_group("output").add_argument
     add("-o", "--output", help="write the result to this file as JSON")
     add("--json", action="store_true", help="print the result as JSON")
     add("--plot", help="draw the curve of --hh-ratio auto to this PNG file")
     return parser
-
-
-#: a tier of which this much is needed keeps the block from growing
-_FULL = 0.97
-#: without --num-prompts the job is long enough for any block
-_MANY = 4096
 
 
 def slots_of(choice: Choice) -> dict[str, int] | None:
@@ -116,40 +114,33 @@ def describe(choice: Choice, title: str, command: str) -> str:
     lines.append(f"busy       {', '.join(busy)}")
     lines += [f"{tier:<11}{gib(plan.needed(tier))} of {gib(plan.limits[tier])}" for tier in TIERS]
     if plan.shared:
-        both = plan.needed("gpu") + plan.needed("cpu")
-        lines.append(f"RAM        {gib(both)} of {gib(plan.limits['ram'])}, gpu and cpu together")
+        lines.append(f"RAM        {gib(plan.needed('ram'))} of {gib(plan.limits['ram'])}, gpu and cpu together")
     return "\n".join([*lines, f"run it     {command}"])
 
 
-def command_for(args: argparse.Namespace, policy: Policy, budget, num_prompts: int, dtype: str) -> str:
+def command_for(args: argparse.Namespace, choice: Choice, num_prompts: int, dtype: str) -> str:
     """The flex_opt command that runs a policy."""
-    words = ["python", "-m", "h2o_flexgen.flex_opt", "--model", args.model]
-    words += ["--prompt-len", args.prompt_len, "--gen-len", args.gen_len, "--num-prompts", num_prompts]
-    if budget is not None:
-        for name in ("hh_ratio", "recent_ratio", "hh_size", "recent_size"):
-            if getattr(budget, name) is not None:
-                words += [f"--{name.replace('_', '-')}", getattr(budget, name)]
-    words += ["--gpu-batch-size", policy.gpu_batch_size, "--num-gpu-batches", policy.num_gpu_batches]
-    words += ["--percent", *(f"{x:g}" for x in policy.percent)]
-    words += ["--dtype", dtype]
-    for option in ("device", "offload_dir", "gpu_mem", "cpu_mem", "disk_mem"):
-        if getattr(args, option) not in (None, "auto"):
-            words += [f"--{option.replace('_', '-')}", getattr(args, option)]
+    policy, budget = choice.policy, choice.kv_budget
+    options = {"model": args.model, "prompt_len": args.prompt_len, "gen_len": args.gen_len, "num_prompts": num_prompts}
+    options |= {} if budget is None else asdict(budget)
+    options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
+    options |= {"percent": policy.percent, "dtype": dtype}
+    options |= {name: getattr(args, name) for name in ("device", "offload_dir", "gpu_mem", "cpu_mem", "disk_mem")}
+    words = ["python", "-m", "h2o_flexgen.flex_opt"]
+    for name, value in options.items():
+        if value not in (None, "auto"):
+            words.append(f"--{name.replace('_', '-')}")
+            words += [f"{x:g}" for x in value] if name == "percent" else [str(value)]
     words += ["--cpu-cache-compute"] * policy.cpu_cache_compute + ["--no-overlap"] * (not policy.overlap)
-    return shlex.join(map(str, words))
+    return shlex.join(words)
 
 
 def run(args: argparse.Namespace) -> None:
-    from h2o_flexgen.planning.planner import ModelData
-
     cli.check_sizes(args)
     budget = cli.make_budget(args)
-    if args.percent is not None:
-        if budget == "auto":
-            raise UserError("--percent and --hh-ratio auto contradict each other: give one of the two")
-        if None in (args.gpu_batch_size, args.num_gpu_batches):
-            raise UserError("--percent needs --gpu-batch-size and --num-gpu-batches too")
-        Policy(args.gpu_batch_size, args.num_gpu_batches, tuple(args.percent))
+    policy = given_policy(args)
+    if policy is not None and budget == "auto":
+        raise UserError("--percent and --hh-ratio auto contradict each other: give one of the two")
     cli.check_distinct(args, "--hardware", "--output", "--plot")
     if args.plot is not None and args.hh_ratio != "auto":
         raise UserError("--plot draws the curve of --hh-ratio auto")
@@ -162,9 +153,9 @@ def run(args: argparse.Namespace) -> None:
     if args.hardware is not None and profile.device == "cpu":
         args.device = "cpu"  # in the command, which would take a GPU where there is one
     model = ModelData.of(spec, profile.dtype, [stored], cuda=profile.device == "cuda", dummy=dummy)
-    choice = choose(args, budget, model, profile)
+    choice = choose(args, policy, budget, model, profile)
     num_prompts = args.num_prompts or choice.policy.block_size
-    command = command_for(args, choice.policy, choice.kv_budget, num_prompts, profile.dtype)
+    command = command_for(args, choice, num_prompts, profile.dtype)
     result = result_of(choice, command)
     if args.json:
         cli.say(json.dumps(result) + "\n")
@@ -196,30 +187,29 @@ def find_spec(model: str) -> tuple[ModelSpec, str, bool]:
     return read_spec(folder), stored_dtype(folder) or stored, False
 
 
-def choose(args: argparse.Namespace, budget: KVBudget | str | None, model: ModelData, profile: Profile) -> Choice:
-    """The policy of the options for a job on a profile's machine."""
-    from h2o_flexgen.planning.planner import Given, Planner, Resources, check_cpu_cap
+def given_policy(args: argparse.Namespace) -> Policy | None:
+    """The policy of --percent."""
+    if args.percent is None:
+        return None
+    if None in (args.gpu_batch_size, args.num_gpu_batches):
+        raise UserError("--percent needs --gpu-batch-size and --num-gpu-batches too")
+    percent, on_cpu = tuple(args.percent), bool(args.cpu_cache_compute)
+    return Policy(args.gpu_batch_size, args.num_gpu_batches, percent, args.overlap, on_cpu)
 
-    prompts, policy = args.num_prompts or _MANY, None
-    if args.num_prompts is None and None not in (args.gpu_batch_size, args.num_gpu_batches):
-        prompts = args.gpu_batch_size * args.num_gpu_batches
-    if args.percent is not None:
-        size, batches = args.gpu_batch_size, args.num_gpu_batches
-        policy = Policy(size, batches, tuple(args.percent), args.overlap, bool(args.cpu_cache_compute))
-    caps = cli.limits(args)
+
+def choose(
+    args: argparse.Namespace, policy: Policy | None, budget: KVBudget | str | None, model: ModelData, profile: Profile
+) -> Choice:
+    """The policy, given or searched, for a job on a profile's machine."""
+    size, batches, caps = args.gpu_batch_size, args.num_gpu_batches, cli.limits(args)
     check_cpu_cap(caps, profile.device != "cuda", policy is None)
-    given = Given(
-        args.gpu_batch_size,
-        args.num_gpu_batches,
-        args.cpu_cache_compute,
-        args.overlap,
-        args.max_latency,
-        args.min_hh_ratio or MIN_HH_RATIO,
-        resident=False,
-        one_block=args.num_prompts is None,
+    constraints = Constraints(
+        size, batches, args.cpu_cache_compute, args.overlap, args.max_latency, args.min_hh_ratio or MIN_HH_RATIO
     )
+    constraints = replace(constraints, resident=False, one_block=args.num_prompts is None)
+    prompts = args.num_prompts or (size * batches if size and batches else _MANY)
     workload = Workload((args.prompt_len,) * prompts, args.gen_len)
-    planner = Planner(model, given, profile, progress=not args.json)
+    planner = Planner(model, constraints, profile, progress=not args.json)
     return planner.choose(workload, Resources.of(profile, caps), policy, budget)
 
 
@@ -249,13 +239,8 @@ def plot_curve(curve: list[BudgetPoint], path: str) -> None:
     axes.plot([p.slots for p in curve], [p.tokens_per_s for p in curve], "o-", color="tab:blue")
     axes.plot([chosen.slots], [chosen.tokens_per_s], "o", color="tab:red", markersize=10, label="largest free budget")
     for p in curve:
-        axes.annotate(
-            f"{p.gpu_batch_size}x{p.num_gpu_batches}",
-            (p.slots, p.tokens_per_s),
-            xytext=(4, 6),
-            textcoords="offset points",
-            fontsize=8,
-        )
+        block, place = f"{p.gpu_batch_size}x{p.num_gpu_batches}", (p.slots, p.tokens_per_s)
+        axes.annotate(block, place, xytext=(4, 6), textcoords="offset points", fontsize=8)
     axes.set(xlabel="KV slots per sequence and head", ylabel="predicted tokens/s", ylim=(0, None))
     axes.legend()
     try:
@@ -268,29 +253,18 @@ def plot_curve(curve: list[BudgetPoint], path: str) -> None:
 
 def profile_of(args: argparse.Namespace) -> Profile:
     """The profile that is given, if no other option contradicts it."""
-    from h2o_flexgen.offload.device import Device
-
     profile = Profile.from_file(args.hardware)
-    dtype = args.dtype if args.dtype == "auto" else str(Device("cpu").dtype(args.dtype)).removeprefix("torch.")
-    given = {"device": args.device.split(":")[0], "dtype": dtype}
-    for option, measured in (("device", profile.device), ("dtype", profile.dtype)):
-        if given[option] not in ("auto", measured):
+    dtype = args.dtype if args.dtype == "auto" else dtype_name(Device("cpu").dtype(args.dtype))
+    for option, given in (("device", args.device.split(":")[0]), ("dtype", dtype)):
+        measured = getattr(profile, option)
+        if given not in ("auto", measured):
             raise UserError(f"--{option} {getattr(args, option)} contradicts --hardware, a profile of {measured}")
     return profile
 
 
 def this_machine(args: argparse.Namespace, stored: str) -> Profile:
     """This machine's rates as they were measured, and its memory as it is now; `stored`: the checkpoint's type."""
-    from dataclasses import replace
-
-    import torch
     from transformers import AutoTokenizer  # noqa: F401  a job holds it
-
-    from h2o_flexgen.offload import memory
-    from h2o_flexgen.offload.device import Device
-    from h2o_flexgen.offload.disk import default_root
-    from h2o_flexgen.profiling.kernels import job_dtype
-    from h2o_flexgen.profiling.measure import load_or_measure
 
     device = Device(args.device)
     if device.is_cuda:

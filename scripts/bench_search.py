@@ -24,9 +24,10 @@ from bench import common  # noqa: E402
 from bench.systems.ours import policy_text  # noqa: E402
 from h2o_flexgen.kv_cache import rule_for  # noqa: E402
 from h2o_flexgen.models.registry import named_spec  # noqa: E402
-from h2o_flexgen.planning.planner import Given, ModelData, Planner, Resources  # noqa: E402
+from h2o_flexgen.planning.memory import ModelData, Resources  # noqa: E402
+from h2o_flexgen.planning.planner import Planner  # noqa: E402
 from h2o_flexgen.planning.profile import Profile  # noqa: E402
-from h2o_flexgen.planning.search import Search  # noqa: E402
+from h2o_flexgen.planning.search import Constraints, Search  # noqa: E402
 from h2o_flexgen.policy import MARGIN, KVBudget, Policy  # noqa: E402
 from h2o_flexgen.sizes import Workload  # noqa: E402
 
@@ -101,7 +102,7 @@ def search(
     data = ModelData.of(spec, profile.dtype, [stored], cuda=profile.device == "cuda", dummy=dummy)
     workload = Workload((length,) * count, gen_len)
     rule = rule_for(None if ratio is None else KVBudget.from_ratio(ratio), workload, spec.positions)
-    return Planner(data, Given(one_block=one_block), profile).search(rule, workload, resources)
+    return Planner(data, Constraints(one_block=one_block), profile).search(rule, workload, resources)
 
 
 def bench_papers(rounds: int) -> None:

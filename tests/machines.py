@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from h2o_flexgen.kernels.rates import HALF_TYPES, ROWS, KernelRates
 from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.models.registry import named_spec
-from h2o_flexgen.planning.planner import Given, ModelData, Planner, Resources
+from h2o_flexgen.planning.memory import ModelData, Resources
+from h2o_flexgen.planning.planner import Planner
 from h2o_flexgen.planning.profile import Link, Profile
-from h2o_flexgen.planning.search import Search
+from h2o_flexgen.planning.search import Constraints, Search
 from h2o_flexgen.policy import GIB, TIERS, KVBudget
 from h2o_flexgen.sizes import Workload
 
@@ -84,20 +85,22 @@ def search(
     prompt_len: int = 128,
     gen_len: int = 32,
     hh_ratio: float | None = None,
-    max_latency: float | None = None,
-    **caps: float,
+    gpu: float | None = None,
+    cpu: float | None = None,
+    disk: float | None = None,
+    **constraints,
 ) -> Search:
-    """The search for a job of equal prompts with random weights; `caps`: gpu, cpu, disk in GiB."""
-    caps = {tier: int(caps[tier] * GIB) if tier in caps else None for tier in TIERS}
+    """The search for a job of equal prompts with random weights; `gpu`, `cpu`, `disk`: caps in GiB."""
+    caps = {tier: None if cap is None else int(cap * GIB) for tier, cap in zip(TIERS, (gpu, cpu, disk))}
     workload = Workload((prompt_len,) * prompts, gen_len)
-    planner = planner_of(profile, model, max_latency=max_latency)
+    planner = planner_of(profile, model, **constraints)
     budget = None if hh_ratio is None else KVBudget.from_ratio(hh_ratio)
     rule = rule_for(budget, workload, planner.model.spec.positions)
     return planner.search(rule, workload, Resources.of(profile, caps))
 
 
-def planner_of(profile: Profile, model: str, stored: str | None = None, dummy: bool = True, **given) -> Planner:
+def planner_of(profile: Profile, model: str, stored: str | None = None, dummy: bool = True, **constraints) -> Planner:
     """The planner of a model whose sizes are built in, with weights as wide as the profile's type."""
     stored = stored or ("bfloat16" if profile.dtype == "bfloat16" else "float16")
     data = ModelData.of(named_spec(model), profile.dtype, [stored], profile.device == "cuda", dummy)
-    return Planner(data, Given(**given), profile)
+    return Planner(data, Constraints(**constraints), profile)

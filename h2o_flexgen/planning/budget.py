@@ -10,8 +10,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from h2o_flexgen.errors import PlanError, UserError
-from h2o_flexgen.planning.memory import Shapes
-from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.policy import KVBudget
 
 T = TypeVar("T")
 #: the floor of an automatic budget: heavy hitters, and as many recent tokens, as a fraction of the longest prompt
@@ -39,11 +38,6 @@ class BudgetPoint:
     gpu_batch_size: int
     num_gpu_batches: int
     tokens_per_s: float
-
-    @classmethod
-    def of(cls, ratio: float | None, shapes: Shapes, policy: Policy, tokens_per_s: float) -> BudgetPoint:
-        slots = shapes.rule.budget or shapes.slots
-        return cls(ratio, slots, policy.gpu_batch_size, policy.num_gpu_batches, tokens_per_s)
 
 
 def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float | None, KVBudget | None]]:

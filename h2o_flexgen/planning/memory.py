@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 
@@ -10,12 +11,14 @@ import torch
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
+from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.spec import Layer, ModelSpec
 from h2o_flexgen.offload.activations import activation_bytes
 from h2o_flexgen.offload.kv_store import kv_bytes
-from h2o_flexgen.offload.weights import StagingBytes, largest_layer, staging_bytes
+from h2o_flexgen.offload.weights import largest_layer, staging_bytes
 from h2o_flexgen.planning.placement import Placement
-from h2o_flexgen.policy import TIERS, Policy, gib
+from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.policy import MARGIN, TIERS, Policy, gib
 from h2o_flexgen.sizes import (
     CHUNK_ELEMENTS,
     HEAD_ROWS,
@@ -37,108 +40,69 @@ from h2o_flexgen.sizes import (
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
 
 
-@dataclass
-class Plan:
-    """The bytes that a policy needs on each tier, known before anything is allocated.
-
-    `items` holds (tier, what, bytes). `shared` says that gpu and cpu are the same RAM (no CUDA), so
-    that their sum is held against the RAM that is there.
-    """
-
-    items: list[tuple[str, str, int]] = field(default_factory=list)
-    limits: dict[str, int] = field(default_factory=dict)
-    shared: bool = False
-
-    def add(self, tier: str, what: str, nbytes: float) -> None:
-        if nbytes:
-            self.items.append((tier, what, int(nbytes)))
-
-    def needed(self, tier: str) -> int:
-        return sum(nbytes for t, _, nbytes in self.items if t == tier)
-
-    @property
-    def ram(self) -> float:
-        """Bytes of RAM that the process may hold in a job on the CPU; infinite with CUDA."""
-        if not self.shared:
-            return float("inf")
-        return min(self.limits["ram"], self.limits["gpu"] + self.needed("cpu"))
-
-    def shortfall(self) -> tuple[str, int, int] | None:
-        """The first tier that is too small, with the bytes needed and there, or None."""
-        if self.shared:
-            ram = self.needed("gpu") + self.needed("cpu")
-            if ram > self.limits["ram"]:
-                return "ram", ram, self.limits["ram"]
-        for tier in TIERS:
-            if tier in self.limits and self.needed(tier) > self.limits[tier]:
-                return tier, self.needed(tier), self.limits[tier]
-        return None
-
-    def missing(self) -> int:
-        """Bytes beyond the limits, of all tiers."""
-        needed = {tier: self.needed(tier) for tier in TIERS}
-        if self.shared:
-            needed["ram"] = needed["gpu"] + needed["cpu"]
-        return sum(max(0, needed[tier] - limit) for tier, limit in self.limits.items() if tier in needed)
-
-    def check(self) -> None:
-        """Raises PlanError, naming the tier, the bytes needed and there, and what to change."""
-        short = self.shortfall()
-        if short is None:
-            return
-        tier, needed, limit = short
-        name = "RAM (the gpu and cpu tiers together)" if tier == "ram" else f"the {tier} tier"
-        largest = max(
-            (item for item in self.items if item[0] == tier or (tier == "ram" and item[0] != "disk")),
-            key=lambda item: item[2],
-        )
-        advice = {
-            "disk": "free disk space or name another `offload_dir`",
-            "gpu": "lower the gpu percentages, `gpu_batch_size` or the KV budget",
-            "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
-            "ram": "move weights or cache to disk (`percent`), or lower the batch sizes or the KV budget",
-        }[tier]
-        raise PlanError(
-            f"{name} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
-            f"({limit} bytes); most goes to {largest[1]} ({gib(largest[2])}): {advice}"
-        )
-
-    def describe(self) -> str:
-        """A table for people: every item, then each tier against its limit."""
-        lines = ["memory plan:"]
-        lines += [f"  {tier:<5}{gib(nbytes):>12}  {what}" for tier, what, nbytes in self.items]
-        for tier in TIERS:
-            limit = self.limits.get(tier)
-            lines.append(f"  {tier:<5}{gib(self.needed(tier)):>12}  of {gib(limit) if limit is not None else '?'}")
-        if self.shared and "ram" in self.limits:
-            both = self.needed("gpu") + self.needed("cpu")
-            lines.append(f"  RAM  {gib(both):>12}  of {gib(self.limits['ram'])}, gpu and cpu together")
-        return "\n".join(lines)
-
-
-@dataclass
-class Shapes:
-    """Everything about a model and a job that the plan counts with.
+@dataclass(frozen=True)
+class ModelData:
+    """A model as plan and cost count it.
 
     Attributes:
-        layers: {name: shape} per layer as for `Placement.of`.
-        streamed: {name: shape} per layer of what is needed whole (the embedding only gathers rows).
-        segments: KV slots per sequence and head, by segment.
-        stored_itemsize: bytes per number in the checkpoint; compute_itemsize: in the computation; bf16: whether that
-            is in bf16.
+        layers: the tensors of embedding, transformer blocks and head (`tensors` of the family).
+        dtype: name of the type of the computation.
+        stored_itemsize: bytes of the widest element in the checkpoint; converts: whether it has other types than dtype.
+        cuda: whether the compute device is one of CUDA.
+        dummy: random weights, which are written to disk first.
     """
 
     spec: ModelSpec
-    layers: list[dict[str, tuple[int, ...]]]
-    streamed: list[dict[str, tuple[int, ...]]]
-    segments: tuple[int, ...]
-    rule: CacheRule
-    compute_itemsize: int
+    layers: list[Layer]
+    dtype: str
     stored_itemsize: int
     converts: bool
     cuda: bool
-    bf16: bool
     dummy: bool = False
+
+    @classmethod
+    def of(cls, spec: ModelSpec, dtype: str, stored: Iterable[str], cuda: bool, dummy: bool = False) -> ModelData:
+        """`dtype` and `stored`: names of the type of the computation, and of those in the checkpoint."""
+        layers, stored = family(spec.model_type).tensors(spec), set(stored)
+        widest = max(getattr(torch, name).itemsize for name in stored)
+        return cls(spec, layers, dtype, widest, stored != {dtype}, cuda, dummy)
+
+    def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
+        """With the cache of a job."""
+        return Shapes(**vars(self), rule=rule, segments=rule.segments(workload.longest, workload.gen_len))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the computation."""
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def streamed(self) -> list[dict[str, tuple[int, ...]]]:
+        """{name: shape} per layer of what is needed whole (the embedding only gathers rows)."""
+        return [layer.streamed_shapes for layer in self.layers]
+
+    @property
+    def converts_by_compute(self) -> bool:
+        """Whether weights from disk are on the device as they are stored, and compute converts a layer to use it."""
+        return self.converts and not self.cuda
+
+    @property
+    def may_widen(self) -> bool:
+        """Whether matmuls go through float32 where the CPU has none in 16 bits (kernels/linear.py)."""
+        return not self.cuda and self.itemsize == 2
+
+    @property
+    def stored_ratio(self) -> float:
+        """Bytes in the checkpoint per byte of the computation."""
+        return self.stored_itemsize / self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes(ModelData):
+    """A model and the cache of a job; `segments`: KV slots per sequence and head, by segment."""
+
+    rule: CacheRule
+    segments: tuple[int, ...]
 
     @property
     def slots(self) -> int:
@@ -150,10 +114,8 @@ class Shapes:
 
     def layout(self, batch: int) -> KVLayout:
         """The cache of so many sequences in one layer."""
-        dtype = torch.float32 if self.compute_itemsize == 4 else torch.bfloat16 if self.bf16 else torch.float16
-        return KVLayout(
-            batch, self.spec.kv_heads, self.segments, self.spec.head_dim, dtype, self.rule.metadata, self.rule.growth
-        )
+        spec, rule, dtype = self.spec, self.rule, getattr(torch, self.dtype)
+        return KVLayout(batch, spec.kv_heads, self.segments, spec.head_dim, dtype, rule.metadata, rule.growth)
 
     @property
     def row_bytes(self) -> int:
@@ -171,74 +133,137 @@ class Shapes:
         return self.slots * self.row_bytes + self.meta_bytes
 
     @property
-    def converts_by_compute(self) -> bool:
-        """Whether weights from disk lie on the device as they are stored, and compute converts a layer to use it."""
-        return self.converts and not self.cuda
-
-    @property
-    def may_widen(self) -> bool:
-        """Whether products go through float32 where the processor has none in 16 bits (cpu.py)."""
-        return not self.cuda and self.compute_itemsize == 2
-
-    @property
     def by_chunks(self) -> bool:
         """Whether attention over prompts runs by chunks, at least on some CPUs and GPUs."""
-        return bool(self.rule.metadata) or self.may_widen or self.bf16 or self.spec.groups > 1
+        return bool(self.rule.metadata) or self.may_widen or self.dtype == "bfloat16" or self.spec.groups > 1
 
-    @property
-    def stored_ratio(self) -> float:
-        """Bytes in the checkpoint per byte of the computation."""
-        return self.stored_itemsize / self.compute_itemsize
+
+@dataclass(frozen=True)
+class Resources:
+    """The memory of a machine.
+
+    Attributes:
+        limits: bytes that may be planned for on each tier; without CUDA also "ram", for gpu and cpu together.
+        baseline: bytes of RAM that the process holds whatever it computes.
+        workspace: bytes of device memory that its libraries hold.
+    """
+
+    limits: dict[str, int]
+    baseline: int = 0
+    workspace: int = 0
 
     @classmethod
-    def of(cls, spec: ModelSpec, layers: list[Layer], rule, workload: Workload, **sizes) -> Shapes:
-        """`layers` as the family lists them (`tensors`), `rule` as in kv_cache; `sizes` are the other fields."""
-        return cls(
-            spec=spec,
-            layers=[layer.shapes for layer in layers],
-            streamed=[layer.streamed_shapes for layer in layers],
-            segments=rule.segments(workload.longest, workload.gen_len),
-            rule=rule,
-            **sizes,
+    def capped(
+        cls, available: dict[str, int], caps: dict[str, int | None], cuda: bool, baseline: int, workspace: int
+    ) -> Resources:
+        """What is available, within what the user allows."""
+        limits = {tier: n if caps[tier] is None else min(n, caps[tier]) for tier, n in available.items()}
+        return cls(limits if cuda else limits | {"ram": available["cpu"]}, baseline, workspace)
+
+    @classmethod
+    def of(cls, profile: Profile, caps: dict[str, int | None]) -> Resources:
+        """Those of a profile's machine, within what the user allows."""
+        available = {tier: int(MARGIN * profile.memory[tier]) for tier in TIERS}
+        return cls.capped(available, caps, profile.device == "cuda", profile.baseline_bytes, profile.workspace_bytes)
+
+
+@dataclass
+class Plan:
+    """The bytes that a policy needs on each tier, known before anything is allocated.
+
+    Attributes:
+        items: (tier, what, bytes).
+        shared: gpu and cpu are the same RAM (no CUDA), and their sum is held against the limit "ram".
+    """
+
+    items: list[tuple[str, str, int]] = field(default_factory=list)
+    limits: dict[str, int] = field(default_factory=dict)
+    shared: bool = False
+
+    def add(self, tier: str, what: str, nbytes: float) -> None:
+        if nbytes:
+            self.items.append((tier, what, int(nbytes)))
+
+    def needed(self, tier: str) -> int:
+        """Of a tier, or of "ram": gpu and cpu together."""
+        tiers = ("gpu", "cpu") if tier == "ram" else (tier,)
+        return sum(nbytes for t, _, nbytes in self.items if t in tiers)
+
+    @property
+    def ram(self) -> float:
+        """Bytes of RAM that the process may hold in a job on the CPU; infinite with CUDA."""
+        if not self.shared:
+            return float("inf")
+        return min(self.limits["ram"], self.limits["gpu"] + self.needed("cpu"))
+
+    def shortfall(self) -> tuple[str, int, int] | None:
+        """The first tier that is too small, with the bytes needed and available, or None."""
+        for tier in ("ram", *TIERS):
+            needed = self.needed(tier)
+            if tier in self.limits and needed > self.limits[tier] and (tier != "ram" or self.shared):
+                return tier, needed, self.limits[tier]
+        return None
+
+    def missing(self) -> int:
+        """Bytes beyond the limits, of all tiers."""
+        limits = {tier: n for tier, n in self.limits.items() if tier != "ram" or self.shared}
+        return sum(max(0, self.needed(tier) - limit) for tier, limit in limits.items())
+
+    def check(self) -> None:
+        """Raises PlanError, naming the tier, the bytes needed and available, and what to change."""
+        short = self.shortfall()
+        if short is None:
+            return
+        tier, needed, limit = short
+        tiers = ("gpu", "cpu") if tier == "ram" else (tier,)
+        _, what, nbytes = max((item for item in self.items if item[0] in tiers), key=lambda item: item[2])
+        advice = {
+            "disk": "free disk space or name another `offload_dir`",
+            "gpu": "lower the gpu percentages, `gpu_batch_size` or the KV budget",
+            "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
+            "ram": "move weights or cache to disk (`percent`), or lower the batch sizes or the KV budget",
+        }[tier]
+        raise PlanError(
+            f"{tier_name(tier)} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
+            f"({limit} bytes); most goes to {what} ({gib(nbytes)}): {advice}"
         )
 
+    def describe(self) -> str:
+        """A table for people: every item, then each tier against its limit."""
+        lines = ["memory plan:"]
+        lines += [f"  {tier:<5}{gib(nbytes):>12}  {what}" for tier, what, nbytes in self.items]
+        lines += [f"  {tier:<5}{gib(self.needed(tier)):>12}  of {gib(self.limits[tier])}" for tier in TIERS]
+        if self.shared:
+            lines.append(f"  RAM  {gib(self.needed('ram')):>12}  of {gib(self.limits['ram'])}, gpu and cpu together")
+        return "\n".join(lines)
 
-def plan_memory(policy: Policy, shapes: Shapes, workload: Workload, placement: Placement, baseline: int) -> Plan:
-    """The bytes a job needs on each tier at its peak.
 
-    `baseline` is what the process holds whatever it computes (interpreter and libraries), in bytes of RAM.
-    """
-    plan = Plan(shared=not shapes.cuda)
-    host = "cpu" if shapes.cuda else "gpu"  # whose RAM the process itself is counted to
-    batches = batch_sizes(len(workload.prompt_lens), policy)
-    P = workload.longest
-
-    plan.add(host, "the process itself", baseline)
-    plan.add(host, "generated tokens", workload.output_bytes)
-    _plan_weights(plan, shapes, placement, policy.overlap)
-    _plan_cache(plan, policy, shapes, placement, batches)
-
-    _plan_activations(plan, policy, shapes, placement, batches, P)
-    plan.add("gpu", "workspace of a layer or the head", workspace_bytes(policy, shapes, P, batches))
-    return plan
+def tier_name(tier: str) -> str:
+    """For messages."""
+    return "RAM (the gpu and cpu tiers together)" if tier == "ram" else f"the {tier} tier"
 
 
 def plan_policy(
     policy: Policy,
     shapes: Shapes,
     workload: Workload,
-    limits: dict[str, int],
-    baseline: int,
-    workspace: int,
+    resources: Resources,
     weights: dict[str, str] | None = None,
 ) -> tuple[Placement, Plan]:
-    """Where everything goes under a policy, and the bytes it takes against the limits. `workspace`: bytes of the device
-    that its libraries hold; `weights` as for `Placement.of`, the rest as for `plan_memory`."""
-    batches = len(batch_sizes(len(workload.prompt_lens), policy))
-    placement = Placement.of(policy, shapes.layers, shapes.spec.layers, batches, weights)
-    plan = plan_memory(policy, shapes, workload, placement, baseline)
-    plan.add("gpu", "workspace of matrix products", workspace)
-    plan.limits = limits
+    """Where everything goes under a policy, and the bytes it takes at its peak against the limits. `weights`: their
+    tiers, if they are known from another policy with the same percentages."""
+    batches = batch_sizes(len(workload.prompt_lens), policy)
+    layers = [layer.shapes for layer in shapes.layers]
+    placement = Placement.of(policy, layers, shapes.spec.layers, len(batches), weights)
+    plan = Plan(limits=resources.limits, shared=not shapes.cuda)
+    host = "cpu" if shapes.cuda else "gpu"  # the tier whose RAM the process itself takes
+    plan.add(host, "the process itself", resources.baseline)
+    plan.add(host, "generated tokens", workload.output_bytes)
+    _plan_weights(plan, shapes, placement, policy.overlap)
+    _plan_cache(plan, policy, shapes, placement, batches)
+    _plan_activations(plan, policy, shapes, placement, batches, workload.longest)
+    plan.add("gpu", "workspace of a layer or the head", workspace_bytes(policy, shapes, workload.longest, batches))
+    plan.add("gpu", "workspace of matrix products", resources.workspace)
     return placement, plan
 
 
@@ -249,32 +274,36 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
-    head = (min(rows, HEAD_ROWS) * shapes.compute_itemsize + chosen) * shapes.spec.vocab
+    head = (min(rows, HEAD_ROWS) * shapes.itemsize + chosen) * shapes.spec.vocab
     return max(prefill, decode, head)
 
 
 def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: bool) -> None:
-    size, stored = shapes.compute_itemsize, shapes.stored_itemsize
-    every = {n: prod(s) for layer in shapes.layers for n, s in layer.items()}
+    size, stored = shapes.itemsize, shapes.stored_itemsize
+    counts = {name: prod(shape) for layer in shapes.layers for name, shape in layer.shapes.items()}
     elements = dict.fromkeys(TIERS, 0)
-    for name, n in every.items():
+    for name, n in counts.items():
         elements[placement.weights[name]] += n
     plan.add("gpu", "weights", elements["gpu"] * size)
     plan.add("cpu", "weights", elements["cpu"] * size)
     if shapes.dummy:  # a real checkpoint is on disk already
         plan.add("disk", "random weights", elements["disk"] * stored)
 
-    def staging(name: str, shape: tuple[int, ...]) -> StagingBytes:
-        n = prod(shape)
-        return staging_bytes(placement.weights[name], n * size, n * stored, shapes.converts, shapes.cuda)
-
-    buffers = largest_layer([staging(*item) for item in layer.items()] for layer in shapes.streamed)
+    buffers = largest_layer(
+        [
+            staging_bytes(
+                placement.weights[name], counts[name] * size, counts[name] * stored, shapes.converts, shapes.cuda
+            )
+            for name in layer
+        ]
+        for layer in shapes.streamed
+    )
     count = double_buffers(overlap)
     plan.add("gpu", "weight staging buffers", count * buffers.device)
     plan.add("cpu", "weight host buffers", count * buffers.host)
     plan.add("gpu", "weight conversion", buffers.converted)
     if shapes.cuda and shapes.converts:  # a copy to CUDA changes the dtype there
-        on_disk = [n for name, n in every.items() if placement.weights[name] == "disk"]
+        on_disk = [n for name, n in counts.items() if placement.weights[name] == "disk"]
         plan.add("gpu", "weight conversion", max(on_disk, default=0) * stored)
 
 
@@ -287,15 +316,14 @@ def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement
     plan.add("cpu", "KV host buffers", sizes.count * sizes.host + sizes.write)
     plan.add("cpu" if shapes.cuda else "gpu", "KV write-back of a step", sizes.row)
     if sizes.row:  # each write-back may hold the tokens of its matmul group
-        plan.add(
-            "gpu", "keys and values being written back", sizes.count * max(matmul_rows(batches)) * shapes.row_bytes
-        )
+        nbytes = sizes.count * max(matmul_rows(batches)) * shapes.row_bytes
+        plan.add("gpu", "keys and values being written back", nbytes)
 
 
 def _plan_activations(
     plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], longest: int
 ) -> None:
-    row = shapes.spec.hidden * shapes.compute_itemsize
+    row = shapes.spec.hidden * shapes.itemsize
     for k, tier in enumerate(placement.activations):
         plan.add(tier, f"activations of batch {k}", batches[k] * longest * row)
     plan.add("gpu", "activations of a decode step", sum(batches) * row)
@@ -308,7 +336,7 @@ def _plan_activations(
 
 def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     """Bytes of a micro-batch of so many tokens, of prompts of up to `P`, in one transformer block."""
-    spec, size = shapes.spec, shapes.compute_itemsize
+    spec, size = shapes.spec, shapes.itemsize
     E, Q, KV = spec.hidden, spec.query_width, spec.kv_width
     inner = spec.inner * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
     mlp = tokens * (3 * E + inner) * size + _widened(shapes, tokens)
@@ -324,17 +352,14 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
         # queries and context of the chunk
         attention += 3 * _chunk_elements(shapes, tokens, P) * spec.head_dim // P * size
     if shapes.may_widen:  # queries, keys, values and the context of a few heads
-        attention += (
-            16
-            * spec.head_dim
-            * min(tokens * spec.heads, max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P)))
-        )
+        few = max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P))
+        attention += 16 * spec.head_dim * min(tokens * spec.heads, few)
     return max(mlp, attention, norm)
 
 
 def chunk_bytes(shapes: Shapes, tokens: int, P: int) -> int:
     """Logits of a chunk and, in float32, their probabilities; one buffer for both if the logits are in float32 too."""
-    size = shapes.compute_itemsize
+    size = shapes.itemsize
     return _chunk_elements(shapes, tokens, P) * (4 + size * (size < 4))
 
 
@@ -352,7 +377,7 @@ def _widened(shapes: Shapes, tokens: int) -> int:
 
 def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     """`rows` go through the matmuls together, `batch` of them through attention."""
-    spec, size = shapes.spec, shapes.compute_itemsize
+    spec, size = shapes.spec, shapes.itemsize
     scores = batch * spec.heads * shapes.slots
     # a few heads in float32
     cache = 8 * min(batch * spec.kv_width * shapes.slots, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen

@@ -2,114 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import CacheRule, rule_for
-from h2o_flexgen.models.registry import family
-from h2o_flexgen.models.spec import Layer, ModelSpec
-from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, size_budget
+from h2o_flexgen.planning.budget import BudgetPoint, size_budget
 from h2o_flexgen.planning.cost import CostModel, Prediction
-from h2o_flexgen.planning.memory import Plan, Shapes, plan_policy
+from h2o_flexgen.planning.memory import ModelData, Plan, Resources, plan_policy
 from h2o_flexgen.planning.placement import Placement
-from h2o_flexgen.planning.profile import ITEMSIZE, Profile
-from h2o_flexgen.planning.search import Candidate, Search
-from h2o_flexgen.policy import MARGIN, TIERS, KVBudget, Policy
+from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.search import Constraints, Search
+from h2o_flexgen.policy import KVBudget, Policy
 from h2o_flexgen.sizes import Workload
 
 #: sequences of a batch where everything is resident: more make the matmuls of a CPU no faster
 RESIDENT_BATCH = 64
-_ITEMSIZE = {**ITEMSIZE, "float64": 8}  # a checkpoint may be in the last
-
-
-@dataclass(frozen=True)
-class ModelData:
-    """A model as plan and cost count it.
-
-    Attributes:
-        layers: the tensors of embedding, transformer blocks and head (`tensors` of the family).
-        dtype: name of the type that is computed in, of `itemsize` bytes.
-        stored_itemsize: bytes of the widest element in the checkpoint; converts: whether its type is another.
-        cuda: whether the compute device is one of CUDA.
-        dummy: random weights, which take space on disk that a checkpoint has taken already.
-    """
-
-    spec: ModelSpec
-    layers: list[Layer]
-    dtype: str
-    itemsize: int
-    stored_itemsize: int
-    converts: bool
-    cuda: bool
-    dummy: bool = False
-
-    @classmethod
-    def of(cls, spec: ModelSpec, dtype: str, stored: Iterable[str], cuda: bool, dummy: bool = False) -> ModelData:
-        """`dtype` and `stored`: names of the type that is computed in, and of those in the checkpoint."""
-        layers, stored = family(spec.model_type).tensors(spec), set(stored)
-        widest = max(_ITEMSIZE[name] for name in stored)
-        return cls(spec, layers, dtype, _ITEMSIZE[dtype], widest, stored != {dtype}, cuda, dummy)
-
-    def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
-        """What plan and cost count with, for a job with this cache rule."""
-        return Shapes.of(
-            self.spec,
-            self.layers,
-            rule,
-            workload,
-            compute_itemsize=self.itemsize,
-            stored_itemsize=self.stored_itemsize,
-            converts=self.converts,
-            cuda=self.cuda,
-            bf16=self.dtype == "bfloat16",
-            dummy=self.dummy,
-        )
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The memory of a machine.
-
-    Attributes:
-        limits: bytes that may be planned for on each tier; without CUDA also "ram", for gpu and cpu together.
-        baseline: bytes of RAM that the process holds whatever it computes.
-        workspace: bytes of device memory that its libraries hold.
-    """
-
-    limits: dict[str, int]
-    baseline: int = 0
-    workspace: int = 0
-
-    @classmethod
-    def of(cls, profile: Profile, caps: dict[str, int | None]) -> Resources:
-        """Those of a profile's machine, within the caps."""
-        available = {tier: int(MARGIN * profile.memory[tier]) for tier in TIERS}
-        limits = cap_limits(available, caps, shared=profile.device != "cuda")
-        return cls(limits, profile.baseline_bytes, profile.workspace_bytes)
-
-
-@dataclass(frozen=True)
-class Given:
-    """What is not for the planner to choose.
-
-    Attributes:
-        gpu_batch_size, num_gpu_batches, cpu_cache_compute: of the policy; None lets the search choose.
-        overlap: of the policy.
-        max_latency: the most seconds of a block.
-        min_hh_ratio: the floor of the KV budget "auto".
-        resident: take everything on the compute device, without a search, if it fits and nothing is to be gained.
-        one_block: throughput is that of a full block, not of a job with so many prompts.
-    """
-
-    gpu_batch_size: int | None = None
-    num_gpu_batches: int | None = None
-    cpu_cache_compute: bool | None = None
-    overlap: bool = True
-    max_latency: float | None = None
-    min_hh_ratio: float = MIN_HH_RATIO
-    resident: bool = True
-    one_block: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,12 +52,12 @@ class Planner:
     def __init__(
         self,
         model: ModelData,
-        given: Given | None = None,
+        constraints: Constraints | None = None,
         profile: Profile | None = None,
         measure: Callable[[], Profile] | None = None,
         progress: bool = False,
     ):
-        self.model, self.given, self.profile = model, given or Given(), profile
+        self.model, self.constraints, self.profile = model, constraints or Constraints(), profile
         self.progress, self._measure = progress, measure
 
     def choose(
@@ -171,31 +79,36 @@ class Planner:
         """
         if kv_budget != "auto":
             return self._choose(workload, resources, policy, kv_budget)
-        self.measured()  # before anything is searched: the throughputs are what is compared
+        self.measured()  # else what is resident would be chosen without a prediction to compare
 
         def find(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, Choice]:
             choice = self._choose(workload, resources, policy, budget)
             choice.plan.check()
-            p = choice.prediction
-            speed = p.block_tokens_per_s if self.given.one_block else p.tokens_per_s
-            return BudgetPoint.of(ratio, self.model.shapes(choice.rule, workload), choice.policy, speed), choice
+            p, size, batches = choice.prediction, choice.policy.gpu_batch_size, choice.policy.num_gpu_batches
+            slots = choice.rule.budget or self.model.shapes(choice.rule, workload).slots
+            speed = p.block_tokens_per_s if self.constraints.one_block else p.tokens_per_s
+            return BudgetPoint(ratio, slots, size, batches, speed), choice
 
         longest, total = workload.longest, workload.longest + workload.gen_len
-        _, choice, curve = size_budget(self.given.min_hh_ratio, longest, total, find, self.progress)
+        _, choice, curve = size_budget(self.constraints.min_hh_ratio, longest, total, find, self.progress)
         return replace(choice, curve=curve)
 
     def _choose(
         self, workload: Workload, resources: Resources, policy: Policy | None, kv_budget: KVBudget | None
     ) -> Choice:
         rule = rule_for(kv_budget, workload, self.model.spec.positions)
-        policy = policy or self._resident(workload, resources, rule) or self._fastest(workload, resources, rule).policy
+        policy = policy or self._resident(workload, resources, rule)
+        if policy is None:
+            policy = self.search(rule, workload, resources).best().policy
         placement, plan = self.plan(policy, rule, workload, resources)
-        prediction = self.predict(policy, placement, rule, workload)
+        prediction = None
+        if self.profile is not None:
+            prediction = CostModel(self.profile, self.model.shapes(rule, workload), workload).predict(policy, placement)
         return Choice(policy, kv_budget, rule, placement, plan, prediction)
 
     def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""
-        given, prompts = self.given, len(workload.prompt_lens)
+        given, prompts = self.constraints, len(workload.prompt_lens)
         size = given.gpu_batch_size or min(RESIDENT_BATCH, prompts)
         larger_pays = self.model.cuda and given.gpu_batch_size is None and prompts > size
         if not given.resident or given.max_latency is not None or larger_pays:
@@ -205,50 +118,21 @@ class Planner:
         _, plan = self.plan(policy, rule, workload, resources)
         return policy if plan.shortfall() is None else None
 
-    def _fastest(self, workload: Workload, resources: Resources, rule: CacheRule) -> Candidate:
-        given = self.given
-        return self.search(rule, workload, resources).best(
-            given.gpu_batch_size, given.num_gpu_batches, given.cpu_cache_compute, given.overlap
-        )
-
     def search(self, rule: CacheRule, workload: Workload, resources: Resources) -> Search:
         """The search for a job, on this machine, which is measured if it has not been."""
-        return Search(
-            self.measured(),
-            self.model.shapes(rule, workload),
-            workload,
-            resources.limits,
-            resources.baseline,
-            resources.workspace,
-            self.given.max_latency,
-            self.given.one_block,
-        )
+        shapes = self.model.shapes(rule, workload)
+        return Search(self.measured(), shapes, workload, resources, self.constraints)
 
     def plan(self, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources) -> tuple[Placement, Plan]:
-        """Where everything goes under a policy, and the bytes it needs, whether they are there or not."""
-        if self.given.one_block:
-            workload = replace(workload, prompt_lens=workload.prompt_lens[: policy.block_size])
-        shapes = self.model.shapes(rule, workload)
-        return plan_policy(policy, shapes, workload, resources.limits, resources.baseline, resources.workspace)
-
-    def predict(self, policy: Policy, placement: Placement, rule: CacheRule, workload: Workload) -> Prediction | None:
-        """The times of a job, if this machine has been measured."""
-        if self.profile is None:
-            return None
-        return CostModel(self.profile, self.model.shapes(rule, workload), workload).predict(policy, placement)
+        """Where everything goes under a policy, and the bytes it needs, whether they are available or not."""
+        planned = self.constraints.planned(workload, policy)
+        return plan_policy(policy, self.model.shapes(rule, workload), planned, resources)
 
     def measured(self) -> Profile:
-        """The machine's profile; measured now if it is not there."""
+        """The machine's profile; measured now if need be."""
         if self.profile is None:
             self.profile = self._measure()
         return self.profile
-
-
-def cap_limits(available: dict[str, int], caps: dict[str, int | None], shared: bool) -> dict[str, int]:
-    """Bytes that may be planned for on each tier: what is available, within what the user allows. `shared`: gpu and cpu
-    are the same RAM, whose whole is the limit "ram"."""
-    limits = {tier: nbytes if caps[tier] is None else min(nbytes, caps[tier]) for tier, nbytes in available.items()}
-    return limits | ({"ram": available["cpu"]} if shared else {})
 
 
 def check_cpu_cap(caps: dict[str, int | None], shared: bool, searched: bool) -> None:

@@ -15,9 +15,9 @@ from h2o_flexgen.kernels.rates import KernelRates
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 #: directions of traffic
 LINKS = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
-#: of matrices that come to the device for each use, and of those that stay there
+#: of matrices
 MATMULS = ("streamed", "resident")
-#: of the cache
+#: cache rules, by name
 ATTENTION = ("full", "h2o")
 #: query heads to a KV head in the attention that `grouped` is measured with
 GROUP = 4
@@ -138,20 +138,21 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: dict) -> Profile:
-        """What `to_json` wrote. "resident" matmuls may be missing: they are then as fast as streamed ones.
-
-        Raises:
-            UserError: something is missing, or not the number it should be.
-        """
+        """What `to_json` wrote. "resident" matmuls may be missing: they are then as fast as streamed ones. Raises
+        UserError if something is missing, or not the number it should be."""
         try:
-            names = {f.name for f in fields(cls)}
-            values = {name: data[name] for name in names & set(data)}
+            values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
             if not isinstance(data["machine"], dict) or not isinstance(data["versions"], dict):
                 raise TypeError("machine and versions must be objects")
             values["memory"] = {tier: int(data["memory"][tier]) for tier in ("gpu", "cpu", "disk")}
             values["links"] = {name: Link(**data["links"][name]) for name in LINKS}
             matmul = {"resident": data["matmul"]["streamed"], **data["matmul"]}
-            values["matmul"] = {kind: _rates_by_shape(matmul[kind]) for kind in MATMULS}
+            values["matmul"] = {
+                kind: {
+                    _shape(shape): [(int(n), float(rate)) for n, rate in rates] for shape, rates in matmul[kind].items()
+                }
+                for kind in MATMULS
+            }
             for name in ("prefill_attention", "decode_attention", "cpu_attention"):
                 if data.get(name) is not None:
                     values[name] = {k: {int(d): float(r) for d, r in data[name][k].items()} for k in ATTENTION}
@@ -170,23 +171,22 @@ class Profile:
         if self.device == "cuda" and self.cpu_attention is None:
             raise ValueError("cpu_attention is missing")
         attention = (self.prefill_attention, self.decode_attention, self.cpu_attention or {})
-        tables = [table for kinds in attention for table in kinds.values()]
-        tables += [dict(rates) for shapes in self.matmul.values() for rates in shapes.values()]
+        tables = [table for by_rule in attention for table in by_rule.values()]
+        tables += [dict(rates) for by_shape in self.matmul.values() for rates in by_shape.values()]
         if not all(self.matmul.values()) or not all(tables):
             raise ValueError("a table of rates is empty")
-        positive = [x for shapes in self.matmul.values() for shape in shapes for x in shape]
-        positive += [x for table in tables for item in table.items() for x in item]
-        positive += [link.bytes_per_s for link in self.links.values()]
-        positive += [x for each in self.grouped.values() for x in each.values()]
-        if not all(math.isfinite(x) and x > 0 for x in positive):
+        links = self.links.values()
+        sizes = [x for by_shape in self.matmul.values() for shape in by_shape for x in shape]
+        rates = [x for table in (*tables, *self.grouped.values()) for x in table.values()]
+        rates += [x for table in tables for x in table] + [link.bytes_per_s for link in links]
+        if not all(math.isfinite(x) and x > 0 for x in sizes + rates):
             raise ValueError("a rate or a size is not a positive number")
-        others = [x for link in self.links.values() for x in astuple(link)[1:]]
+        others = [x for link in links for x in astuple(link)] + list(self.memory.values())
         others += [x for each in self.head_seconds.values() for x in each.values()]
-        others += [self.visit_seconds, self.step_seconds, self.logit_seconds, self.convert_seconds_per_byte]
-        others += [self.baseline_bytes, self.workspace_bytes, self.crowded]
-        if not all(math.isfinite(x) and x >= 0 for x in (*others, *self.memory.values())):
+        others += [getattr(self, f.name) for f in fields(self) if f.default in (0, 0.0)]
+        if not all(math.isfinite(x) and x >= 0 for x in others):
             raise ValueError("a number is negative or not finite")
-        if any(link.slowed_by_compute > 1 for link in self.links.values()):
+        if any(link.slowed_by_compute > 1 for link in links):
             raise ValueError("slowed_by_compute is more than 1")
 
     @classmethod
@@ -199,13 +199,10 @@ class Profile:
             raise UserError(f"{path}: {e}") from None
 
 
-def _rates_by_shape(tables: dict[str, list]) -> dict[Shape, Rates]:
-    """Of keys such as "768x3072"."""
-    found = {}
-    for key, rates in tables.items():
-        out, width = map(int, key.split("x"))
-        found[out, width] = [(int(rows), float(rate)) for rows, rate in rates]
-    return found
+def _shape(text: str) -> Shape:
+    """Of a key such as "768x3072"."""
+    out, width = map(int, text.split("x"))
+    return out, width
 
 
 def between(table: dict[float, float], x: float) -> float:

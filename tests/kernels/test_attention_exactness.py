@@ -241,7 +241,7 @@ def test_the_plan_counts_the_buffers_of_chunks(monkeypatch, dtype, slow, T, grou
     with Buffers() as buffers:
         attention.causal_attention_with_scores(q, k, k, torch.tensor([T, 1]))
     spec = SimpleNamespace(heads=KV * group, groups=group)
-    shapes = SimpleNamespace(cuda=False, compute_itemsize=dtype.itemsize, spec=spec)
+    shapes = SimpleNamespace(cuda=False, itemsize=dtype.itemsize, spec=spec)
     planned = chunk_bytes(shapes, B * T, T)
     if slow and dtype.itemsize == 2:
         planned = planned * 2 // 3  # not known to the plan: as if it were fast

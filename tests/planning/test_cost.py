@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import T4, laptop, percents, planner_of, search
 
-from h2o_flexgen.planning.cost import Away, weights_beside
-from h2o_flexgen.planning.planner import Resources
+from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.profile import Link, between
+from h2o_flexgen.planning.traffic import Offloaded, weights_beside
 from h2o_flexgen.policy import KVBudget, Policy
 from h2o_flexgen.sizes import Workload
 
@@ -84,18 +84,17 @@ def test_equal_blocks_are_counted_whatever_their_number(blocks):
 @given(st.lists(st.sampled_from([0, 1, 5]), min_size=4, max_size=12))
 def test_what_streams_comes_while_something_computes(disk):
     """All of it in a step, never more than the layers before have time for, and none while nothing streams."""
-    away = [Away(0, d) for d in disk]
-    coming = weights_beside(away)
-    assert sum(c.disk for c in coming) == pytest.approx(sum(disk))
-    assert max(c.disk for c in coming) <= max(disk)
+    fetched = weights_beside([Offloaded(0, d) for d in disk])
+    assert sum(c.disk for c in fetched) == pytest.approx(sum(disk))
+    assert max(c.disk for c in fetched) <= max(disk)
     if all(disk[1:]):  # the next layer's; the head's layer brings the first that streams
         start = 0 if disk[0] else 1
-        assert [c.disk for c in coming[start:]] == [*disk[start + 1 :], disk[start]]
+        assert [c.disk for c in fetched[start:]] == [*disk[start + 1 :], disk[start]]
 
 
 def test_a_layer_that_seldom_streams_has_several_layers_time():
-    away = [Away(), Away(0, 6.0), Away(), Away(), Away(0, 2.0), Away()]
-    assert [c.disk for c in weights_beside(away)] == [0, 2 / 3, 2 / 3, 2 / 3, 3, 3]
+    weights = [Offloaded(), Offloaded(0, 6.0), Offloaded(), Offloaded(), Offloaded(0, 2.0), Offloaded()]
+    assert [c.disk for c in weights_beside(weights)] == [0, 2 / 3, 2 / 3, 2 / 3, 3, 3]
 
 
 def test_writing_beside_compute_is_slower():
@@ -120,7 +119,7 @@ policies = st.builds(Policy, st.sampled_from([1, 4, 16]), st.integers(1, 4), per
 @few
 @given(policies, st.sampled_from([laptop(), T4]), st.sampled_from([None, 0.2]))
 def test_overlap_hides_and_never_adds_more_than_it_hides(policy, profile, ratio):
-    """Beside each other the lanes cannot take longer than one after the other, but for what they cost compute."""
+    """The transfer queues take no longer beside each other than in turn, but for what they cost compute."""
     free = replace(profile, links={name: Link(link.bytes_per_s) for name, link in profile.links.items()})
     s = search(free, hh_ratio=ratio)
     beside = s.candidate(policy).prediction.job_seconds

@@ -13,8 +13,7 @@ from h2o_flexgen import LLM, Policy
 from h2o_flexgen.engine.batch import Sequence, make_batches
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
-from h2o_flexgen.planning.memory import chunk_bytes, prefill_workspace
-from h2o_flexgen.planning.planner import Resources
+from h2o_flexgen.planning.memory import Resources, chunk_bytes, prefill_workspace
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.sizes import GROUP_ROWS, WRITE_BACKS, Workload, batch_sizes, matmul_groups, matmul_rows, micro_tokens
 
@@ -81,8 +80,8 @@ def test_a_larger_job_never_needs_less(sizes, name, percent, rule, workload, siz
     overlap=st.booleans(),
 )
 def test_more_on_a_lower_tier_never_needs_more_on_the_device(sizes, name, rule, what, to, overlap):
-    """In steps of 5 %, but where a whole piece turns over: the embedding, which as a tied head then comes through the
-    slots, and the first activations, of which some are on their way home from then on."""
+    """In steps of 5 %, but where a whole tensor moves: the embedding, which as a tied head then passes through the
+    staging buffers, and the first activations, of which some are in write-back from then on."""
     llm = sizes[name]
     workload = Workload((512,) * 64, 32)
     embedding = llm.spec.vocab * llm.spec.word_width * llm.dtype.itemsize
@@ -189,7 +188,7 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_is_allocated(tiny, t
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_batches_share_products_up_to_a_number_of_rows(sizes):
+def test_batches_share_matmuls_up_to_a_number_of_rows(sizes):
     """Every batch is in one group, in order; a group of several is not too large, and took all that had room."""
     groups = matmul_groups(sizes)
     assert [n for begin, end in groups for n in range(begin, end)] == list(range(len(sizes)))
@@ -200,10 +199,10 @@ def test_batches_share_products_up_to_a_number_of_rows(sizes):
         assert end == len(sizes) or together + sizes[end] > GROUP_ROWS
 
 
-def test_prompts_by_chunks_are_counted_where_a_card_may_have_no_fused_attention(sizes):
+def test_prompts_by_chunks_are_counted_where_a_gpu_may_have_no_fused_attention(sizes):
     llm, P = sizes["facebook/opt-1.3b"], 1000
-    fp16 = replace(llm.planner.model.shapes(FullCache(), Workload((P,), 8)), cuda=True, compute_itemsize=2)
-    bf16 = replace(fp16, bf16=True)
+    fp16 = replace(llm.planner.model.shapes(FullCache(), Workload((P,), 8)), cuda=True, dtype="float16")
+    bf16 = replace(fp16, dtype="bfloat16")
     copies = 4 * P * llm.spec.hidden * 2
     more = prefill_workspace(bf16, P, P) - prefill_workspace(fp16, P, P)
     assert copies + chunk_bytes(bf16, P, P) <= more <= 1.2 * (copies + chunk_bytes(bf16, P, P))

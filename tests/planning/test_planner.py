@@ -10,7 +10,8 @@ from machines import T4, laptop, planner_of
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.kv_cache import FullCache
 from h2o_flexgen.planning.budget import largest_free
-from h2o_flexgen.planning.planner import Planner, Resources, check_cpu_cap
+from h2o_flexgen.planning.memory import Resources
+from h2o_flexgen.planning.planner import Planner, check_cpu_cap
 from h2o_flexgen.policy import GIB, TIERS, KVBudget, Policy
 from h2o_flexgen.sizes import Workload
 
@@ -24,10 +25,10 @@ def resources(profile=None, **gib) -> Resources:
     return Resources.of(profile or laptop(), caps)
 
 
-def unmeasured(**given) -> tuple[Planner, list]:
+def unmeasured(**constraints) -> tuple[Planner, list]:
     """A planner of a machine that has not been measured, and the times it was."""
-    planner, times = planner_of(laptop(), MODEL, **given), []
-    return Planner(planner.model, planner.given, measure=lambda: times.append(1) or laptop()), times
+    planner, times = planner_of(laptop(), MODEL, **constraints), []
+    return Planner(planner.model, planner.constraints, measure=lambda: times.append(1) or laptop()), times
 
 
 def test_what_fits_is_resident_and_nothing_is_measured():

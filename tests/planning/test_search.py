@@ -92,7 +92,7 @@ def test_with_h2o_the_block_is_larger():
 
 
 def test_given_batch_sizes_are_kept():
-    policy = search(T4, gpu=12).best(batch_size=6, num_batches=3, cpu_compute=False).policy
+    policy = search(T4, gpu=12, gpu_batch_size=6, num_gpu_batches=3, cpu_cache_compute=False).best().policy
     assert (policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute) == (6, 3, False)
 
 
@@ -116,7 +116,7 @@ def test_a_latency_that_cannot_be_reached_says_what_can():
 
 def test_a_latency_that_only_a_mixed_placement_reaches():
     job = {"profile": T4, "model": "facebook/opt-30b", "prompts": 1}
-    fastest = search(**job).best(1, 1).prediction.block_seconds
+    fastest = search(**job, gpu_batch_size=1, num_gpu_batches=1).best().prediction.block_seconds
     found = search(**job, max_latency=1.001 * fastest).best()
     assert found.prediction.block_seconds <= 1.001 * fastest
     with pytest.raises(UserError, match=rf"the fastest found takes {fastest:.1f} s"):
@@ -136,9 +136,10 @@ def test_all_tiers_that_are_short_are_named():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_what_binds_is_a_resource(overlap):
-    found = search(T4, model="facebook/opt-30b", prompts=1).best(1, 1, overlap=overlap)
+    found = search(T4, model="facebook/opt-30b", prompts=1, gpu_batch_size=1, num_gpu_batches=1, overlap=overlap).best()
     assert found.prediction.bound_by == "cpu to gpu"  # though compute is what these copies hold up
-    assert search(T4, model="facebook/opt-6.7b", prompts=512).best(overlap=overlap).prediction.bound_by == "compute"
+    larger = search(T4, model="facebook/opt-6.7b", prompts=512, overlap=overlap).best()
+    assert larger.prediction.bound_by == "compute"
 
 
 @pytest.mark.parametrize(
