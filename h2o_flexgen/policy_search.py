@@ -55,10 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--percent", nargs=6, type=float, metavar="P", help="with both batch sizes: only predict this policy")
     add("--cpu-cache-compute", action=argparse.BooleanOptionalAction, default=None, help="attention on the CPU")
     add(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="move data while computing (default: on)",
+        "--overlap", action=argparse.BooleanOptionalAction, default=True, help="move data while computing (default: on)"
     )
     add("--max-latency", type=float, metavar="SECONDS", help="the most that a block may take")
     add = parser.add_argument_group("output").add_argument
@@ -150,7 +147,7 @@ def run(args: argparse.Namespace) -> None:
         if None in (args.gpu_batch_size, args.num_gpu_batches):
             raise UserError("--percent needs --gpu-batch-size and --num-gpu-batches too")
         Policy(args.gpu_batch_size, args.num_gpu_batches, tuple(args.percent))
-    cli.check_distinct(args, "--hardware", "--output", "--plot")
+    cli.check_distinct(args, "hardware", "output", "plot")
     if args.plot is not None and args.hh_ratio != "auto":
         raise UserError("--plot draws the curve of --hh-ratio auto")
     for option, path in (("--output", args.output), ("--plot", args.plot)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,22 +73,13 @@ class Sampler:
     def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> bool:
         """As `step.LogitsSink`. A sequence with a row that is not finite ends in an error."""
         tokens, logprobs = sample(logits, self.params, [s.index for s in sequences], i)
-        all_finite = True
         for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist()):
-            finite = math.isfinite(logprob)
-            all_finite &= finite  # also of a sequence that has stopped: it is computed until its batch leaves
-            if s.finish_reason is not None:
-                continue
-            if not finite:
-                s.finish_reason = "error"
-                continue
-            s.tokens.append(token)
-            s.logprobs.append(logprob)
-            if token in self.eos_ids:
-                s.finish_reason = "stop"
-            elif len(s.tokens) == self.params.max_tokens:
-                s.finish_reason = "length"
-        return all_finite
+            if s.append(token, logprob):
+                if token in self.eos_ids:
+                    s.finish_reason = "stop"
+                elif len(s.tokens) == self.params.max_tokens:
+                    s.finish_reason = "length"
+        return bool(logprobs.isfinite().all())  # also of sequences that have ended: their batch goes on
 
 
 def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:
