@@ -68,11 +68,8 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
         return text if text == "auto" else float(text)
 
     add = parser.add_argument_group("KV budget (H2O); without these the cache is full").add_argument
-    add(
-        "--hh-ratio",
-        type=ratio,
-        help="heavy hitters as a fraction of the longest prompt (default: 0); auto: as many as cost no throughput",
-    )
+    heavy = "heavy hitters as a fraction of the longest prompt (default: 0); auto: as many as cost no throughput"
+    add("--hh-ratio", type=ratio, help=heavy)
     add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
     add("--hh-size", type=int, help="heavy hitters in slots")
     add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
