@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 setup(
     name="h2o_flexgen",
     version="0.1.0",
-    description="Generates text in large batches with OPT models that do not fit in memory: "
+    description="Generates text in large batches with models that do not fit in memory: "
     "FlexGen's zig-zag block schedule with H2O's fixed KV budget.",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

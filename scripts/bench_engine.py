@@ -90,9 +90,9 @@ def bench_gemm(rounds: int) -> None:
     against the six matmuls in it; weights are never the same twice running, so that all read them from memory."""
 
     def matmuls(config, w: dict, hidden, wide) -> None:
-        for short in ("q", "k", "v", "out", "fc1"):
+        for short in ("q", "k", "v", "out", "up"):
             F.linear(hidden, w[f"{short}.weight"], w[f"{short}.bias"])
-        F.linear(wide, w["fc2.weight"], w["fc2.bias"])
+        F.linear(wide, w["down.weight"], w["down.bias"])
 
     def layer(config, w: dict, hidden, wide) -> None:
         opt.block(config, w, hidden, None, lambda q, k, v: q)
@@ -103,7 +103,7 @@ def bench_gemm(rounds: int) -> None:
         shapes = {short: shape for short, (_, shape) in opt.tensors(config)[1].streamed.items()}
         layers = [{s: torch.randn(shape).mul_(0.02).bfloat16() for s, shape in shapes.items()} for _ in range(count)]
         systems = {"F.linear": (matmuls, layers), "ours": (layer, layers)}
-        if can_pack():
+        if can_pack(torch.bfloat16):
             packed = [{s: pack(t) if t.dim() == 2 else t for s, t in w.items()} for w in layers]
             systems["ours, packed"] = (layer, packed)
         for batch in (8, 32, 128):

@@ -1,1 +1,1 @@
-"""The arithmetic: matrix products and attention, as plain functions of tensors."""
+"""The arithmetic: matmuls and attention, as plain functions of tensors."""

@@ -19,22 +19,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q (B, H, T, D), k and v (B, KV, T, D) -> context (B, H, T, D). Padding on the right cannot be seen by a real
     query."""
     grouped = q.shape[1] != k.shape[1]
-    if (q.dtype == torch.bfloat16 and not is_slow(q) and not _torch_is_best(q.device)) or (
-        grouped and not _torch_groups(q)
-    ):
+    # torch's flash kernel takes grouped heads as they are; where it does not run, torch would repeat K and V, hold fp32
+    # (T, T) matrices of a whole batch in bf16 on GPUs, and be up to twice as slow as matmuls of chunks in bf16 on CPUs
+    flash = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if not flash and (grouped or (q.dtype == torch.bfloat16 and not is_slow(q))):
         return _chunked(q, k, v, None)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-
-def _torch_is_best(device: torch.device) -> bool:
-    """Whether torch's own attention over a prompt in bf16 is the best. Where a CPU multiplies bf16, matmuls of chunks
-    run up to twice as fast; on GPUs older than sm_80 torch would hold fp32 (T, T) matrices of the whole batch."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _torch_groups(q: Tensor) -> bool:
-    """Whether torch's own attention takes grouped heads without repeating K and V: its flash kernel does."""
-    return q.is_cuda and q.dtype != torch.float32 and _torch_is_best(q.device)
 
 
 def causal_attention_with_scores(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,13 +82,13 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
             elif score is not None:
                 weight = real[a:b, None, begin:end].expand(-1, G, -1).reshape(b - a, 1, G * n)
                 score[a:b, :end] += torch.bmm(weight, p)[:, 0]
+            p = p if narrow is in_fp32 else logits.copy_(p)
             target = context[a:b, :, begin:end]
             rows = target.flatten(1, 2)  # a view of it, but for grouped heads in several chunks
             if slow or rows.data_ptr() != target.data_ptr():
-                rows = torch.bmm(p if narrow is in_fp32 else logits.copy_(p), few_v[:, :end])
-                target.copy_(rows.view(b - a, G, n, D))
+                target.copy_(torch.bmm(p, few_v[:, :end]).view(b - a, G, n, D))
             else:
-                torch.bmm(p if narrow is in_fp32 else logits.copy_(p), few_v[:, :end], out=rows)
+                torch.bmm(p, few_v[:, :end], out=rows)
     return context.view(B, H, T, D)
 
 
@@ -132,7 +122,7 @@ def cached_attention(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor 
 
 
 def _cached_attention_in_fp32(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None):
-    """The same on a CPU, which is slow in fp16: a few KV heads at a time, whose copies in fp32 stay in its caches."""
+    """The same on a CPU, which is slow in fp16: a few KV heads at a time, to keep the fp32 copies in its caches."""
     B, H, _, D = q.shape
     KV, S = k[0].shape[1], sum(segment.shape[2] for segment in k)
     G = H // KV

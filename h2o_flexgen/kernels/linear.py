@@ -7,15 +7,16 @@ packed   oneDNN's, on a W that was laid out for it beforehand; such a W has no o
 All are exact: products of 16-bit elements are added up in fp32 and rounded once. bf16 through fp16 is not among them:
 its range is too small for bf16, so a value may overflow. fp32, and everything on CUDA, is always `F.linear`.
 
-What processors say about themselves does not tell which kernel is fastest: some have bf16 instructions with which
-`F.linear` is slower than in fp32. So each kernel is timed, once in a process or, kept with the profile, on a machine.
+CPU flags do not tell which kernel is fastest: on some CPUs with bf16 instructions `F.linear` is slower in bf16 than in
+fp32. So each kernel is timed, once in a process or, kept with the profile, on a machine.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -32,15 +33,10 @@ FEW_ROWS_SHAPE, MANY_ROWS_SHAPE = (4096, 1024), (1024, 1024)
 MANY_ROWS = 128
 #: (heads, queries, head size) of the attention that is timed
 ATTENTION_SHAPE = (8, 256, 64)
-#: times that each kernel runs
-ROUNDS = 5
-#: they run again while one turns out so many times faster than before, which means that other programs are in the way
-IMPROVED = 1.25
-#: but not for longer than this, once each has run twice
-MOST_SECONDS = 1.0
-#: a kernel so many times slower than another, which takes so long, is not timed again
-HOPELESS = 3
-LONG_SECONDS = 0.02
+#: times that each kernel runs, of which the fastest counts
+ROUNDS = 8
+#: a kernel that has taken so long does not run again, and none a third time once all together have taken so long
+SECONDS_EACH, MOST_SECONDS = 0.05, 0.5
 
 _HALVES = tuple(getattr(torch, name) for name in HALF_TYPES)
 _rates: KernelRates | None = None
@@ -118,7 +114,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     has fp16 on few CPUs."""
     try:
         for rows, out, width in ((1, 64, 64), (33, 70, 48), (3, 5, 7)):
-            # small integers, so that every order of adding up is exact; in an order that shows
+            # small integers, so that every order of adding up is exact
             x, weight = (torch.arange(n * width).remainder(7).to(dtype).view(n, width) for n in (rows, out))
             bias = torch.arange(out).to(dtype)
             if not torch.equal(packed(x, pack(weight), bias), F.linear(x, weight, bias)):
@@ -162,10 +158,18 @@ def _chosen(dtype: torch.dtype, rows: int) -> str:
 @torch.no_grad()
 def measure() -> KernelRates:
     """Time every kernel on this CPU, in a fraction of a second and 0.1 GB of RAM."""
-    cases = _cases()
+    calls, flops = _calls()
+    taken: dict[tuple, list[float]] = {key: [] for key in calls}
+    end = time.perf_counter() + MOST_SECONDS
+    for turn in range(ROUNDS):  # all take turns, since other programs come and go
+        for key, call in calls.items():
+            start = time.perf_counter()
+            if sum(taken[key]) < SECONDS_EACH and (turn < 2 or start < end):
+                call()
+                taken[key].append(time.perf_counter() - start)
     linear, attention = {}, {}
-    for key, seconds in _least_seconds({key: call for key, (call, _) in cases.items()}).items():
-        (dtype, kernel, rows), rate = key, cases[key][1] / seconds
+    for (dtype, kernel, rows), seconds in taken.items():
+        rate = flops[dtype, kernel, rows] / min(seconds)
         if kernel == "attention":
             attention[dtype] = rate
         else:
@@ -173,50 +177,22 @@ def measure() -> KernelRates:
     return KernelRates(linear, attention)
 
 
-def _least_seconds(calls: dict[tuple, Callable]) -> dict[tuple, float]:
-    """Of each call, which all take turns: other programs can only make one longer. Those whose keys end alike are
-    compared with each other, and a hopeless one runs once."""
-    least: dict[tuple, float] = {}
-    turn, improved, end = 0, True, time.perf_counter() + MOST_SECONDS
-    while turn < 2 or (time.perf_counter() < end and (turn < ROUNDS or improved)):
-        before = dict(least)
-        for key, call in calls.items():
-            best = min((seconds for other, seconds in least.items() if other[-1] == key[-1]), default=0.0)
-            if turn and least[key] > max(LONG_SECONDS, HOPELESS * best):
-                continue
-            start = time.perf_counter()
-            call()
-            least[key] = min(time.perf_counter() - start, least.get(key, float("inf")))
-        improved = turn == 0 or any(before[key] > IMPROVED * least[key] for key in calls)
-        turn += 1
-    return least
-
-
-def _cases() -> dict[tuple[str, str, int], tuple[Callable, int]]:
-    """{(dtype, kernel, rows): (call, flops)}; cases that differ in dtype and kernel only do the same work."""
-    cases = {}
-    for shape, rows_of_shape in (
-        (FEW_ROWS_SHAPE, [n for n in ROWS if n < MANY_ROWS]),
-        (MANY_ROWS_SHAPE, [n for n in ROWS if n >= MANY_ROWS]),
-    ):
-        for dtype in (*_HALVES, torch.float32):
-            weight = torch.empty(shape, dtype=dtype).fill_(0.01)
-            kernels = dict(KERNELS) if dtype in _HALVES else {"native": F.linear}
-            operands = dict.fromkeys(kernels, weight)
-            if dtype in _HALVES and can_pack(dtype):
-                kernels["packed"], operands["packed"] = packed, pack(weight)
-            for rows in rows_of_shape:
-                x = torch.empty(rows, shape[1], dtype=dtype).fill_(0.5)
-                for name, kernel in kernels.items():
-                    flops = 2 * rows * weight.numel()
-                    cases[dtype_name(dtype), name, rows] = (_call(kernel, x, operands[name]), flops)
-    heads, queries, width = ATTENTION_SHAPE
+def _calls() -> tuple[dict[tuple, Callable], dict[tuple, int]]:
+    """Calls and their flops, both by (dtype, kernel, rows)."""
+    calls, flops = {}, {}
+    for dtype, few in product((*_HALVES, torch.float32), (True, False)):
+        weight = torch.full(FEW_ROWS_SHAPE if few else MANY_ROWS_SHAPE, 0.01, dtype=dtype)
+        kernels = {"native": partial(F.linear, weight=weight)}
+        if dtype in _HALVES:
+            kernels["widened"] = partial(widened, weight=weight)
+            if can_pack(dtype):
+                kernels["packed"] = partial(packed, weight=pack(weight))
+        for rows, (name, kernel) in product(ROWS, kernels.items()):
+            if few == (rows < MANY_ROWS):
+                key = dtype_name(dtype), name, rows
+                calls[key] = partial(kernel, torch.full((rows, weight.shape[1]), 0.5, dtype=dtype))
+                flops[key] = 2 * rows * weight.numel()
     for dtype in (*_HALVES, torch.float32):
-        q = torch.empty(ATTENTION_SHAPE, dtype=dtype).fill_(0.1)
-        flops = 2 * heads * queries * queries * width
-        cases[dtype_name(dtype), "attention", 0] = (_call(torch.bmm, q, q.transpose(1, 2)), flops)
-    return cases
-
-
-def _call(function: Callable, *operands: Tensor) -> Callable[[], Tensor]:
-    return lambda: function(*operands)
+        key, q = (dtype_name(dtype), "attention", 0), torch.full(ATTENTION_SHAPE, 0.1, dtype=dtype)
+        calls[key], flops[key] = partial(torch.bmm, q, q.transpose(1, 2)), 2 * q.numel() * q.shape[1]
+    return calls, flops

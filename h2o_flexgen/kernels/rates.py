@@ -81,9 +81,7 @@ class KernelRates:
 
     def seconds(self, dtype: str) -> float:
         """For a flop at each of the rows of MIX, with the best kernels; infinite if the type was not measured."""
-        if self.packs(dtype):
-            return _seconds(self.linear[dtype]["packed"])
-        return self._unpacked_seconds(dtype)
+        return _seconds(self.linear[dtype]["packed"]) if self.packs(dtype) else self._unpacked_seconds(dtype)
 
     def _unpacked_seconds(self, dtype: str) -> float:
         if dtype not in self.linear:

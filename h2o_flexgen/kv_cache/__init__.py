@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from h2o_flexgen.kv_cache.full import FullCache, NoCache
 from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache
-from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
-from h2o_flexgen.kv_cache.rule import CacheRule, FixedRule
+from h2o_flexgen.kv_cache.layout import KVLayout
+from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.sizes import Workload
 
-__all__ = [
-    "RULES",
-    "CacheRule",
-    "FixedRule",
-    "FullCache",
-    "HeavyHitterCache",
-    "KVLayout",
-    "KVTensors",
-    "NoCache",
-    "rule_for",
-]
+__all__ = ["RULES", "CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "NoCache", "rule_for"]
 
 #: every rule by its name
 RULES = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}

@@ -29,7 +29,7 @@ class NoCache(CacheRule):
 
 @dataclass(frozen=True)
 class FullCache(CacheRule):
-    """Every token stays: token n of a sequence lies in slot n of all its heads. The first segment takes the
+    """Every token stays: token n of a sequence is in slot n of all its heads. The first segment takes the
     prompt, the following ones the output; only those in use are attended to and moved."""
 
     name = "full"

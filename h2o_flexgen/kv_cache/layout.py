@@ -15,17 +15,12 @@ from torch import Tensor
 
 @dataclass
 class KVTensors:
-    """The cache of one (layer, batch), on whatever device its bytes are.
+    """The cache of one (layer, batch), on whatever device its bytes are. A matmul is fast only over a whole, contiguous
+    tensor, hence a cache that grows does so by segments. Slots are numbered through all segments."""
 
-    Attributes:
-        k, v: per segment (B, H, S, D). Slots are numbered through all segments. A matmul is fast only over a whole,
-            contiguous tensor, hence a cache that grows does so by segments.
-        metadata: (B, H, S) by name: what the rule keeps for each slot; only of caches with one segment.
-    """
-
-    k: list[Tensor]
+    k: list[Tensor]  # per segment (B, H, S, D)
     v: list[Tensor]
-    metadata: dict[str, Tensor] = field(default_factory=dict)
+    metadata: dict[str, Tensor] = field(default_factory=dict)  # (B, H, S) by name; only of caches with one segment
 
     @property
     def score(self) -> Tensor:
@@ -72,18 +67,14 @@ class KVTensors:
 @dataclass(frozen=True)
 class KVLayout:
     """How a KV block lies in memory: a buffer with k and v of each segment, and one with the metadata of all slots. The
-    segments in use are the beginning of the first buffer.
-
-    Attributes:
-        metadata, growth: as the rule has them.
-    """
+    segments in use are the beginning of the first buffer."""
 
     batch: int
     heads: int
     segments: tuple[int, ...]
     head_dim: int
     dtype: torch.dtype
-    metadata: tuple[tuple[str, torch.dtype], ...] = ()
+    metadata: tuple[tuple[str, torch.dtype], ...] = ()  # as the rule has it, like `growth`
     growth: str = "append"
 
     @property
@@ -135,14 +126,11 @@ class KVLayout:
     def view(self, kv: Tensor, meta: Tensor | None = None) -> KVTensors:
         """Buffers of bytes, at least `kv_bytes` and `meta_bytes` long, seen as a cache."""
         parts = kv[: self.kv_bytes].split([self.row_bytes * slots for slots in self.segments])
-        ks, vs = [], []
-        for part, slots in zip(parts, self.segments):
-            k, v = part.view(self.dtype).view(2, self.batch, self.heads, slots, self.head_dim)
-            ks.append(k)
-            vs.append(v)
+        shapes = [(2, self.batch, self.heads, slots, self.head_dim) for slots in self.segments]
+        ks, vs = zip(*(part.view(self.dtype).view(shape) for part, shape in zip(parts, shapes)))
         found, begin = {}, 0
         for name, dtype in self.metadata:
             end = begin + self.batch * self.heads * self.slots * dtype.itemsize
             found[name] = meta[begin:end].view(dtype).view(self.batch, self.heads, self.slots)
             begin = end
-        return KVTensors(ks, vs, found)
+        return KVTensors(list(ks), list(vs), found)

@@ -21,17 +21,13 @@ _LATEST = torch.iinfo(torch.int32).max
 
 class CacheRule:
     """Says which tokens a cache keeps. Subclasses are frozen dataclasses whose docstring says what is kept, why, and
-    from which paper. All methods are pure functions of tensors but for the cache they fill.
+    from which paper. All methods are pure functions of tensors but for the cache they fill."""
 
-    Attributes:
-        name: in the registry, in policy files and in profiles.
-        growth: "append" if a token's slot is its place in the text, the same for all heads; "fixed" if a new token
-            takes the slot of one that goes.
-        metadata: (name, dtype) of what is kept for every slot of a KV head beside K and V.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # in the registry, in policy files and in profiles
+    #: "append": a token's slot is its place in the text, the same for all heads; "fixed": a new token takes the slot of
+    #: one that goes
     growth: ClassVar[str] = "append"
+    #: (name, dtype) of what is kept for every slot of a KV head beside K and V
     metadata: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()
 
     @property
@@ -51,12 +47,8 @@ class CacheRule:
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         """Causal attention over the prompts, and fill the cache with what is kept of them.
 
-        Args:
-            q (B, H, T, D), k and v (B, KV, T, D); sequence b has lengths[b] tokens, what follows is padding.
-            lengths: (B,) int64, on the CPU.
-
-        Returns:
-            The context (B, H, T, D); rows of padding hold nothing of use.
+        q (B, H, T, D), k and v (B, KV, T, D), lengths (B,) int64 on the CPU: sequence b has lengths[b] tokens, what
+        follows is padding. Returns the context (B, H, T, D), of padding nothing of use.
         """
         raise NotImplementedError
 
@@ -65,13 +57,9 @@ class CacheRule:
     ) -> tuple[Tensor, Tensor]:
         """Attention of one new token per sequence, and put it in the cache.
 
-        Args:
-            q (B, H, 1, D), k and v (B, KV, 1, D).
-            lengths: (B,) int64 prompt lengths, on the CPU.
-            step: 1 for the first decode step; the new token's position is lengths + step - 1.
-
-        Returns:
-            The context (B, H, 1, D), and the slots (B, KV) int64 that hold the new token.
+        q (B, H, 1, D), k and v (B, KV, 1, D), lengths (B,) int64 of the prompts, on the CPU. `step` is 1 for the first
+        decode step; the new token's position is lengths + step - 1. Returns the context (B, H, 1, D), and the slots
+        (B, KV) int64 that hold the new token.
         """
         raise NotImplementedError
 
@@ -87,12 +75,8 @@ class FixedRule(CacheRule):
     metadata = (("score", torch.float32), ("position", torch.int32))
 
     def prompt_scores(self, score: Tensor, position: Tensor, lengths: Tensor) -> Tensor:
-        """(B, KV, T): of a prompt's tokens those with the highest stay, of equal ones the earlier.
-
-        Args:
-            score: (B, KV, T) fp32, the attention that each token received from the prompt.
-            position: (T,); lengths: (B, 1, 1), on the device.
-        """
+        """(B, KV, T): of a prompt's tokens those with the highest stay, of equal ones the earlier. `score` (B, KV, T)
+        fp32 is the attention that each token received from the prompt; position (T,), lengths (B, 1, 1)."""
         raise NotImplementedError
 
     def step_scores(self, score: Tensor, received: Tensor) -> Tensor:
@@ -100,11 +84,8 @@ class FixedRule(CacheRule):
         raise NotImplementedError
 
     def victim_scores(self, score: Tensor, position: Tensor, newest: Tensor) -> Tensor:
-        """(B, KV, S): the token with the lowest goes, of equal ones the earlier.
-
-        Args:
-            score: (B, KV, S); position: (B, KV, S) int32; newest: (B, 1, 1) int32, the position of the newest token.
-        """
+        """(B, KV, S): the token with the lowest goes, of equal ones the earlier. score and position (B, KV, S), newest
+        (B, 1, 1) the position of the newest token."""
         raise NotImplementedError
 
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:

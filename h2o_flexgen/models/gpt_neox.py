@@ -7,17 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from h2o_flexgen.models.parts import (
-    Attend,
-    Gather,
-    Weights,
-    activation,
-    layer_norm,
-    linear,
-    merge_heads,
-    position,
-    project,
-)
+from h2o_flexgen.models.parts import Attend, Gather, Weights, layer_norm, linear, merge_heads, mlp, position, project
 from h2o_flexgen.models.rope import read_rope, rotate
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
@@ -39,30 +29,18 @@ SIZES = {
 
 @dataclass(frozen=True)
 class NeoXSpec(ModelSpec):
-    """
-    Attributes:
-        eps: of the norms.
-        bias: whether the linear layers of attention have biases; those of the MLP do.
-        parallel: attention and MLP both read the block's input, and their outputs are added to it.
-    """
-
-    eps: float = 1e-5
-    bias: bool = True
-    parallel: bool = True
+    eps: float = 1e-5  # of the norms
+    bias: bool = True  # of attention's linear layers; those of the MLP have biases
+    parallel: bool = True  # attention and MLP both read the block's input, and their outputs are added to it
 
 
 def spec(config: Config) -> NeoXSpec:
-    """Raises UserError: a key that is missing, or sizes that do not fit."""
-    heads = config.heads()
-    partial = config.number("rotary_pct", 0.25)
-    rope, positions = read_rope(config, heads["head_dim"], "rotary_emb_base", partial)
+    sizes = config.sizes()
+    rope, positions = read_rope(config, sizes["head_dim"], "rotary_emb_base", config.number("rotary_pct", 0.25))
     return NeoXSpec(
         model_type="gpt_neox",
-        layers=config.size("num_hidden_layers"),
-        hidden=config.size("hidden_size"),
+        **sizes,
         inner=config.size("intermediate_size"),
-        vocab=config.size("vocab_size"),
-        **heads,
         positions=positions,
         activation=config.text("hidden_act", "gelu"),
         eos=config.tokens("eos_token_id", 2),
@@ -75,7 +53,6 @@ def spec(config: Config) -> NeoXSpec:
 
 
 def named() -> dict[str, dict]:
-    """Configs by their names on the hub."""
     return {
         name: {
             "num_hidden_layers": layers,
@@ -92,7 +69,6 @@ def named() -> dict[str, dict]:
 
 
 def tensors(spec: NeoXSpec) -> list[Layer]:
-    """The embedding, the blocks, and the head."""
     E, parts = spec.hidden, ("weight", "bias")
     words = ("gpt_neox.embed_in.weight", (spec.vocab, E))
 
@@ -116,12 +92,10 @@ def tensors(spec: NeoXSpec) -> list[Layer]:
 
 
 def embed(spec: NeoXSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
-    """ids (B, T) int64 on the CPU -> hidden (B, T, E)."""
     return gather("words", ids)
 
 
 def block(spec: NeoXSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
-    """One transformer block: hidden (B, T, E), positions (B, T) -> hidden (B, T, E)."""
     x = layer_norm(w, "attn_norm", hidden, spec.eps)
     # (B, H, T, 3 D): each head's query, key and value lie side by side
     q, k, v = project(w, "qkv", x).view(*x.shape[:2], spec.heads, -1).transpose(1, 2).chunk(3, dim=-1)
@@ -130,9 +104,8 @@ def block(spec: NeoXSpec, w: Weights, hidden: Tensor, positions: Tensor | None, 
     summed = project(w, "out", merge_heads(context)).add_(hidden)
     del context
     x = layer_norm(w, "mlp_norm", hidden if spec.parallel else summed, spec.eps)
-    return project(w, "down", activation(spec.activation)(project(w, "up", x))).add_(summed)
+    return mlp(spec, w, x).add_(summed)
 
 
 def logits(spec: NeoXSpec, w: Weights, hidden: Tensor) -> Tensor:
-    """Last hidden states (B, E), contiguous -> logits (B, V)."""
     return linear(layer_norm(w, "final_norm", hidden, spec.eps), w["head.weight"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -22,18 +22,19 @@ SIZES = {
     "meta-llama/Llama-3.2-1B": (16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, True),
     "meta-llama/Llama-3.2-3B": (28, 3072, 8192, 24, 8, 128, 128256, 131072, 5e5, True),
 }
+#: of Llama 3.1 and 3.2
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 @dataclass(frozen=True)
 class LlamaSpec(ModelSpec):
-    """
-    Attributes:
-        eps: of the norms.
-        qkv_bias, out_bias, mlp_bias: whether these linear layers have biases.
-    """
-
-    eps: float = 1e-6
-    qkv_bias: bool = False
+    eps: float = 1e-6  # of the norms
+    qkv_bias: bool = False  # of the linear layers, as the following
     out_bias: bool = False
     mlp_bias: bool = False
 
@@ -41,36 +42,27 @@ class LlamaSpec(ModelSpec):
 def spec(
     config: Config, kv_heads: int | None = None, head_dim: int | None = None, default_positions: int = 2048, **changes
 ) -> LlamaSpec:
-    """Raises UserError: a key that is missing, or sizes that do not fit.
-
-    Args:
-        kv_heads, head_dim, default_positions: a family's defaults.
-        changes: fields that a family has otherwise.
-    """
-    heads = config.heads(kv_heads, head_dim)
-    rope, positions = read_rope(config, heads["head_dim"], positions=default_positions)
+    """`kv_heads`, `head_dim` and `default_positions` are a family's defaults, `changes` the fields that it has
+    otherwise."""
+    sizes = config.sizes(kv_heads, head_dim)
+    rope, positions = read_rope(config, sizes["head_dim"], positions=default_positions)
     bias = config.flag("attention_bias", False)
-    return LlamaSpec(
-        **{
-            "model_type": "llama",
-            "layers": config.size("num_hidden_layers"),
-            "hidden": config.size("hidden_size"),
-            "inner": config.size("intermediate_size"),
-            "vocab": config.size("vocab_size"),
-            **heads,
-            "positions": positions,
-            "activation": config.text("hidden_act", "silu"),
-            "eos": config.tokens("eos_token_id", 2),
-            "gated": True,
-            "tied": config.flag("tie_word_embeddings", False),
-            "rope": rope,
-            "eps": config.number("rms_norm_eps", 1e-6),
-            "qkv_bias": bias,
-            "out_bias": bias,
-            "mlp_bias": config.flag("mlp_bias", False),
-            **changes,
-        }
+    spec = LlamaSpec(
+        model_type="llama",
+        **sizes,
+        inner=config.size("intermediate_size"),
+        positions=positions,
+        activation=config.text("hidden_act", "silu"),
+        eos=config.tokens("eos_token_id", 2),
+        gated=True,
+        tied=config.flag("tie_word_embeddings", False),
+        rope=rope,
+        eps=config.number("rms_norm_eps", 1e-6),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=config.flag("mlp_bias", False),
     )
+    return replace(spec, **changes)
 
 
 def config_of(sizes: tuple, **more) -> dict:
@@ -83,24 +75,14 @@ def config_of(sizes: tuple, **more) -> dict:
 
 
 def named() -> dict[str, dict]:
-    """Configs by their names on the hub."""
-    scaling = {
-        "rope_type": "llama3",
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-    def more(name: str) -> dict:
-        if "Llama-2" in name:
-            return {}
-        return {"rope_scaling": scaling | {"factor": 32.0 if "3.2" in name else 8.0}}
-
-    return {name: config_of(sizes, **more(name), rms_norm_eps=1e-5) for name, sizes in SIZES.items()}
+    configs = {name: config_of(sizes, rms_norm_eps=1e-5) for name, sizes in SIZES.items()}
+    for name, config in configs.items():
+        if "Llama-3" in name:
+            config["rope_scaling"] = LLAMA3_ROPE | {"factor": 32.0 if "3.2" in name else 8.0}
+    return configs
 
 
 def tensors(spec: LlamaSpec) -> list[Layer]:
-    """The embedding, the blocks, and the head."""
     E, Q, KV, inner = spec.hidden, spec.query_width, spec.kv_width, spec.inner
     words = ("model.embed_tokens.weight", (spec.vocab, E))
 
@@ -127,12 +109,10 @@ def tensors(spec: LlamaSpec) -> list[Layer]:
 
 
 def embed(spec: LlamaSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
-    """ids (B, T) int64 on the CPU -> hidden (B, T, E)."""
     return gather("words", ids)
 
 
 def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
-    """One transformer block: hidden (B, T, E), positions (B, T) -> hidden (B, T, E)."""
     x = rms_norm(w, "attn_norm", hidden, spec.eps)
     hidden = attention(spec, w, x, positions, attend).add_(hidden)
     x = rms_norm(w, "mlp_norm", hidden, spec.eps)
@@ -140,5 +120,4 @@ def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Tensor | None,
 
 
 def logits(spec: LlamaSpec, w: Weights, hidden: Tensor) -> Tensor:
-    """Last hidden states (B, E), contiguous -> logits (B, V)."""
     return linear(rms_norm(w, "final_norm", hidden, spec.eps), w["head.weight"])

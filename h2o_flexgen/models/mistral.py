@@ -15,7 +15,6 @@ SIZES = {
 
 
 def spec(config: Config) -> LlamaSpec:
-    """Raises UserError: a key that is missing, or sizes that do not fit."""
     window = config.data.get("sliding_window", 4096)
     return llama.spec(
         config,
@@ -27,5 +26,4 @@ def spec(config: Config) -> LlamaSpec:
 
 
 def named() -> dict[str, dict]:
-    """Configs by their names on the hub."""
     return {name: llama.config_of(sizes, rms_norm_eps=1e-5, sliding_window=None) for name, sizes in SIZES.items()}

@@ -6,17 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from h2o_flexgen.models.parts import (
-    Attend,
-    Gather,
-    Weights,
-    activation,
-    layer_norm,
-    linear,
-    merge_heads,
-    project,
-    split_heads,
-)
+from h2o_flexgen.models.parts import Attend, Gather, Weights, attention, layer_norm, linear, mlp, project
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
 #: the position table starts with two rows that no token uses
@@ -38,31 +28,19 @@ SIZES = {
 
 @dataclass(frozen=True)
 class OptSpec(ModelSpec):
-    """
-    Attributes:
-        word_width: width of the embedding, which matrices project to and from `hidden` if it differs.
-        pre_norm: norms before attention and MLP, not after them.
-        final_norm: a norm before the head.
-        bias, affine: whether linear layers have biases and norms have weights.
-    """
-
-    word_width: int = 0
-    pre_norm: bool = True
-    final_norm: bool = True
-    bias: bool = True
-    affine: bool = True
+    word_width: int = 0  # of the embedding; matrices project to and from `hidden` if it differs
+    pre_norm: bool = True  # norms before attention and MLP, not after them
+    final_norm: bool = True  # a norm before the head
+    bias: bool = True  # of linear layers
+    affine: bool = True  # norms have weights
 
 
 def spec(config: Config) -> OptSpec:
-    """Raises UserError: a key that is missing, or sizes that do not fit."""
     pre_norm = config.flag("do_layer_norm_before", True)
     return OptSpec(
         model_type="opt",
-        layers=config.size("num_hidden_layers"),
-        hidden=config.size("hidden_size"),
+        **config.sizes(),
         inner=config.size("ffn_dim"),
-        vocab=config.size("vocab_size"),
-        **config.heads(),
         positions=config.size("max_position_embeddings"),
         activation=config.text("activation_function", "relu"),
         eos=config.tokens("eos_token_id", 2),
@@ -76,7 +54,6 @@ def spec(config: Config) -> OptSpec:
 
 
 def named() -> dict[str, dict]:
-    """Configs by their names on the hub."""
     configs = {}
     for size, (layers, hidden, heads) in SIZES.items():
         config = {
@@ -95,14 +72,14 @@ def named() -> dict[str, dict]:
 
 
 def tensors(spec: OptSpec) -> list[Layer]:
-    """The embedding, the blocks, and the head."""
     E, W = spec.hidden, spec.word_width
     parts = ("weight", "bias") if spec.affine else ()
     words = ("model.decoder.embed_tokens.weight", (spec.vocab, W))
     positions = ("model.decoder.embed_positions.weight", (spec.positions + POSITION_OFFSET, E))
-    projected = W != E
     head = vectors("final_norm", "model.decoder.final_layer_norm", E, parts) if spec.final_norm else {}
-    if projected:
+    project_in = {}
+    if W != E:
+        project_in = matrix("project_in", "model.decoder.project_in", E, W)
         head |= matrix("project_out", "model.decoder.project_out", W, E)
 
     def block(index: int) -> Layer:
@@ -114,22 +91,18 @@ def tensors(spec: OptSpec) -> list[Layer]:
             | matrix("v", f"{at}.self_attn.v_proj", E, E, spec.bias)
             | matrix("out", f"{at}.self_attn.out_proj", E, E, spec.bias)
             | vectors("mlp_norm", f"{at}.final_layer_norm", E, parts)
-            | matrix("fc1", f"{at}.fc1", spec.inner, E, spec.bias)
-            | matrix("fc2", f"{at}.fc2", E, spec.inner, spec.bias)
+            | matrix("up", f"{at}.fc1", spec.inner, E, spec.bias)
+            | matrix("down", f"{at}.fc2", E, spec.inner, spec.bias)
         )
 
     return [
-        Layer(
-            matrix("project_in", "model.decoder.project_in", E, W) if projected else {},
-            {"words": words, "positions": positions},
-        ),
+        Layer(project_in, {"words": words, "positions": positions}),
         *(block(index) for index in range(spec.layers)),
         Layer(head | {"head.weight": words if spec.tied else ("lm_head.weight", (spec.vocab, W))}),
     ]
 
 
 def embed(spec: OptSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
-    """ids and positions (B, T) int64 on the CPU -> hidden (B, T, E)."""
     words = gather("words", ids)
     if "project_in.weight" in w:
         words = project(w, "project_in", words)
@@ -137,24 +110,16 @@ def embed(spec: OptSpec, w: Weights, gather: Gather, ids: Tensor, positions: Ten
 
 
 def block(spec: OptSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
-    """One transformer block: hidden (B, T, E) -> hidden (B, T, E)."""
     x = layer_norm(w, "attn_norm", hidden, EPS) if spec.pre_norm else hidden
-    context = attend(*(split_heads(project(w, name, x), spec.heads) for name in "qkv"))
-    del x
-    context = merge_heads(context)
-    hidden = project(w, "out", context).add_(hidden)
-    del context
+    hidden = attention(spec, w, x, positions, attend).add_(hidden)
     if not spec.pre_norm:
         hidden = layer_norm(w, "attn_norm", hidden, EPS)
-
     x = layer_norm(w, "mlp_norm", hidden, EPS) if spec.pre_norm else hidden
-    x = activation(spec.activation)(project(w, "fc1", x))
-    hidden = project(w, "fc2", x).add_(hidden)
+    hidden = mlp(spec, w, x).add_(hidden)
     return hidden if spec.pre_norm else layer_norm(w, "mlp_norm", hidden, EPS)
 
 
 def logits(spec: OptSpec, w: Weights, hidden: Tensor) -> Tensor:
-    """Last hidden states (B, E), contiguous -> logits (B, V)."""
     if spec.final_norm:
         hidden = layer_norm(w, "final_norm", hidden, EPS)
     if "project_out.weight" in w:

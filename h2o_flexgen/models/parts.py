@@ -51,8 +51,9 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def position(spec: ModelSpec, x: Tensor, positions: Tensor | None) -> Tensor:
-    """Queries or keys (B, H, T, D) rotated to their positions (B, T); as they are for None, where `attend` rotates."""
-    return x if positions is None else rotate(spec.rope, x, positions)
+    """Queries or keys (B, H, T, D) rotated to their positions (B, T); as they are without RoPE, and for None, where
+    `attend` rotates."""
+    return x if positions is None or spec.rope is None else rotate(spec.rope, x, positions)
 
 
 def attention(spec: ModelSpec, w: Weights, x: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
@@ -61,6 +62,11 @@ def attention(spec: ModelSpec, w: Weights, x: Tensor, positions: Tensor | None, 
     k = position(spec, split_heads(project(w, "k", x), spec.kv_heads), positions)
     v = split_heads(project(w, "v", x), spec.kv_heads)
     return project(w, "out", merge_heads(attend(q, k, v)))
+
+
+def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
+    """An MLP with matrices up and down: x (B, T, E) -> (B, T, E)."""
+    return project(w, "down", activation(spec.activation)(project(w, "up", x)))
 
 
 def gated_mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:

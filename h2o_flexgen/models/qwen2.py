@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.errors import UserError
 from h2o_flexgen.models import llama
 from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, rotate, tensors
 from h2o_flexgen.models.spec import Config
@@ -27,14 +26,12 @@ def window(config: Config, layers: int) -> int | None:
         return None
     types = config.data.get("layer_types")
     if types is not None and not isinstance(types, list):
-        raise UserError(f"{config.where}: layer_types must be a list, not {types!r}")
+        raise config.error(f"layer_types must be a list, not {types!r}")
     slides = "sliding_attention" in types if types else layers > config.size("max_window_layers", 28, least=0)
     return config.size("sliding_window", 4096) if slides else None
 
 
 def spec(config: Config) -> LlamaSpec:
-    """Raises UserError: a key that is missing, or sizes that do not fit."""
-    layers = config.size("num_hidden_layers")
     return llama.spec(
         config,
         model_type="qwen2",
@@ -43,10 +40,9 @@ def spec(config: Config) -> LlamaSpec:
         eos=config.tokens("eos_token_id"),
         qkv_bias=True,
         out_bias=False,
-        window=window(config, layers),
+        window=window(config, config.size("num_hidden_layers")),
     )
 
 
 def named() -> dict[str, dict]:
-    """Configs by their names on the hub."""
     return {name: llama.config_of(sizes, rms_norm_eps=1e-6) for name, sizes in SIZES.items()}

@@ -26,7 +26,6 @@ SIZES = {
 
 
 def spec(config: Config) -> LlamaSpec:
-    """Raises UserError: a key that is missing, or sizes that do not fit."""
     return llama.spec(
         config,
         model_type="qwen3",
@@ -39,13 +38,10 @@ def spec(config: Config) -> LlamaSpec:
 
 
 def named() -> dict[str, dict]:
-    """Configs by their names on the hub."""
     return {name: llama.config_of(sizes, rms_norm_eps=1e-6) for name, sizes in SIZES.items()}
 
 
 def tensors(spec: LlamaSpec) -> list[Layer]:
-    """The embedding, the blocks, and the head."""
-
     def norms(index: int) -> dict:
         at = f"model.layers.{index}.self_attn"
         return vectors("q_norm", f"{at}.q_norm", spec.head_dim) | vectors("k_norm", f"{at}.k_norm", spec.head_dim)
@@ -55,7 +51,6 @@ def tensors(spec: LlamaSpec) -> list[Layer]:
 
 
 def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
-    """One transformer block: hidden (B, T, E), positions (B, T) -> hidden (B, T, E)."""
     x = rms_norm(w, "attn_norm", hidden, spec.eps)
     q, k, v = (split_heads(project(w, n, x), h) for n, h in zip("qkv", (spec.heads, spec.kv_heads, spec.kv_heads)))
     q = position(spec, rms_norm(w, "q_norm", q, spec.eps), positions)

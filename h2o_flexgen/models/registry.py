@@ -11,21 +11,13 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.spec import Config, ModelSpec
 
 #: `model_type` of every family, each a module of this package
-FAMILIES = (
-    "opt",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gpt_neox",
-)
-
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 #: types of weights that a job may compute in
 STORED_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def family(model_type: str):
-    """The module of a family: `spec`, `named`, `tensors`, `embed`, `block`, `logits`, and `rotate` if it has RoPE."""
+    """The module of a family; what it has says the package's docstring."""
     return import_module(f"h2o_flexgen.models.{model_type}")
 
 
@@ -35,33 +27,29 @@ def head_name(spec: ModelSpec) -> str:
 
 
 def spec_of(config: dict, where: str = "the config") -> ModelSpec:
-    """The spec of a model with this configuration, as config.json holds it.
+    """The spec of a model with this config.json, which messages call `where`.
 
     Raises:
-        UserError: a family that is not known (those that are, are listed), a quantised checkpoint, a key that is
-            missing, a value of a wrong type, or sizes that do not fit.
+        UserError: a family that is not known, a quantised checkpoint, a value that is missing, of a wrong type or does
+            not fit the others.
     """
     model_type = config.get("model_type")
+    known = ", ".join(FAMILIES)
     if model_type not in FAMILIES:
-        raise UserError(
-            f"{where}: the architecture {model_type!r} is not supported; known model types: {', '.join(FAMILIES)}"
-        )
+        raise UserError(f"{where}: the architecture {model_type!r} is not supported; known model types: {known}")
     quantized = config.get("quantization_config")
     if quantized is not None:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise UserError(
             f"{where}: the checkpoint is quantised ({method}), which is not supported: take one in float16, bfloat16 "
-            f"or float32 of one of these model types: {', '.join(FAMILIES)}"
+            f"or float32 of one of these model types: {known}"
         )
     return family(model_type).spec(Config(config, where))
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The spec of a model folder; where it has a generation_config.json, that one's ids end a text.
-
-    Raises:
-        UserError: as `spec_of`, or there is no config.json, or it cannot be read.
-    """
+    """The spec of a model folder; where it has a generation_config.json, that one's ids end a text. Raises UserError as
+    `spec_of`, or for a config.json that cannot be read."""
     config = _read(folder / "config.json")
     if config is None:
         raise UserError(f"no config.json in {folder}: is this a model folder?")
@@ -91,21 +79,26 @@ def _read(path: Path) -> dict | None:
 
 
 @cache
-def _named() -> dict[str, tuple[str, str, dict]]:
-    """Lower-case name -> hub name, model type, config; with and without the owner and a suffix of the version."""
+def _named() -> dict[str, tuple[str, dict]]:
+    """Lower-case name -> hub name, config; with and without the owner and a suffix of the version."""
     found = {}
     for model_type in FAMILIES:
         for hub_name, config in family(model_type).named().items():
             name = hub_name.lower()
             bare = name.rpartition("/")[2]
             for alias in (name, bare, bare.removesuffix("-hf"), bare.partition("-v0")[0]):
-                found[alias] = (hub_name, model_type, config)
+                found[alias] = (hub_name, {"model_type": model_type, **config})
     return found
 
 
 def hub_name(name: str) -> str:
     """The hub's name of a built-in model, for example of "opt-125m" or "llama-3.1-8b"; any other name as it is."""
-    return _named().get(name.lower(), (name,))[0]
+    return _named().get(name.lower(), (name, None))[0]
+
+
+def named_config(name: str) -> dict | None:
+    """The config.json of a model whose sizes are built in, or None."""
+    return _named().get(name.lower(), (name, None))[1]
 
 
 def named_spec(name: str) -> ModelSpec | None:
@@ -114,12 +107,6 @@ def named_spec(name: str) -> ModelSpec | None:
     return None if config is None else spec_of(config)
 
 
-def named_config(name: str) -> dict | None:
-    """The same as config.json would hold it."""
-    entry = _named().get(name.lower())
-    return None if entry is None else {"model_type": entry[1], **entry[2]}
-
-
 def known_names() -> list[str]:
     """The hub's names of all models whose sizes are built in."""
-    return list(dict.fromkeys(entry[0] for entry in _named().values()))
+    return list(dict.fromkeys(name for name, _ in _named().values()))

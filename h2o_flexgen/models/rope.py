@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.spec import Config, Rope
 
 #: type -> the parameters that it needs
@@ -22,11 +21,7 @@ TYPES = {
 
 
 def read_rope(
-    config: Config,
-    head_dim: int,
-    theta_key: str = "rope_theta",
-    partial: float | None = None,
-    positions: int = 2048,
+    config: Config, head_dim: int, theta_key: str = "rope_theta", partial: float | None = None, positions: int = 2048
 ) -> tuple[Rope, int]:
     """The RoPE of a config in its old spelling (`rope_theta`, `rope_scaling`) or its new one (`rope_parameters`), and
     the most positions that it takes the model to.
@@ -36,23 +31,20 @@ def read_rope(
         partial: the part of a head that is rotated, unless `rope_parameters` says otherwise; None for families that
             always rotate whole heads.
         positions: the family's default of `max_position_embeddings`.
-
-    Raises:
-        UserError: a type that is not known, a parameter that is missing or no number.
     """
     data = config.data.get("rope_scaling") or config.data.get("rope_parameters") or {}
     if not isinstance(data, dict):
-        raise UserError(f"{config.where}: rope_scaling must be an object, not {data!r}")
+        raise config.error(f"rope_scaling must be an object, not {data!r}")
     given = Config(data, f"{config.where}, RoPE")
     type_ = given.text("rope_type", given.text("type", "default"))
     if type_ not in TYPES:
-        raise UserError(f"{config.where}: the RoPE type {type_!r} is not supported; known: {', '.join(TYPES)}")
+        raise config.error(f"the RoPE type {type_!r} is not supported; known: {', '.join(TYPES)}")
     for key in TYPES[type_]:
         given.number(key)
     positions = config.size("max_position_embeddings", positions)
     dim = head_dim if partial is None else int(head_dim * given.number("partial_rotary_factor", partial))
     if not 0 < dim <= head_dim or dim % 2:
-        raise UserError(f"{config.where}: RoPE cannot rotate {dim} of {head_dim} elements of a head")
+        raise config.error(f"RoPE cannot rotate {dim} of {head_dim} elements of a head")
     scaling = {k: v for k, v in data.items() if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")}
     longest = positions
     if type_ in ("llama3", "yarn"):
@@ -69,7 +61,7 @@ def read_rope(
         if not torch.isfinite(frequencies * scale).all():
             raise ValueError("the frequencies are not finite")
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
-        raise UserError(f"{config.where}: the RoPE parameters {data} make no sense ({e!r})") from None
+        raise config.error(f"the RoPE parameters {data} make no sense ({e!r})") from None
     return rope, max(positions, longest)
 
 

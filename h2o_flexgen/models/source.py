@@ -16,14 +16,11 @@ _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 
 
 def find_model(model: str | None, path: str | None = None) -> tuple[Path, Path]:
-    """The folders of a model's weights, and of its configuration and tokenizer.
+    """The folders of a model's weights, and of its configuration and tokenizer. Raises UserError if there are none.
 
-    `model` is a local folder, None for the demo model, or a Hugging Face repository, taken from the local cache if
-    it is there and downloaded otherwise. With `path` the weights come from there, and the rest too unless `model`
-    is a local folder that has it.
-
-    Raises:
-        UserError: there is no such folder, or the hub does not have it or cannot be reached.
+    `model` is a local folder, None for the demo model, or a Hugging Face repository, taken from the local cache if it
+    is there and downloaded otherwise. With `path` the weights come from there, and the rest too unless `model` is a
+    local folder that has it.
     """
     if path is None:
         folder = _find(model)
@@ -57,17 +54,25 @@ def _expand(path: str) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights, safetensors if it has both formats; none if it has no weights. Raises UserError
+    for an index of shards that cannot be read."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            try:
+                return [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
+                raise UserError(f"cannot read the shard index {index}: {e}") from None
+        if (folder / name).exists():
+            return [folder / name]
+    return []
+
+
 def _is_whole(folder: Path) -> bool:
-    """Whether nothing of the weights is missing, as after a download that was interrupted."""
-    if not (folder / "config.json").exists():
-        return False
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / f"{single}.index.json").exists():
-            names = set(json.loads((folder / f"{single}.index.json").read_text())["weight_map"].values())
-            return all((folder / name).exists() for name in names)
-        if (folder / single).exists():
-            return True
-    return False
+    """Whether nothing of a model is missing, as after a download that was interrupted."""
+    files = weight_files(folder)
+    return bool(files) and all(file.exists() for file in (folder / "config.json", *files))
 
 
 def _snapshot(name: str, weights: bool) -> Path:
@@ -91,10 +96,9 @@ def _snapshot(name: str, weights: bool) -> Path:
     except UserError:
         raise
     except Exception as e:
-        raise UserError(
-            f"cannot get the model {name!r}: neither a local folder nor to be had from the Hugging Face hub "
-            f"({_reason(e)}); check the name and the network, or give a folder"
-        ) from None
+        cause = f"neither a local folder nor to be had from the Hugging Face hub ({_reason(e)})"
+        advice = "check the name and the network, or give a folder"
+        raise UserError(f"cannot get the model {name!r}: {cause}; {advice}") from None
 
 
 def load_tokenizer(folder: Path):

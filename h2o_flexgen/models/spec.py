@@ -16,54 +16,33 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embeddings (RoFormer, arXiv 2104.09864) of a head.
+    """Rotary position embeddings (RoFormer, arXiv 2104.09864) of a head."""
 
-    Attributes:
-        type: "default", "linear", "dynamic", "llama3" or "yarn", as in transformers.
-        theta: the base of the frequencies.
-        dim: elements of a head that are rotated; the others stay as they are (partial rotary).
-        positions: `max_position_embeddings` of the config.
-        scaling: the parameters of the type, under transformers' names.
-    """
-
-    type: str
-    theta: float
-    dim: int
-    positions: int
-    scaling: tuple[tuple[str, object], ...] = ()
+    type: str  # "default", "linear", "dynamic", "llama3" or "yarn", as in transformers
+    theta: float  # the base of the frequencies
+    dim: int  # elements of a head that are rotated; the others stay as they are (partial rotary)
+    positions: int  # `max_position_embeddings` of the config
+    scaling: tuple[tuple[str, object], ...] = ()  # the parameters of the type, under transformers' names
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of a model. A family may add fields of its own.
+    """Sizes of a model. A family may add fields of its own."""
 
-    Attributes:
-        model_type: the family, as checkpoints name it; `models.registry` finds its file.
-        layers: transformer blocks, without embedding and head.
-        hidden, inner, vocab: width of the hidden states and of the MLP, and words.
-        heads, kv_heads, head_dim: query heads; heads of K and V, which divide them; elements of each.
-        positions: the most tokens of a prompt and its output together.
-        eos: token ids that end a text.
-        activation: transformers' name of the MLP's activation function.
-        gated: whether the MLP has a gate, a third matrix of its size.
-        tied: whether the head is the embedding.
-        window: tokens that attention looks back, if the model limits that.
-    """
-
-    model_type: str
-    layers: int
-    hidden: int
-    inner: int
+    model_type: str  # the family, as checkpoints name it
+    layers: int  # transformer blocks, without embedding and head
+    hidden: int  # width of the hidden states
+    inner: int  # width of the MLP
     vocab: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    positions: int
-    activation: str
-    eos: frozenset[int] = frozenset()
-    gated: bool = False
-    tied: bool = False
-    window: int | None = None
+    heads: int  # of queries
+    kv_heads: int  # of K and V, which divide those of queries
+    head_dim: int  # elements of a head
+    positions: int  # the most tokens of a prompt and its output together
+    activation: str  # transformers' name of the MLP's activation function
+    eos: frozenset[int] = frozenset()  # token ids that end a text
+    gated: bool = False  # the MLP has a gate, a third matrix of its size
+    tied: bool = False  # the head is the embedding
+    window: int | None = None  # tokens that attention looks back, if the model limits that
     rope: Rope | None = None
 
     @property
@@ -81,25 +60,20 @@ class ModelSpec:
 
     def check_length(self, prompt_len: int, gen_len: int) -> None:
         """Raises UserError unless the model can take a prompt and an output of these lengths."""
-        total = f"prompt of {prompt_len} tokens + output of {gen_len}"
+        is_longer = f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's"
         if prompt_len + gen_len > self.positions:
-            raise UserError(f"{total} is longer than the model's {self.positions} positions")
+            raise UserError(f"{is_longer} {self.positions} positions")
         if self.window is not None and prompt_len + gen_len > self.window:
-            raise UserError(
-                f"{total} is longer than the model's sliding window of {self.window} tokens, which is not supported: "
-                "shorten the prompt or the output"
-            )
+            window = f"sliding window of {self.window} tokens, which is not supported"
+            raise UserError(f"{is_longer} {window}: shorten the prompt or the output")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The tensors of one step of the schedule: the embedding, a transformer block, or the head.
+    """The tensors of one step of the schedule: the embedding, a transformer block, or the head."""
 
-    `streamed` tensors are needed whole; of `gathered` ones only the rows that are asked for.
-    """
-
-    streamed: Tensors = field(default_factory=dict)
-    gathered: Tensors = field(default_factory=dict)
+    streamed: Tensors = field(default_factory=dict)  # needed whole
+    gathered: Tensors = field(default_factory=dict)  # only the rows that are asked for
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -108,7 +82,6 @@ class Layer:
 
     @cached_property
     def streamed_shapes(self) -> dict[str, tuple[int, ...]]:
-        """{name in the checkpoint: shape} of what is needed whole."""
         return dict(self.streamed.values())
 
 
@@ -124,37 +97,36 @@ def vectors(short: str, name: str, size: int, parts: Iterable[str] = ("weight",)
 
 
 class Config:
-    """A checkpoint's configuration. Every method raises UserError if a value is missing or of a wrong type.
-
-    Args:
-        data: what config.json holds.
-        where: how messages call it.
-    """
+    """A checkpoint's config.json, which messages call `where`. Methods raise UserError if a value is missing or of a
+    wrong type."""
 
     def __init__(self, data: dict, where: str = "the config"):
         self.data, self.where = data, where
+
+    def error(self, what: str) -> UserError:
+        return UserError(f"{self.where}: {what}")
 
     def _get(self, key: str, default, wanted: type | tuple[type, ...], what: str):
         value = self.data.get(key)
         if value is None and (key not in self.data or wanted not in (bool, str)):  # null is a size left out
             if default is None:
-                raise UserError(f"{self.where}: the key {key!r} is missing")
+                raise self.error(f"the key {key!r} is missing")
             return default
         if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            raise UserError(f"{self.where}: {key} must be {what}, not {value!r}")
+            raise self.error(f"{key} must be {what}, not {value!r}")
         return value
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
         what = f"a whole number from {least} to {LARGEST}"
         value = self._get(key, default, int, what)
         if not least <= value <= LARGEST:
-            raise UserError(f"{self.where}: {key} must be {what}, not {value!r}")
+            raise self.error(f"{key} must be {what}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default, (int, float), "a positive number")
         if not 0 < value < 1e300:
-            raise UserError(f"{self.where}: {key} must be a positive number, not {value!r}")
+            raise self.error(f"{key} must be a positive number, not {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -168,20 +140,19 @@ class Config:
         value = self.data.get(key, default)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int for token in ids):
-            raise UserError(f"{self.where}: {key} must be a token id or a list of them, not {value!r}")
+            raise self.error(f"{key} must be a token id or a list of them, not {value!r}")
         return frozenset(ids)
 
-    def heads(self, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, int]:
-        """`heads`, `kv_heads` and `head_dim` of a spec, with a family's defaults for the last two if they are left out;
-        null for `num_key_value_heads` is as many as query heads."""
+    def sizes(self, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, int]:
+        """The sizes of a spec that all families call alike, with a family's defaults for heads of K and V and their
+        size if they are left out; null for `num_key_value_heads` is as many as query heads."""
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         left_out = "num_key_value_heads" not in self.data
         kv_heads = self.size("num_key_value_heads", (left_out and kv_heads) or heads)
         if heads % kv_heads:
-            raise UserError(
-                f"{self.where}: num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}"
-            )
+            raise self.error(f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}")
         if self.data.get("head_dim", head_dim) is None and hidden % heads:
-            raise UserError(f"{self.where}: hidden_size {hidden} is not divisible by num_attention_heads {heads}")
+            raise self.error(f"hidden_size {hidden} is not divisible by num_attention_heads {heads}")
         head_dim = self.size("head_dim", head_dim or max(1, hidden // heads))
-        return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        layers, vocab = self.size("num_hidden_layers"), self.size("vocab_size")
+        return dict(layers=layers, hidden=hidden, vocab=vocab, heads=heads, kv_heads=kv_heads, head_dim=head_dim)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import accumulate, cycle
 from typing import NamedTuple
 
@@ -23,17 +22,11 @@ Key = tuple[int, int]  # batch, micro-batch
 
 
 class ActivationBytes(NamedTuple):
-    """The bytes that an ActivationStore allocates beside the hidden states; the memory plan counts with the same ones.
+    """The bytes that an ActivationStore allocates beside the hidden states; the memory plan counts with the same."""
 
-    Attributes:
-        count: staging buffers.
-        staging: of each staging buffer on the device.
-        host: (CUDA) of each of the two buffers in RAM between device and disk.
-    """
-
-    count: int
-    staging: int
-    host: int
+    count: int  # staging buffers
+    staging: int  # of each staging buffer on the device
+    host: int  # (CUDA) of each of the two buffers in RAM between device and disk
 
 
 def activation_bytes(tiers: list[str], micro_bytes: int, overlap: bool, cuda: bool) -> ActivationBytes:
@@ -42,25 +35,19 @@ def activation_bytes(tiers: list[str], micro_bytes: int, overlap: bool, cuda: bo
     return ActivationBytes(double_buffers(overlap), micro_bytes * streamed, micro_bytes * (cuda and "disk" in tiers))
 
 
-@dataclass
-class _Stored:
+class _Stored(NamedTuple):
     job: Future
     shape: torch.Size
     dtype: torch.dtype
-    nbytes: int
 
 
 class ActivationStore:
     """Hidden states by (batch, micro-batch).
 
     Args:
-        tiers: tier per batch.
         batch_bytes: per batch the most bytes that its hidden states take, of all micro-batches.
         micro_bytes: the most bytes of one micro-batch.
-        make_file: (name, bytes) -> File, for the batches on disk.
-
-    Attributes:
-        file: of the batches on disk, or None.
+        make_file: (name, bytes) -> File, for the batches on disk, which are in `file`.
     """
 
     def __init__(
@@ -100,11 +87,10 @@ class ActivationStore:
             self._resident[key] = hidden
             return
         self.device.hold_back(self._storing, WRITE_BACKS, "activations")
-        job = self.store_queue.submit(
-            lambda: self.store(batch, offset, hidden.contiguous()), after=self.device.record()
-        )
+        computed = self.device.record()
+        job = self.store_queue.submit(lambda: self.store(batch, offset, hidden.contiguous()), after=computed)
         self._storing.append(job)
-        self._stored[key] = _Stored(job, hidden.shape, hidden.dtype, hidden.nbytes)
+        self._stored[key] = _Stored(job, hidden.shape, hidden.dtype)
 
     def prefetch(self, batch: int, micro: int, offset: int) -> None:
         """Start to stage a micro-batch on the device, if there is overlap and `put` has been called for it."""
@@ -116,7 +102,7 @@ class ActivationStore:
         if self.tiers[batch] == "gpu" or key in self._loading or key not in self._stored:
             return
         stored = self._stored[key]
-        buffer = next(self._staging)[: stored.nbytes]
+        buffer = next(self._staging)[: stored.shape.numel() * stored.dtype.itemsize]
         # whatever computes with what is in this buffer now is queued already
         job = self.load_queue.submit(lambda: self.load(batch, offset, stored.job, buffer), after=self.device.record())
         self._loading[key] = (job, buffer.view(stored.dtype).view(stored.shape))
@@ -132,27 +118,23 @@ class ActivationStore:
         del self._stored[key]
         return hidden
 
-    # jobs of the transfer queues
-
     def store(self, batch: int, offset: int, hidden: Tensor) -> None:
         """Write contiguous hidden states to RAM or disk."""
         flat = hidden.view(-1).view(torch.uint8)
         self.gpu_to_cpu_bytes += flat.nbytes
-        if self.tiers[batch] == "cpu":
-            copy(self._ram[batch][offset : offset + flat.nbytes], flat)
+        if batch in self._ram or self.device.is_cuda:
+            ram = self._ram[batch][offset:] if batch in self._ram else self._store_host
+            copy(ram[: flat.nbytes], flat)
             finish(self.device.record())
-            return
-        if self.device.is_cuda:
-            copy(self._store_host[: flat.nbytes], flat)
-            finish(self.device.record())
-            flat = self._store_host[: flat.nbytes]
-        wait(self.io.write(self.file, as_numpy(flat), self._offset[batch] + offset))
+            flat = ram[: flat.nbytes]
+        if batch not in self._ram:
+            wait(self.io.write(self.file, as_numpy(flat), self._offset[batch] + offset))
 
     def load(self, batch: int, offset: int, stored: Future, buffer: Tensor) -> None:
         """Fill a staging buffer once the job `stored` is done."""
         self.device.wait_for(stored)
         self.cpu_to_gpu_bytes += buffer.nbytes
-        if self.tiers[batch] == "cpu":
+        if batch in self._ram:
             copy(buffer, self._ram[batch][offset : offset + buffer.nbytes])
             return
         finish(self._load_host_free)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.offload.convert import converted
 from h2o_flexgen.offload.device import as_numpy, convert, copy
 from h2o_flexgen.offload.disk import DiskIO, File, wait
@@ -49,12 +49,7 @@ class Stored:
 
 
 class Checkpoint:
-    """The tensors of a model folder.
-
-    Methods take full names, such as "model.decoder.layers.0.fc1.weight" (see `find`).
-
-    Args:
-        progress: show a bar if the files must be converted.
+    """The tensors of a model folder. Methods take full names, such as "model.decoder.layers.0.fc1.weight".
 
     Attributes:
         tensors: float tensors by their names in the files.
@@ -76,8 +71,8 @@ class Checkpoint:
         file = File(path)
         size = path.stat().st_size
         try:
-            (length,) = struct.unpack("<Q", os.pread(file.fd, 8, 0))
-            if length > size:
+            length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
+            if not 0 < length <= size:
                 raise ValueError("the header does not end")
             header = json.loads(os.pread(file.fd, length, 8))
             if not isinstance(header, dict):
@@ -85,9 +80,9 @@ class Checkpoint:
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 self._add(file, name, entry, 8 + length, size)
-        except (struct.error, ValueError, KeyError, TypeError, RecursionError, OSError) as e:
-            if isinstance(e, UserError):
-                raise
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, RecursionError, OSError) as e:
             raise UserError(f"{path} is not a whole safetensors file ({e}); download it again") from None
 
     def _add(self, file: File, name: str, entry: dict, data: int, size: int) -> None:
@@ -98,9 +93,8 @@ class Checkpoint:
         if not all(type(n) is int and n >= 0 for n in sizes) or begin > end or not isinstance(dtype, str):
             raise ValueError(f"the header's entry for {name!r} makes no sense")
         if data + end > size:
-            raise UserError(
-                f"{file.path} is cut short: {name} ends at byte {data + end}, the file has {size}; download it again"
-            )
+            where = f"{name} ends at byte {data + end}, the file has {size}"
+            raise UserError(f"{file.path} is cut short: {where}; download it again")
         if dtype not in DTYPES:
             self.others[name] = dtype
             return
@@ -115,22 +109,21 @@ class Checkpoint:
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         """Raises UserError unless the checkpoint has every tensor in its shape."""
+        checkpoint = f"the checkpoint {self.folder} has"
         for name, shape in needed.items():
-            stored = self.find(name)
-            other = _lookup(self.others, name)
+            stored, other = self.find(name), _lookup(self.others, name)
             if stored is None and other is not None:
-                raise UserError(f"the checkpoint {self.folder} has {name!r} in {other}: only float weights can be used")
+                raise UserError(f"{checkpoint} {name!r} in {other}: only float weights can be used")
             if stored is None:
-                raise UserError(f"the checkpoint {self.folder} has no tensor {name!r}")
+                raise UserError(f"{checkpoint} no tensor {name!r}")
             if stored.shape != shape:
                 raise UserError(
-                    f"the checkpoint {self.folder} has {name!r} in shape {list(stored.shape)}, "
-                    f"the config asks for {list(shape)}"
+                    f"{checkpoint} {name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
                 )
 
     def check_tied(self, embedding: str, head: str) -> None:
-        """Raises UserError if there is a head besides the embedding that the config ties it to, with other values: for
-        transformers they are not tied then. A few rows are compared."""
+        """Raises UserError if a head that the config ties to the embedding is a tensor of its own, which transformers
+        would not tie. A few rows are compared."""
         words, own = self.find(embedding), self.tensors.get(head)
         if own is None:
             return
@@ -168,18 +161,12 @@ def _lookup(found: dict, name: str):
 
 @dataclass
 class PagedRead:
-    """A stored tensor that is read by whole pages, page for page as in the file, so that O_DIRECT is possible.
-
-    Attributes:
-        span: bytes to read into, from the start of a page, as many as `sizes.staging_span` says.
-        target: tensor of as many elements on another device, to which it is copied then.
-        requests: those that read it, once it is started.
-    """
+    """A stored tensor that is read by whole pages, page for page as in the file, so that O_DIRECT is possible."""
 
     stored: Stored
-    span: Tensor
-    target: Tensor | None = None
-    requests: list[Future] = field(default_factory=list)
+    span: Tensor  # bytes to read into, from the start of a page, as many as `sizes.staging_span` says
+    target: Tensor | None = None  # of as many elements on another device, to which it is copied then
+    requests: list[Future] = field(default_factory=list)  # those that read it, once it is started
 
     def __post_init__(self):
         self.phase = self.stored.offset % PAGE  # bytes of the first page before the tensor
@@ -241,24 +228,10 @@ def bar_of_bytes(what: str, total: int, progress: bool) -> tqdm:
 
 
 def _shards(folder: Path, progress: bool) -> list[Path]:
-    if (folder / "model.safetensors.index.json").exists():
-        return _indexed(folder, "model.safetensors.index.json")
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    if (folder / "pytorch_model.bin.index.json").exists():
-        return converted(_indexed(folder, "pytorch_model.bin.index.json"), progress)
-    if (folder / "pytorch_model.bin").exists():
-        return converted([folder / "pytorch_model.bin"], progress)
-    raise UserError(f"no weights in {folder}: expected model.safetensors or pytorch_model.bin, whole or sharded")
-
-
-def _indexed(folder: Path, index: str) -> list[Path]:
-    try:
-        names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
-        shards = [folder / name for name in names]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
-        raise UserError(f"cannot read the shard index {folder / index}: {e}") from None
-    for shard in shards:
-        if not shard.exists():
-            raise UserError(f"the shard {shard} is missing; download it again")
-    return shards
+    files = weight_files(folder)
+    if not files:
+        raise UserError(f"no weights in {folder}: expected model.safetensors or pytorch_model.bin, whole or sharded")
+    for file in files:
+        if not file.exists():
+            raise UserError(f"the shard {file} is missing; download it again")
+    return converted(files, progress) if files[0].suffix == ".bin" else files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,11 +20,8 @@ CONVERTED_BYTES = 1 << 29
 
 
 def converted(shards: list[Path], progress: bool) -> list[Path]:
-    """Safetensors copies of `.bin` shards, made once and kept under the cache folder. Pickled code never runs.
-
-    Raises:
-        UserError: a shard that is not whole, or no space.
-    """
+    """Safetensors copies of `.bin` shards, made once and kept under the cache folder. Pickled code never runs. Raises
+    UserError for a shard that is not whole, or without space."""
     from safetensors import SafetensorError
 
     key = hashlib.sha256()
@@ -37,7 +35,7 @@ def converted(shards: list[Path], progress: bool) -> list[Path]:
         with open(root / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
-                _clear(root)
+                _remove_partial(root)
                 _convert(shards, target, progress)
     except (OSError, SafetensorError) as e:
         reason = getattr(e, "strerror", None) or e
@@ -66,16 +64,14 @@ def _convert(shards: list[Path], target: Path, progress: bool) -> None:
 
 def sweep_conversions() -> None:
     """Remove what killed conversions have left."""
-    try:
+    with suppress(OSError, UserError):  # there are none, one is running, or there is no home folder
         root = cache_root() / "converted"
         with open(root / "lock", "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _clear(root)
-    except (OSError, UserError):
-        pass  # there are none, one is running, or there is no home folder
+            _remove_partial(root)
 
 
-def _clear(root: Path) -> None:
+def _remove_partial(root: Path) -> None:
     for left in root.glob("*.partial"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -100,8 +96,7 @@ def load_bin(shard: Path) -> dict[str, Tensor]:
         try:  # files older than torch 1.6 cannot be mapped
             state = torch.load(shard, map_location="cpu", weights_only=True)
         except Exception:
-            reason = str(e).splitlines()[0]
-            raise UserError(f"cannot load {shard}: {reason}; is it whole? Download it again") from None
+            raise UserError(f"cannot load {shard}: {str(e).splitlines()[0]}; is it whole? Download it again") from None
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise UserError(f"{shard} does not hold a dict of tensors")
     return state

@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 
 import numpy as np
@@ -34,43 +34,30 @@ STALL_EVENTS = 1024
 CONVERT_ELEMENTS = 1 << 18
 #: what torch says when a device has no memory left for the context or for its matrix library
 FULL_DEVICE = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+#: by the names that a user may give
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Device:
     """Where the model computes.
 
     Args:
-        name: "cpu", "cuda", "cuda:N", or "auto": CUDA if there is any, else the CPU.
+        name: "cpu", "cuda", "cuda:N", or "auto": CUDA if there is any, else the CPU. Raises UserError for another one,
+            or one that torch does not see.
 
     Attributes:
-        stall_seconds: per kind of data ("weights", "cache", "activations") the time that compute waited for it.
-        stall_events: per kind, pairs of CUDA events around such waits whose times are still to be added up.
+        stall_events: per kind of data ("weights", "cache", "activations"), pairs of CUDA events around compute's waits
+            for it whose times are still to be added up.
         workspace_bytes: device memory that matrix libraries keep, known after `start`.
-
-    Raises:
-        UserError: an unknown device, or one that torch does not see.
     """
 
     _fractions: dict[int, float] = {}  # by device index: the fraction of its memory this process was limited to
     _workspaces: dict[int, int] = {}  # by device index: bytes
 
     def __init__(self, name: str = "auto"):
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            self.torch_device = torch.device(name)
-        except RuntimeError:
-            raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from None
+        self.torch_device = _torch_device(name)
         self.is_cuda = self.torch_device.type == "cuda"
-        if self.is_cuda:
-            if not torch.cuda.is_available():
-                raise UserError("device cuda: this torch sees no CUDA device")
-            if (self.torch_device.index or 0) >= torch.cuda.device_count():
-                raise UserError(f"device {name}: there are {torch.cuda.device_count()} CUDA devices")
-            if self.torch_device.index is None:  # each thread has its own current device, and some calls need an index
-                self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        elif self.torch_device.type != "cpu":
-            raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
         self.workspace_bytes = 0
         self._pinned: list[Tensor] = []
         self._stalls = defaultdict(float)
@@ -82,32 +69,17 @@ class Device:
         return str(self.torch_device)
 
     def dtype(self, name: str, stored: torch.dtype | None = None) -> torch.dtype:
-        """The type of that name.
-
-        Args:
-            name: "float16", "bfloat16", "float32", "fp16", "bf16", "fp32", or "auto": on CUDA fp16, or bf16 for a
-                checkpoint in bf16 where the GPU has it; on the CPU the fastest by measuring (`KernelRates.dtype`).
-            stored: what most of the checkpoint is stored in, if that is known.
-
-        Raises:
-            UserError: there is no such type.
-        """
+        """The type of a name in DTYPES, or for "auto": on CUDA fp16, or bf16 for a checkpoint in bf16 where the GPU has
+        it; on the CPU the fastest by measuring (`KernelRates.dtype`). `stored`: what most of the checkpoint is stored
+        in, if that is known. Raises UserError for another name."""
         if name == "auto" and self.is_cuda:
-            return torch.bfloat16 if stored == torch.bfloat16 and self.has_bf16 else torch.float16
+            has_bf16 = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+            return torch.bfloat16 if stored == torch.bfloat16 and has_bf16 else torch.float16
         if name == "auto":
             return getattr(torch, rates().dtype(stored and dtype_name(stored)))
-        dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-        dtypes |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-        if name not in dtypes:
+        if name not in DTYPES:
             raise UserError(f"unknown dtype {name!r}: use auto, float16, bfloat16 or float32")
-        return dtypes[name]
-
-    @property
-    def has_bf16(self) -> bool:
-        """Whether this GPU has bf16 matmuls."""
-        return self.is_cuda and torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
-
-    # memory
+        return DTYPES[name]
 
     def buffer(self, nbytes: int) -> Tensor:
         """`nbytes` on the compute device, uint8, aligned to pages."""
@@ -126,24 +98,18 @@ class Device:
         return [slab[at : at + nbytes] for at, nbytes in zip(starts, sizes)]
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        """`nbytes` of RAM, uint8, aligned to pages; pinned on CUDA, so that copies run beside compute.
-
-        Raises:
-            UserError: the system grants no such memory, or CUDA cannot pin it.
-        """
+        """`nbytes` of RAM, uint8, aligned to pages; pinned on CUDA, so that copies run beside compute. Raises UserError
+        if the system grants no such memory, or CUDA cannot pin it."""
         buffer = host_memory(nbytes)
         if self.is_cuda and nbytes:
             # torch's pinned allocator rounds up to a power of two, which can double a large cache
             with torch.cuda.device(self.torch_device):  # else CUDA would make a context on another GPU
                 error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), aligned(nbytes), 0)
             if int(error) != 0:
-                try:  # CUDA reports the error once more to the next call that asks
+                with suppress(RuntimeError):  # CUDA reports the error once more to the next call that asks
                     torch.zeros(1, device=self.torch_device)
-                except RuntimeError:
-                    pass
-                raise UserError(
-                    f"cannot pin {nbytes} bytes of RAM (CUDA error {int(error)}): lower the policy's cpu percent"
-                )
+                cause = f"cannot pin {nbytes} bytes of RAM (CUDA error {int(error)})"
+                raise UserError(f"{cause}: lower the policy's cpu percent")
             self._pinned.append(buffer)
         return buffer
 
@@ -156,13 +122,14 @@ class Device:
 
     def start(self, most_bytes: int | None) -> None:
         """CUDA only: load context and matrix libraries now, and limit this process to `most_bytes` of device memory.
-
-        Raises:
-            UserError: other programs have left the GPU too little memory.
-        """
+        Raises UserError if other programs have left too little of it."""
+        index = self.torch_device.index
         try:
             self.load_libraries()
-            self._limit(most_bytes)
+            if most_bytes is not None or index in Device._fractions:
+                fraction = 1.0 if most_bytes is None else min(1.0, most_bytes / self._total_bytes())
+                torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+                Device._fractions[index] = fraction
         except RuntimeError as e:  # from torch, CUDA or cuBLAS
             if not any(text in str(e) for text in FULL_DEVICE):
                 raise
@@ -170,23 +137,18 @@ class Device:
 
     def load_libraries(self) -> None:
         """Create the CUDA context, and measure what the matrix libraries keep of the device's memory."""
+        index = self.torch_device.index
         torch.cuda.empty_cache()
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape of a micro-batch
-        if self.torch_device.index not in Device._workspaces:
-            before = torch.cuda.memory_allocated(self.torch_device)
+        if index not in Device._workspaces:
+            before = torch.cuda.memory_allocated(index)
             for dtype in (torch.float32, torch.float16):
                 x = torch.ones(16, 16, dtype=dtype, device=self.torch_device)
                 torch.bmm(torch.nn.functional.linear(x, x, x[0])[None], x[None])
             del x
             self.synchronize()
-            Device._workspaces[self.torch_device.index] = torch.cuda.memory_allocated(self.torch_device) - before
-        self.workspace_bytes = Device._workspaces[self.torch_device.index]
-
-    def _limit(self, most_bytes: int | None) -> None:
-        if most_bytes is not None or self.torch_device.index in Device._fractions:
-            fraction = 1.0 if most_bytes is None else min(1.0, most_bytes / self._total_bytes())
-            torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
-            Device._fractions[self.torch_device.index] = fraction
+            Device._workspaces[index] = torch.cuda.memory_allocated(index) - before
+        self.workspace_bytes = Device._workspaces[index]
 
     def _total_bytes(self) -> int:
         return torch.cuda.get_device_properties(self.torch_device).total_memory
@@ -196,9 +158,9 @@ class Device:
         if not self.is_cuda:
             return memory.ram_available()
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        fraction = Device._fractions.get(self.torch_device.index, 1.0)
-        allowed = int(fraction * self._total_bytes()) - torch.cuda.memory_allocated(self.torch_device)
+        allocated = torch.cuda.memory_allocated(self.torch_device)
+        cached = torch.cuda.memory_reserved(self.torch_device) - allocated
+        allowed = int(Device._fractions.get(self.torch_device.index, 1.0) * self._total_bytes()) - allocated
         return max(0, min(free + cached, allowed))
 
     def reset_peaks(self) -> None:
@@ -219,8 +181,6 @@ class Device:
         """CPU: give free pages of the heap, which temporaries leave behind, back to the system."""
         if not self.is_cuda:
             memory.trim_heap()
-
-    # order
 
     def record(self):
         """An event behind all that is queued on the current stream; None on the CPU."""
@@ -277,6 +237,7 @@ class Device:
 
     @property
     def stall_seconds(self) -> dict[str, float]:
+        """Per kind of data the time that compute waited for it since `reset_stalls`."""
         self.synchronize()
         for kind in self.stall_events:
             self._count_stalls(kind)
@@ -292,6 +253,25 @@ class Device:
     def reset_stalls(self) -> None:
         self._stalls.clear()
         self.stall_events.clear()
+
+
+def _torch_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise UserError("device cuda: this torch sees no CUDA device")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name}: there are {torch.cuda.device_count()} CUDA devices")
+    # an index: each thread has its own current device, and some calls need one
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def finish(event) -> None:

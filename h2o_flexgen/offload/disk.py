@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,30 +22,26 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import sweep
 from h2o_flexgen.sizes import PAGE, REQUEST, THREADS, request_bytes
 
+#: the end of messages about a disk that is full
+FREE_SPACE = "free disk space or name another `offload_dir`"
+
 
 class File:
-    """A file that several threads read and write at offsets.
+    """A file that several threads read and write at offsets. All calls raise UserError where the system refuses.
 
     `direct` requests bypass the page cache (O_DIRECT) if offset and address are multiples of 4096 and the file system
     agrees; else they go through it.
-
-    Raises:
-        UserError: the file cannot be opened, read, written or allocated, or ends too early.
     """
 
     def __init__(self, path: Path, writable: bool = False):
-        self.path = path
-        self.fd = self.direct_fd = None
-        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        self.path, self.fd, self.direct_fd = path, None, None
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
         try:
-            self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+            self.fd = os.open(path, flags | (os.O_CREAT if writable else 0), 0o600)
         except OSError as e:
             raise UserError(f"cannot open {path}: {e.strerror}") from None
-        if hasattr(os, "O_DIRECT"):
-            try:
-                self.direct_fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError:
-                pass
+        with suppress(OSError, AttributeError):  # this file system or this system has no O_DIRECT
+            self.direct_fd = os.open(path, flags | os.O_DIRECT)
         self.device = os.fstat(self.fd).st_dev
 
     @property
@@ -57,13 +54,11 @@ class File:
             try:
                 os.posix_fallocate(self.fd, 0, nbytes)
             except OSError as e:
-                raise UserError(
-                    f"no space for {nbytes} bytes in the offload folder {self.path.parent} ({e.strerror}): "
-                    "free disk space or name another `offload_dir`"
-                ) from None
+                folder = f"the offload folder {self.path.parent} ({e.strerror})"
+                raise UserError(f"no space for {nbytes} bytes in {folder}: {FREE_SPACE}") from None
 
     def read_at(self, view: memoryview, offset: int, direct: bool = False) -> None:
-        """Fill `view`."""
+        """Fill `view`. Raises UserError if the file ends before."""
 
         def read(fd: int, part: memoryview, at: int) -> int:
             count = os.preadv(fd, [part], at)
@@ -81,10 +76,8 @@ class File:
         try:
             self._move(os.pwrite, view, offset, direct)
         except OSError as e:
-            raise UserError(
-                f"cannot write to the offload folder {self.path.parent}: {e.strerror}; "
-                "free disk space or name another `offload_dir`"
-            ) from None
+            folder = f"the offload folder {self.path.parent}"
+            raise UserError(f"cannot write to {folder}: {e.strerror}; {FREE_SPACE}") from None
 
     def _move(self, call, view: memoryview, offset: int, direct: bool) -> None:
         """Repeat `call(fd, part, at)` until all is moved: whole pages directly, the rest through the page cache."""
@@ -141,10 +134,8 @@ class RequestQueue:
 
     def _take(self) -> tuple[Future, Callable] | None:
         for waiting in self._waiting:
-            try:
+            with suppress(IndexError):  # other threads take from it too
                 return waiting.popleft()
-            except IndexError:
-                pass
         return None
 
     def _take_all(self) -> None:
@@ -170,32 +161,27 @@ class RequestQueue:
 
 
 class DiskIO:
-    """Reads and writes arrays in large requests, with a few threads for each file system. Counts the bytes moved.
-
-    Args:
-        threads: per file system.
-        request: the most bytes of a request.
+    """Reads and writes C-contiguous arrays in requests of up to `request` bytes, with `threads` threads for each file
+    system. Counts the bytes moved.
 
     Attributes:
         large_prefetches: prefetch in requests of LARGE bytes. They cost compute less; but reads of the KV cache would
             wait longer for those that run.
-        queues: of requests, by file system.
     """
 
     def __init__(self, threads: int = THREADS, request: int = REQUEST):
         self.threads, self.request = threads, request
         self.large_prefetches = False
-        self.read_bytes = 0
-        self.written_bytes = 0
-        self.queues: dict[int, RequestQueue] = {}
+        self.read_bytes = self.written_bytes = 0
+        self.queues: dict[int, RequestQueue] = {}  # by file system
         self._lock = threading.Lock()
         self._closed = False
 
     def read(
         self, file: File, array: np.ndarray, offset: int, direct: bool = False, prefetch: bool = False
     ) -> list[Future]:
-        """Start to read `array` (C-contiguous) from `offset`. Each future's result is (begin, end), the bytes of the
-        array that its request has read. `prefetch`: start only while no other request waits."""
+        """Start to fill `array` from `offset`. Each future's result is (begin, end), the bytes of the array that its
+        request has read. `prefetch`: start only while no other request waits."""
 
         def work(view: memoryview, at: int) -> tuple[int, int]:
             file.read_at(view, at, direct)
@@ -206,7 +192,7 @@ class DiskIO:
             return self._each(work, file, array, offset, PREFETCH if prefetch else READ)
 
     def write(self, file: File, array: np.ndarray, offset: int, direct: bool = False) -> list[Future]:
-        """Start to write `array` (C-contiguous) at `offset`."""
+        """Start to write `array` at `offset`."""
         with self._lock:
             self.written_bytes += array.nbytes
             return self._each(partial(file.write_at, direct=direct), file, array, offset, WRITE)
@@ -238,11 +224,7 @@ def wait(futures: list[Future]) -> None:
 
 class OffloadFolder:
     """A private folder (0700) for one job, under `root`. It is removed at exit; folders of jobs that were killed are
-    removed when the next job starts: the lock in them is held by no process.
-
-    Raises:
-        UserError: the folder cannot be made or written.
-    """
+    removed when the next job starts: the lock in them is held by no process. Raises UserError if it cannot be made."""
 
     PREFIX = "h2o_flexgen-job-"
 
@@ -264,9 +246,8 @@ class OffloadFolder:
                 self.close()
                 raise
         except OSError as e:
-            raise UserError(
-                f"cannot write to the offload folder {self.root} ({e.strerror}): name another `offload_dir`"
-            ) from None
+            folder = f"the offload folder {self.root} ({e.strerror})"
+            raise UserError(f"cannot write to {folder}: name another `offload_dir`") from None
         atexit.register(self.close)  # for an LLM that is never closed
 
     @classmethod

@@ -29,35 +29,26 @@ Key = tuple[int, int]
 
 
 class KVBytes(NamedTuple):
-    """The bytes that a KVStore allocates; the memory plan counts with the same ones.
+    """The bytes that a KVStore allocates; the memory plan counts with the same ones."""
 
-    Attributes:
-        tiers: of all blocks, by tier; their scores, and the slots of their logs, in RAM unless they are on the device.
-        count: staging buffers, and host buffers.
-        staging, meta: of each staging buffer on the device, and (CUDA) of the scores and positions beside it.
-        host: (CUDA) of each buffer in RAM that a block is read into from disk.
-        write: (CUDA) of the buffer in RAM from which a block is written to disk.
-        row: of the buffer in RAM for the token that a step writes back.
-    """
-
-    tiers: dict[str, int]
-    count: int
-    staging: int
-    meta: int
-    host: int
-    write: int
-    row: int
+    tiers: dict[str, int]  # of all blocks; scores, and the slots of logs, are in RAM unless the block is on the device
+    count: int  # staging buffers, and host buffers
+    staging: int  # of each staging buffer on the device
+    meta: int  # (CUDA) of the scores and positions beside it
+    host: int  # (CUDA) of each buffer in RAM that a block is read into from disk
+    write: int  # (CUDA) of the buffer in RAM from which a block is written to disk
+    row: int  # of the buffer in RAM for the token that a step writes back
 
 
 def kv_bytes(layouts: list[KVLayout], tiers: dict[Key, str], overlap: bool, cuda: bool) -> KVBytes:
-    """`layouts`: the largest of each batch; `tiers`: of every (layer, batch)."""
+    """`layouts` and `tiers` as for `KVStore`."""
     blocks = Counter((batch, tier) for (_, batch), tier in tiers.items())
     total = dict.fromkeys(TIERS, 0)
     for (batch, tier), count in blocks.items():
         layout = layouts[batch]
         total[tier] += count * (file_bytes(layout) if tier == "disk" else layout.kv_bytes)
         total["gpu" if tier == "gpu" else "cpu"] += count * layout.meta_bytes
-        total["cpu"] += count * slots_bytes(layout) * (tier == "disk")
+        total["cpu"] += count * slots_bytes(layout) if tier == "disk" else 0
     staged = [layouts[batch] for batch, tier in blocks if tier != "gpu"]
     on_disk = [layouts[batch] for batch, tier in blocks if tier == "disk"]
     kv = aligned(max((x.kv_bytes for x in staged), default=0))
@@ -87,16 +78,15 @@ class KVStore:
     """The caches of every (layer, batch).
 
     Args:
-        layouts: the largest layout of each batch.
-        tiers: tier of every (layer, batch).
+        layouts: the largest of each batch.
+        tiers: of every (layer, batch).
         load_queue: with several workers the disk has requests for the next block before one has been read.
-        make_file: (name, bytes) -> File, for the blocks on disk.
+        make_file: (name, bytes) -> File, for the blocks on disk, which are in `file`.
         cpu_compute: blocks on the cpu tier are used where they are.
 
     Attributes:
         loading: the transfer to the device of each block that is prefetched.
         storing: write-backs of decode steps, the oldest first.
-        file: of the blocks on disk, or None.
     """
 
     def __init__(
@@ -113,16 +103,14 @@ class KVStore:
         self.device, self.cpu_compute = device, cpu_compute
         self.load_queue, self.store_queue = load_queue, store_queue
         self.cpu_to_gpu_bytes = self.gpu_to_cpu_bytes = 0
-        self._largest = layouts
         self.loading: dict[Key, Future] = {}
         self.storing: deque[Future] = deque()
         self._staged: dict[Key, int] = {}  # the staging buffer of each block that has one
 
         sizes = kv_bytes(layouts, tiers, load_queue.overlap, device.is_cuda)
-        self.blocks = {key: _KVBlock(tier) for key, tier in tiers.items()}
-        self._allocate_resident()
         self.file: File | None = make_file("kv_cache", sizes.tiers["disk"]) if sizes.tiers["disk"] else None
-        self._place_on_disk(io)
+        self.blocks = {key: _KVBlock(tier) for key, tier in tiers.items()}
+        self._allocate(layouts, io)
         self._staging = StagingBuffers(device, sizes.staging, sizes.count)
         self._host = self._staging.buffers  # what a block on disk is read into
         if device.is_cuda:
@@ -132,31 +120,26 @@ class KVStore:
         self._host_free = [None] * sizes.count  # events
         self._row = device.host_buffer(sizes.row)
 
-    def _allocate_resident(self) -> None:
-        on_gpu = [self._largest[k] for (_, k), block in self.blocks.items() if block.tier == "gpu"]
+    def _allocate(self, layouts: list[KVLayout], io: DiskIO) -> None:
+        """Room for each block on its tier, as large as the batch's largest layout."""
+        on_gpu = [layouts[batch] for (_, batch), block in self.blocks.items() if block.tier == "gpu"]
         buffers = iter(self.device.buffers([n for x in on_gpu for n in (x.kv_bytes, x.meta_bytes)]))
+        offset = 0
         for (_, batch), block in self.blocks.items():
-            layout = self._largest[batch]
+            layout = layouts[batch]
             if block.tier == "gpu":
                 block.kv, block.meta = next(buffers), next(buffers)
                 continue
             block.meta = self.device.host_buffer(layout.meta_bytes)
             if block.tier == "cpu":
                 block.kv = self.device.host_buffer(layout.kv_bytes)
-
-    def _place_on_disk(self, io: DiskIO) -> None:
-        offset = 0
-        for (_, batch), block in self.blocks.items():
-            if block.tier == "disk":
+            else:
                 block.disk = LoggedBlock(io, self.file, offset)
-                offset += file_bytes(self._largest[batch])
+                offset += file_bytes(layout)
 
     def begin_block(self, layouts: list[KVLayout]) -> None:
         """Start a block of sequences, whose layouts may be smaller than those the buffers were made for."""
         self.drain()
-        for layout, largest in zip(layouts, self._largest):
-            assert layout.kv_bytes <= largest.kv_bytes and layout.meta_bytes <= largest.meta_bytes
-            assert file_bytes(layout) <= file_bytes(largest)
         for (_, batch), block in self.blocks.items():
             if batch < len(layouts):
                 block.layout = layouts[batch]
@@ -167,8 +150,6 @@ class KVStore:
         """Whether the block must be staged on the device to be used in a decode step."""
         tier = self.blocks[layer, batch].tier
         return tier == "disk" or (tier == "cpu" and not self.cpu_compute)
-
-    # prefill
 
     def blank(self, layer: int, batch: int) -> KVTensors:
         """A cache on the device to be filled; `store_all` writes it back."""
@@ -190,8 +171,6 @@ class KVStore:
         part = slice(0, block.layout.used_bytes(held)) if block.disk is None else block.disk.dirty(first, held)
         block.stored = self.store_queue.submit(lambda: self.store_block(block, index, part), after=self.device.record())
         self._staging.give_back(index, block.stored)
-
-    # decode
 
     def prefetch(self, layer: int, batch: int, held: int) -> bool:
         """Start to stage a streamed block of which `held` slots are in use. False if that is not possible yet: no
@@ -237,8 +216,6 @@ class KVStore:
         block.stored = self.store_queue.submit(lambda: self.store_token(block, scores, slots, k, v), after=computed)
         self.storing.append(block.stored)
 
-    # jobs of the transfer queues
-
     def load_block(self, block: _KVBlock, index: int, last_job: Future | None, held: int) -> None:
         """Fill a staging buffer that `last_job` has used before."""
         used, source = block.layout.used_bytes(held), block.kv
@@ -250,7 +227,7 @@ class KVStore:
             source = self._host[index]
             block.disk.read(source.numpy(), used)
         self.device.wait_for(last_job)
-        if block.layout.meta_bytes and self.device.is_cuda:
+        if self.device.is_cuda:
             meta_bytes = block.layout.meta_bytes
             copy(self._meta[index][:meta_bytes], block.meta[:meta_bytes])
             self.cpu_to_gpu_bytes += meta_bytes
@@ -274,7 +251,7 @@ class KVStore:
 
     def store_scores(self, block: _KVBlock, index: int) -> None:
         """Write back scores and positions; without CUDA they are changed where they are."""
-        if block.layout.meta_bytes and self.device.is_cuda:
+        if self.device.is_cuda:
             meta_bytes = block.layout.meta_bytes
             copy(block.meta[:meta_bytes], self._meta[index][:meta_bytes])
             self.gpu_to_cpu_bytes += meta_bytes
@@ -288,17 +265,15 @@ class KVStore:
         target = row.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
         copy(target[0], k)
         copy(target[1], v)
-        slots = (
-            (slots if layout.growth == "fixed" else slots[:, :1]).to("cpu").numpy()
-        )  # without scores all heads have one slot
+        if layout.growth == "append":  # all heads have one slot
+            slots = slots[:, :1]
+        slots = slots.to("cpu").numpy()
         finish(self.device.record())
         self.gpu_to_cpu_bytes += layout.row_bytes
         if block.disk is None:
             put_tokens(layout, block.kv[: layout.kv_bytes].numpy(), row.numpy(), slots)
         else:
             block.disk.append(self._row[: aligned(layout.row_bytes)].numpy(), slots)
-
-    # staging buffers
 
     def _view(self, block: _KVBlock, index: int) -> KVTensors:
         meta = self._meta[index] if self.device.is_cuda else block.meta

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 #: bytes that libraries and the allocator hold beside tensors once they compute: 20 to 70 MiB
@@ -14,6 +15,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 TRIM_BYTES, MMAP_BYTES = 64 << 20, 8 << 20
 #: cgroup v1 writes "no limit" as a number near 2**63
 _UNLIMITED = 1 << 60
+#: of a cgroup by version: the files of its limit and of its usage, and what its counters begin with in memory.stat
+CGROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
 
 
 def hold_heap() -> None:
@@ -30,13 +36,12 @@ def trim_heap() -> None:
 
 
 def _glibc(function: str, *args: int) -> None:
-    try:
+    with suppress(OSError, AttributeError):  # another C library
         getattr(ctypes.CDLL(None), function)(*args)
-    except (OSError, AttributeError):
-        pass  # another C library
 
 
-def _read_int(path: Path) -> int | None:
+def _cgroup_bytes(path: Path) -> int | None:
+    """What a file of a cgroup holds; None if there is no such file, or no limit."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -53,10 +58,9 @@ def _cgroup_folders() -> list[tuple[Path, int]]:
     folders = []
     for line in lines:
         _, controllers, path = (line.split(":", 2) + ["none", ""])[:3]
-        if controllers != "" and "memory" not in controllers.split(","):
+        if controllers and "memory" not in controllers.split(","):
             continue
-        version = 1 if controllers else 2
-        root = Path("/sys/fs/cgroup/memory") if controllers else Path("/sys/fs/cgroup")
+        version, root = (1, Path("/sys/fs/cgroup/memory")) if controllers else (2, Path("/sys/fs/cgroup"))
         folder = root / path.lstrip("/")
         # in a container the path is the host's, but the mount shows the container's group at its root
         chain = [folder, *folder.parents] if folder.exists() else [root]
@@ -65,21 +69,18 @@ def _cgroup_folders() -> list[tuple[Path, int]]:
 
 
 def cgroup_available() -> int | None:
-    """Bytes left under the tightest memory cgroup limit, or None without a limit.
-
-    Page cache that the kernel can drop counts as available, as it does in /proc/meminfo.
-    """
+    """Bytes left under the tightest memory cgroup limit, or None without a limit; page cache that the kernel can drop
+    counts as left, as in /proc/meminfo."""
     left = []
     for folder, version in _cgroup_folders():
-        limit = _read_int(folder / ("memory.limit_in_bytes" if version == 1 else "memory.max"))
-        usage = _read_int(folder / ("memory.usage_in_bytes" if version == 1 else "memory.current"))
+        limit_file, usage_file, prefix = CGROUP_FILES[version]
+        limit, usage = _cgroup_bytes(folder / limit_file), _cgroup_bytes(folder / usage_file)
         if limit is None or usage is None:
             continue
         try:
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             stat = {}
-        prefix = "total_" if version == 1 else ""
         cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
         left.append(limit - max(0, usage - cache))
     return min(left) if left else None
@@ -87,32 +88,25 @@ def cgroup_available() -> int | None:
 
 def ram_available() -> int:
     """Bytes of RAM this process can still take: free in the machine and allowed by the cgroup."""
-    meminfo = {}
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            key, value = line.split(":")
-            meminfo[key] = int(value.split()[0]) * 1024
-        machine = meminfo["MemAvailable"]
-    except (OSError, KeyError, ValueError):
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    machine = _proc("meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     cgroup = cgroup_available()
     return machine if cgroup is None else max(0, min(machine, cgroup))
 
 
 def ram_in_all() -> int:
     """Bytes of RAM this process can hold: free ones and its own, but for mapped files, which count as free."""
-    return ram_available() + _status("RssAnon") + _status("RssShmem")
-
-
-def baseline() -> int:
-    """Bytes of RAM that this process holds now, and will beside tensors once it computes."""
-    return held() + LIBRARIES
+    return ram_available() + _proc("self/status", "RssAnon") + _proc("self/status", "RssShmem")
 
 
 def held() -> int:
     """Bytes of RAM that this process holds, after its free pages have gone back to the system."""
     trim_heap()
     return resident()
+
+
+def baseline() -> int:
+    """Bytes of RAM that this process holds now, and will beside tensors once it computes."""
+    return held() + LIBRARIES
 
 
 def disk_free(folder: Path) -> int:
@@ -123,29 +117,26 @@ def disk_free(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _status(key: str) -> int:
+def _proc(file: str, key: str) -> int:
+    """Bytes that a file under /proc gives, as in "MemAvailable:  123 kB"; 0 if it does not."""
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
+        lines = Path(f"/proc/{file}").read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), 0)
     except OSError:
-        pass
-    return 0
+        return 0
 
 
 def resident() -> int:
     """Bytes of RAM that this process holds now."""
-    return _status("VmRSS")
+    return _proc("self/status", "VmRSS")
 
 
 def peak_resident() -> int:
     """The most bytes of RAM that this process has held since `reset_peak`."""
-    return _status("VmHWM")
+    return _proc("self/status", "VmHWM")
 
 
 def reset_peak() -> None:
     """Start `peak_resident` anew; if the kernel refuses, it counts from the start of the process."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass

@@ -12,12 +12,8 @@ from h2o_flexgen.offload.device import Device
 
 
 class TransferQueue:
-    """Moves one kind of data in one direction: a thread, on CUDA with a stream of its own. Jobs start in order.
-
-    Args:
-        overlap: run jobs beside compute; if False, a job has ended before `submit` returns.
-        workers: jobs that may run at the same time.
-    """
+    """Moves one kind of data in one direction: a thread, on CUDA with a stream of its own. Jobs start in order, up to
+    `workers` at a time, and run beside compute; without `overlap` they have ended before `submit` returns."""
 
     def __init__(self, device: Device, name: str, overlap: bool = True, workers: int = 1):
         self.device, self.overlap = device, overlap

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -22,14 +23,11 @@ POOL = 1 << 22
 
 
 class DummyCheckpoint:
-    """Random weights with the methods of `Checkpoint`. Matrices are normally distributed, norms 1, biases 0.
+    """Random weights with the methods of `Checkpoint`, "stored" in 16 bits as those that are published. Matrices are
+    normally distributed, norms 1, biases 0.
 
     A tensor's elements depend on its name alone, not on its tier: a pool of random elements, rotated by a hash of the
-    name.
-
-    Args:
-        shapes: of every tensor by name.
-        dtype: of the computation; the weights are "stored" in 16 bits, as those that are published.
+    name. `shapes`: of every tensor by name; `dtype`: of the computation.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype):
@@ -46,24 +44,24 @@ class DummyCheckpoint:
 
     def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
         """Write the tensors to a file of the offload folder, one after the other, each from the start of a page."""
-        offsets, end = {}, 0
-        for name in names:
-            offsets[name] = end
-            end += aligned(prod(self.shapes[name]) * self.dtype.itemsize)
         if not names:
             return {}
+        *offsets, end = accumulate(
+            (aligned(prod(self.shapes[name]) * self.dtype.itemsize) for name in names), initial=0
+        )
         file = make_file("weights", end)
+        stored = {name: Stored(file, at, self.shapes[name], self.dtype) for name, at in zip(names, offsets)}
         with bar_of_bytes("writing random weights", end, progress) as bar:
-            for name in names:
-                count, offset = prod(self.shapes[name]), offsets[name]
+            for name, tensor in stored.items():
+                count = prod(tensor.shape)
                 for at in range(0, count, POOL):
                     interrupts.check()
                     part = self._slice(name, min(POOL, count - at))
-                    wait(io.write(file, as_numpy(part), offset + at * self.dtype.itemsize))
-                    bar.update(part.numel() * self.dtype.itemsize)
+                    wait(io.write(file, as_numpy(part), tensor.offset + at * self.dtype.itemsize))
+                    bar.update(part.nbytes)
         os.fsync(file.fd)  # else the write-back would share the disk with the first steps
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return {name: Stored(file, offsets[name], self.shapes[name], self.dtype) for name in names}
+        return stored
 
     def read(self, name: str, out: Tensor, io: DiskIO) -> None:
         """Fill `out`, contiguous, of any float dtype, on any device."""

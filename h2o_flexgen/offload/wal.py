@@ -5,8 +5,8 @@
     | K and V, by segments | not used | row 0 | row 1 | ...   | row wal_rows - 1 |
     |<----- `written` ---->|          |<-- `rows` --->|
 
-A row is one token of each sequence, first all K, then all V, in whole pages. Which slots its tokens belong to stays in
-RAM. Reading the block reads what was written and the rows, and replays the rows in order.
+A row is one token of each sequence, first all K, then all V, in whole pages; its slots stay in RAM. Reading the block
+reads what was written and the rows, and replays the rows in order.
 
 Compaction writes K and V again and empties the log. A cache that grows is compacted whenever its last segment in use is
 full, from the first segment that the log has changed on: so a step reads the tokens that the cache holds and no empty
@@ -39,23 +39,13 @@ def slots_bytes(layout: KVLayout) -> int:
 
 
 def put_tokens(layout: KVLayout, kv: np.ndarray, rows: np.ndarray, slots: np.ndarray) -> None:
-    """Put tokens into a cache; of several for one slot the last one stays.
-
-    Args:
-        kv: bytes of a cache, which is changed.
-        rows: (n, row_bytes) bytes.
-        slots: (n, B, H) or (n, B, 1) integers.
-    """
+    """Put tokens, rows (n, row_bytes), into slots (n, B, H) or (n, B, 1) of a cache's bytes `kv`; of several for one
+    slot the last one stays."""
     layout.vectors(kv)[layout.places(slots).reshape(-1)] = layout.vectors(rows).reshape(-1)
 
 
 class LoggedBlock:
-    """One KV block in `file` from `offset`. Calls return when their reads or writes have ended.
-
-    Attributes:
-        written: bytes of K and V in the file, but for the tokens of the log.
-        rows: tokens per sequence in the log.
-    """
+    """One KV block in `file` from `offset`. Calls return when their reads or writes have ended."""
 
     def __init__(self, io: DiskIO, file: File, offset: int):
         self.io, self.file, self.offset = io, file, offset
@@ -63,7 +53,8 @@ class LoggedBlock:
     def begin(self, layout: KVLayout) -> None:
         """Start with an empty cache of this layout."""
         self.layout = layout
-        self.written = self.rows = 0
+        self.written = 0  # bytes of K and V in the file, but for the tokens of the log
+        self.rows = 0  # tokens per sequence in the log
         self._slots = np.empty(_slots_shape(layout), np.int32)
         self._log_begin, self._row_bytes = aligned(layout.kv_bytes), aligned(layout.row_bytes)
 

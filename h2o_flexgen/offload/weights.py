@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import pack, packs
+from h2o_flexgen.models.spec import Tensors
 from h2o_flexgen.offload.checkpoint import Checkpoint, PagedRead, Stored, bar_of_bytes, is_finite, parts_of
 from h2o_flexgen.offload.device import Device, as_numpy, convert, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, wait
@@ -32,25 +33,18 @@ from h2o_flexgen.offload.random_weights import DummyCheckpoint
 from h2o_flexgen.sizes import aligned, double_buffers, staging_span
 
 Shape = tuple[int, ...]
-Spec = dict[str, tuple[str, Shape]]  # {short name: (name in the checkpoint, shape)}
 
 
 class StagingBytes(NamedTuple):
-    """The bytes that streamed weights take; the memory plan counts with the same ones.
+    """The bytes that streamed weights take; the memory plan counts with the same ones."""
 
-    Attributes:
-        device: of the staging buffer on the device.
-        host: (CUDA) of the buffer in RAM that is read into from disk.
-        converted: (CPU) of weights in the dtype of the computation that are stored in another.
-    """
-
-    device: int = 0
-    host: int = 0
-    converted: int = 0
+    device: int = 0  # of the staging buffer on the device
+    host: int = 0  # (CUDA) of the buffer in RAM that is read into from disk
+    converted: int = 0  # (CPU) of weights in the dtype of the computation that are stored in another
 
 
 def staging_bytes(tier: str, nbytes: int, stored_bytes: int, converts: bool, cuda: bool) -> StagingBytes:
-    """What one tensor takes: `nbytes` in the dtype of the computation, `stored_bytes` in the checkpoint. `converts`:
+    """What one tensor takes: `nbytes` in the dtype of the computation, `stored_bytes` in the checkpoint; `converts`:
     these dtypes differ."""
     if tier == "gpu":
         return StagingBytes()
@@ -68,34 +62,35 @@ def largest_layer(layers: Iterable[list[StagingBytes]]) -> StagingBytes:
 
 @dataclass
 class _StagedLayer:
-    job: Future | None
+    """A layer in the staging buffer of index `buffer`: its streamed tensors by short name, and what fills them, copies
+    (target, source) from RAM and reads from disk."""
+
     buffer: int
-    tensors: dict[str, Tensor]  # streamed ones by short name
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    reads: list[PagedRead] = field(default_factory=list)
+    job: Future | None = None
 
 
 class WeightStore:
     """The weights of one model, placed.
 
     Args:
-        dtype: of the computation.
         layers: per layer the tensors it needs whole.
         gathered: tensors of which only rows are asked for, by `rows`.
         tiers: tier of every tensor by its name in the checkpoint.
         source: the checkpoint, or random weights.
         make_file: (name, bytes) -> File, for random weights on disk.
         direct: read from disk past the page cache.
-        progress: show a bar while loading.
-
-    Raises:
-        UserError: a tensor that is not on disk holds NaN or infinite elements.
+        progress: show a bar while loading. Raises UserError for NaN or infinite elements of tensors not on disk.
     """
 
     def __init__(
         self,
         device: Device,
         dtype: torch.dtype,
-        layers: list[Spec],
-        gathered: Spec,
+        layers: list[Tensors],
+        gathered: Tensors,
         tiers: dict[str, str],
         source: Checkpoint | DummyCheckpoint,
         io: DiskIO,
@@ -124,6 +119,10 @@ class WeightStore:
     def _nbytes(self, shape: Shape) -> int:
         return prod(shape) * self.dtype.itemsize
 
+    def _view(self, buffer: Tensor, shape: Shape) -> Tensor:
+        """The beginning of a buffer as a tensor in the dtype of the computation."""
+        return buffer[: self._nbytes(shape)].view(self.dtype).view(shape)
+
     def _staging_bytes(self, name: str, shape: Shape) -> StagingBytes:
         stored, nbytes = self.stored.get(name), self._nbytes(shape)
         if stored is None:
@@ -137,19 +136,19 @@ class WeightStore:
         with bar_of_bytes("loading weights", sum(map(self._nbytes, shapes.values())), progress) as bar:
             for name, shape in shapes.items():
                 interrupts.check()
-                data = buffers[name] if name in buffers else self.device.host_buffer(self._nbytes(shape))
-                tensor = data.view(self.dtype).view(shape)
+                buffer = buffers[name] if name in buffers else self.device.host_buffer(self._nbytes(shape))
+                tensor = self._view(buffer, shape)
                 source.read(name, tensor, self.io)
-                self._check_finite(name, tensor, source.stored_dtype(name))
+                if not is_finite(tensor):
+                    narrowed = self.dtype == torch.float16 != source.stored_dtype(name)
+                    or_large = (
+                        ", or its elements too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
+                    )
+                    raise UserError(
+                        f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken{or_large}"
+                    )
                 self.resident[name] = pack(tensor) if name in packed else tensor
                 bar.update(self._nbytes(shape))
-
-    def _check_finite(self, name: str, tensor: Tensor, stored_dtype: torch.dtype) -> None:
-        if is_finite(tensor):
-            return
-        narrowed = self.dtype == torch.float16 != stored_dtype
-        or_large = ", or its elements too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
-        raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken{or_large}")
 
     def _packed(self) -> set[str]:
         """Names of matrices that are kept as the CPU multiplies with them fastest, and are used for nothing else."""
@@ -164,8 +163,6 @@ class WeightStore:
         held = (*self.resident.values(), *self._buffers, *self._hosts, self._converted)
         return sum(t.nbytes for t in held if t.is_cuda == cuda)
 
-    # the schedule's calls
-
     def streams(self, layer: int) -> bool:
         """Whether any tensor of the layer is streamed."""
         return any(self.tiers[name] != "gpu" for name, _ in self.layers[layer].values())
@@ -176,95 +173,82 @@ class WeightStore:
             self._start(layer)
 
     def _start(self, layer: int) -> None:
-        if layer in self._staged:
+        if layer in self._staged or not self.streams(layer):
             return
-        if not self.streams(layer):
-            self._staged[layer] = _StagedLayer(None, 0, {})
-            return
-        index = self._next
-        self._next = (index + 1) % len(self._buffers)
-        tensors, copies, reads = self._layout(layer, index)
+        staged = self._staged[layer] = self._layout(layer, self._next)
+        self._next = (self._next + 1) % len(self._buffers)
         if not self.device.is_cuda:  # the buffer is free now: queue its reads behind those of the layer before
-            self.start_reads(reads)
-        job = self.queue.submit(lambda: self.fill(index, copies, reads), after=self._buffer_free[index])
-        self._staged[layer] = _StagedLayer(job, index, tensors)
+            self._request(staged)
+        staged.job = self.queue.submit(lambda: self.fill(staged), after=self._buffer_free[staged.buffer])
 
-    def _layout(self, layer: int, index: int) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]], list[PagedRead]]:
-        """The streamed tensors of a layer in the staging buffer `index`, by short name, and what fills them: copies
-        (target, source) from RAM, and reads from disk."""
-        tensors, copies, reads, at, host_at = {}, [], [], 0, 0
+    def _layout(self, layer: int, index: int) -> _StagedLayer:
+        staged, at, host_at = _StagedLayer(index), 0, 0
         for short, (name, shape) in self.layers[layer].items():
             if self.tiers[name] == "gpu":
                 continue
             sizes, stored = self._staging_bytes(name, shape), self.stored.get(name)
             span = self._buffers[index][at : at + sizes.device]
-            if stored is not None and not self.device.is_cuda:
-                reads.append(PagedRead(stored, span))
-                tensors[short] = reads[-1].tensor.view(shape)  # in the dtype that is stored
+            if stored is None:
+                tensor = self._view(span, shape)
+                staged.copies.append((tensor, self.resident[name]))
+            elif self.device.is_cuda:
+                tensor = self._view(span, shape)
+                host = self._hosts[index][host_at : host_at + sizes.host]
+                staged.reads.append(PagedRead(stored, host, tensor))
             else:
-                tensors[short] = span[: self._nbytes(shape)].view(self.dtype).view(shape)
-                if stored is None:
-                    copies.append((tensors[short], self.resident[name]))
-                else:
-                    host = self._hosts[index][host_at : host_at + sizes.host]
-                    reads.append(PagedRead(stored, host, tensors[short]))
+                staged.reads.append(PagedRead(stored, span))
+                tensor = staged.reads[-1].tensor.view(shape)  # in the dtype that is stored
+            staged.tensors[short] = tensor
             at += sizes.device
             host_at += sizes.host
-        return tensors, copies, reads
+        return staged
 
     def get(self, layer: int) -> dict[str, Tensor]:
         """The weights of a layer on the device by short name, until `release`; compute waits until they are loaded."""
         self._start(layer)
-        staged = self._staged[layer]
-        self.device.stall_on(staged.job, "weights")
+        staged = self._staged.get(layer)
+        if staged is not None:
+            self.device.stall_on(staged.job, "weights")
         found, at = {}, 0
         for short, (name, shape) in self.layers[layer].items():
-            tensor = staged.tensors[short] if short in staged.tensors else self.resident[name]
-            if tensor.dtype == self.dtype:
-                found[short] = tensor
-                continue
-            nbytes = self._nbytes(shape)
-            found[short] = self._converted[at : at + nbytes].view(self.dtype).view(shape)
-            convert(found[short], tensor)
-            at += aligned(nbytes)
+            tensor = self.resident[name] if self.tiers[name] == "gpu" else staged.tensors[short]
+            if tensor.dtype != self.dtype:
+                source, tensor = tensor, self._view(self._converted[at:], shape)
+                convert(tensor, source)
+                at += aligned(tensor.nbytes)
+            found[short] = tensor
         return found
 
     def release(self, layer: int) -> None:
         """The layer's last computation is queued: its staging buffer may be filled again after it."""
-        staged = self._staged.pop(layer)
-        if staged.job is not None:
+        staged = self._staged.pop(layer, None)
+        if staged is not None:
             self._buffer_free[staged.buffer] = self.device.record()
 
     def drop_prefetched(self) -> None:
         """Give up what was prefetched for a step that will not be computed."""
         for layer, staged in list(self._staged.items()):
-            if staged.job is not None:
-                staged.job.exception()
+            staged.job.exception()  # waits
             self.release(layer)
 
-    # the job of the transfer queue
-
-    def start_reads(self, reads: list[PagedRead]) -> None:
-        """Request what is read from disk."""
-        for read in reads:
-            read.start(self.io, self.direct)
-
-    def fill(self, index: int, copies: list[tuple[Tensor, Tensor]], reads: list[PagedRead]) -> None:
-        """Fill the staging buffer `index`; without CUDA its reads have been started."""
+    def fill(self, staged: _StagedLayer) -> None:
+        """Fill a staging buffer; without CUDA its reads have been requested."""
         if self.device.is_cuda:
-            finish(self._host_free[index])
-            self.start_reads(reads)
+            finish(self._host_free[staged.buffer])
+            self._request(staged)
         try:
-            for target, source in copies:
+            for target, source in staged.copies:
                 copy(target, source)
                 self.cpu_to_gpu_bytes += target.nbytes
-            for read in reads:
+            for read in staged.reads:
                 self.cpu_to_gpu_bytes += read.finish()
         finally:
-            wait([request for read in reads for request in read.requests])
-        self._host_free[index] = self.device.record()
+            wait([request for read in staged.reads for request in read.requests])
+        self._host_free[staged.buffer] = self.device.record()
 
-    # without staging buffers
+    def _request(self, staged: _StagedLayer) -> None:
+        for read in staged.reads:
+            read.start(self.io, self.direct)
 
     def rows(self, short: str, ids: Tensor) -> Tensor:
         """Rows `ids` (any shape, int64, on the CPU) of a gathered tensor: ids.shape + (width,), on the device."""

@@ -14,42 +14,35 @@ from h2o_flexgen.offload.device import Device, as_numpy, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, wait
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.queues import TransferQueue
-from h2o_flexgen.profiling.compute import HEAD_DIMS, RULES, Attention, layer_call
+from h2o_flexgen.profiling.compute import HEAD_DIMS, Attention, layer_call
 from h2o_flexgen.profiling.scale import Scale
-from h2o_flexgen.profiling.timing import after, calls_per_second
 from h2o_flexgen.sizes import KV_BUFFERS
 
-#: calls of compute are counted for so many seconds, small transfers made for so many, KV blocks visited for so many
-ALONE_SECONDS, SMALL_SECONDS, BESIDE_SECONDS, VISIT_SECONDS = 0.2, 0.1, 0.2, 0.3
-#: sequences and heads of the KV blocks that visit the device
-VISITED_BATCH, VISITED_HEADS = 4, 16
+#: for which calls of compute are counted, small transfers made, and KV blocks fetched and stored
+ALONE_SECONDS, SMALL_SECONDS, VISIT_SECONDS = 0.2, 0.2, 0.3
+#: sequences and heads of these KV blocks
+VISIT_BATCH, VISIT_HEADS = 4, 16
 
 
 def links(device: Device, dtype: torch.dtype, offload_root: Path, scale: Scale) -> Iterator[tuple[tuple, float]]:
-    """Keys and seconds of all links.
+    """Keys and seconds of all links: for a byte of "large" transfers, and for each of "small" ones from and to disk.
 
-    ("link", name), ("beside", name): seconds per byte of large transfers, alone and while something computes
-    ("lost", name): seconds of compute that a byte took away meanwhile
-    ("small", name), ("lost small", name): the same of one small transfer, from or to disk
-    ("visit",): seconds of compute that a KV block from disk takes away
+    ("alone", size, name), ("beside", size, name): while nothing else runs, and while something computes
+    ("lost", size, name): of compute that it took away meanwhile
+    ("visit",): of compute that a KV block from disk takes away
     """
     pinned = device.pinned_count()
-    work = layer_call(device, dtype, scale)
+    work = layer_call(device, dtype, scale.shapes[0], scale.logits[0], scale.weight_bytes)
     folder = OffloadFolder(offload_root)
     io, queue = DiskIO(), TransferQueue(device, "measure")
     try:
-        transfers = _Transfers(device, io, folder.file("measure", scale.file_bytes), scale)
-        for name, job in transfers.large.items():
-            yield ("link", name), _timed(device, queue, job)[0]
-            alone = calls_per_second(device, work, after(ALONE_SECONDS))
-            beside, lost = _timed(device, queue, job, work, alone)
-            yield ("beside", name), beside
-            yield ("lost", name), lost
-            if name in scale.small_bytes:
-                yield ("small", name), _timed(device, queue, partial(transfers.small, name, SMALL_SECONDS))[0]
-                job = partial(transfers.small, name, BESIDE_SECONDS)
-                yield ("lost small", name), _timed(device, queue, job, work, alone)[1]
-        alone = calls_per_second(device, work, after(ALONE_SECONDS))
+        for key, job in _jobs(device, io, folder.file("measure", scale.file_bytes), scale).items():
+            alone = _calls_per_second(device, work, _after(ALONE_SECONDS))
+            yield ("alone", *key), _timed(queue, job)[0]
+            beside, calls = _timed(queue, job, partial(_calls_per_second, device, work))
+            yield ("beside", *key), beside
+            yield ("lost", *key), beside * max(0.0, 1 - calls / alone)
+        alone = _calls_per_second(device, work, _after(ALONE_SECONDS))
         beside = _calls_between_visits(device, dtype, work, io, folder.file, scale)
         yield ("visit",), max(0.0, 1 / beside - 1 / alone)
     finally:
@@ -59,107 +52,103 @@ def links(device: Device, dtype: torch.dtype, offload_root: Path, scale: Scale) 
         device.unpin(pinned)
 
 
-class _Transfers:
-    """Jobs for a transfer queue, each of which returns how much it has moved: bytes, or small transfers."""
+def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str], Callable[[], int]]:
+    """Jobs for a transfer queue by (size, link), each of which returns how much it has moved: bytes, or transfers."""
+    buffer, host = device.buffer(scale.transfer_bytes), device.host_buffer(scale.transfer_bytes)
+    for tensor in (host, buffer):
+        tensor.fill_(1)
+    data, written = as_numpy(host), 0
 
-    def __init__(self, device: Device, io: DiskIO, file, scale: Scale):
-        self.device, self.io, self.file, self.scale = device, io, file, scale
-        buffer, host = device.buffer(scale.transfer_bytes), device.host_buffer(scale.transfer_bytes)
-        for tensor in (host, buffer):
-            tensor.fill_(1)
-        self.source, self.target = as_numpy(host), as_numpy(device.host_buffer(scale.transfer_bytes))
-        self.written = 0
-        self.large: dict[str, Callable[[], int]] = {
-            "cpu_to_disk": self.write,  # before it is read
-            "disk_to_cpu": self.read,
-            "cpu_to_gpu": partial(self.copy, buffer, host),
-            "gpu_to_cpu": partial(self.copy, host, buffer),
-        }
-
-    def write(self) -> int:
-        ended, done = after(self.scale.disk_seconds), 0
-        while done < self.scale.file_bytes and not (done and ended()):
-            wait(self.io.write(self.file, self.source, done, True))
-            done += self.scale.transfer_bytes
-        self.written = max(self.written, done)
+    def large(call: Callable, most: int) -> int:
+        ended, done = _after(scale.disk_seconds), 0
+        while done < most and not (done and ended()):
+            wait(call(file, data, done, True))
+            done += scale.transfer_bytes
         return done
 
-    def read(self) -> int:
-        ended, done = after(self.scale.disk_seconds), 0
-        while done < self.written and not (done and ended()):
-            wait(self.io.read(self.file, self.target, done, True))
-            done += self.scale.transfer_bytes
-        return done
+    def write() -> int:
+        nonlocal written
+        written = large(io.write, scale.file_bytes)
+        return written
 
-    def copy(self, dst: Tensor, src: Tensor) -> int:
-        for _ in range(self.scale.file_bytes // self.scale.transfer_bytes):
-            copy(dst, src)
-        finish(self.device.record())
-        return self.scale.file_bytes
-
-    def small(self, name: str, seconds: float) -> int:
-        """Small transfers one after the other."""
-        call, data = {"cpu_to_disk": (self.io.write, self.source), "disk_to_cpu": (self.io.read, self.target)}[name]
-        ended, size, count = after(seconds), self.scale.small_bytes[name], 0
+    def small(call: Callable, size: int) -> int:
+        ended, count = _after(SMALL_SECONDS), 0
         while not (count and ended()):
-            wait(call(self.file, data[:size], count * size % self.scale.transfer_bytes, True))
+            wait(call(file, data[:size], count * size % scale.transfer_bytes, True))
             count += 1
         return count
 
+    def copies(dst: Tensor, src: Tensor) -> int:
+        for _ in range(scale.file_bytes // scale.transfer_bytes):
+            copy(dst, src)
+        finish(device.record())
+        return scale.file_bytes
 
-def _timed(
-    device: Device,
-    queue: TransferQueue,
-    job: Callable[[], int],
-    work: Callable[[], object] | None = None,
-    alone: float = 0.0,
-) -> tuple[float, float]:
-    """Seconds for each thing that a job moves, and those of compute that it takes away.
+    return {
+        ("large", "cpu_to_disk"): write,  # before it is read
+        ("small", "cpu_to_disk"): partial(small, io.write, scale.small_bytes["cpu_to_disk"]),
+        ("large", "disk_to_cpu"): lambda: large(io.read, written),
+        ("small", "disk_to_cpu"): partial(small, io.read, scale.small_bytes["disk_to_cpu"]),
+        ("large", "cpu_to_gpu"): partial(copies, buffer, host),
+        ("large", "gpu_to_cpu"): partial(copies, host, buffer),
+    }
 
-    Args:
-        work: computes meanwhile, and makes `alone` calls per second otherwise.
-    """
-    moved, share = [], 0.0
-    start = time.perf_counter()
+
+def _timed(queue: TransferQueue, job: Callable[[], int], compute: Callable = lambda ended: 0.0) -> tuple[float, float]:
+    """Seconds for each thing that a job moves, and the calls per second of what computes until it has ended."""
+    start, moved = time.perf_counter(), []
     future = queue.submit(lambda: moved.append(job()))
-    if work is not None:
-        share = max(0.0, 1 - calls_per_second(device, work, future.done) / alone)
+    calls = compute(future.done)
     future.result()
-    seconds = (time.perf_counter() - start) / moved[0]
-    return seconds, share * seconds
+    return (time.perf_counter() - start) / moved[0], calls
 
 
-def visited(scale: Scale) -> Attention:
-    """The KV blocks that come and go while something computes."""
-    return Attention(RULES["full"], VISITED_BATCH, VISITED_HEADS, HEAD_DIMS[0], scale.short)
+def _calls_per_second(device: Device, work: Callable[[], object], ended: Callable[[], bool]) -> float:
+    """Of calls one after the other, until `ended`."""
+    done, start = 0, time.perf_counter()
+    while not (done and ended()):
+        work()
+        finish(device.record())  # not the copies beside it
+        done += 1
+    return done / (time.perf_counter() - start)
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    """A function that says whether so many seconds have passed since now."""
+    end = time.perf_counter() + seconds
+    return lambda: time.perf_counter() > end
+
+
+def visit_attention(scale: Scale) -> Attention:
+    """Whose KV blocks are fetched and stored while something computes."""
+    return Attention("full", VISIT_BATCH, VISIT_HEADS, HEAD_DIMS[0], scale.short)
 
 
 def _calls_between_visits(
-    device: Device, dtype: torch.dtype, work: Callable[[], object], io: DiskIO, make_file, scale: Scale
+    device: Device, dtype: torch.dtype, work: Callable[[], object], io: DiskIO, make_file: Callable, scale: Scale
 ) -> float:
     """Calls per second of `work` while a KV block of a full cache comes from disk before each and goes back after."""
-    layout, held = visited(scale).layout(dtype), scale.short - 1
+    layout, held = visit_attention(scale).layout(dtype), scale.short - 1
     queues = [TransferQueue(device, "cache", workers=KV_BUFFERS), TransferQueue(device, "store")]
+    blocks = [(0, 0), (0, 1)]
+    slots = torch.full((layout.batch, layout.heads), held, device=device.torch_device)
+    k = torch.zeros(*slots.shape, layout.head_dim, dtype=dtype, device=device.torch_device)
     try:
-        blocks = [(0, 0), (0, 1)]
         store = KVStore(device, [layout] * 2, dict.fromkeys(blocks, "disk"), io, *queues, make_file)
         store.begin_block([layout] * 2)
         for block in blocks:
             store.blank(*block)
             store.store_all(*block, held)
-        slots = torch.full((layout.batch, layout.heads), held, device=device.torch_device)
-        k = torch.zeros(layout.batch, layout.heads, layout.head_dim, dtype=dtype, device=device.torch_device)
-        done, ended, start = 0, after(VISIT_SECONDS), time.perf_counter()
-        while done < 2 or not ended():
-            now, following = blocks[done % 2], blocks[(done + 1) % 2]
-            store.prefetch(*now, held)
-            store.prefetch(*following, held)
-            store.get(*now, held)
+
+        def visit() -> None:
+            for block in blocks:
+                store.prefetch(*block, held)
+            store.get(*blocks[0], held)
             work()
-            store.store_step(*now, held, slots, k, k)
-            finish(device.record())
-            done += 1
-        rate = done / (time.perf_counter() - start)
+            store.store_step(*blocks[0], held, slots, k, k)
+            blocks.reverse()
+
+        rate = _calls_per_second(device, visit, _after(VISIT_SECONDS))
         store.drain()
         return rate
     finally:

@@ -1,19 +1,24 @@
-"""Which machine this is, what rates measured on it are valid for, and how busy other programs keep it."""
+"""Which machine this is, how busy other programs keep it, and what was measured on it before."""
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import read_json
 from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload.disk import cache_root
 
 #: of what is kept: a file of another format is measured again
 FORMAT = 11
+
+log = logging.getLogger(__name__)
 
 
 def machine(offload_root: Path | None = None, device: Device | None = None) -> dict:
@@ -30,9 +35,7 @@ def machine(offload_root: Path | None = None, device: Device | None = None) -> d
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": torch.cuda.get_device_name(gpu) if torch.cuda.is_available() else None,
     }
-    if offload_root is not None:
-        found["disk"] = mount_point(offload_root)
-    return found
+    return found if offload_root is None else found | {"disk": mount_point(offload_root)}
 
 
 def versions() -> dict:
@@ -40,8 +43,13 @@ def versions() -> dict:
     return {"profile": FORMAT, **installed("torch", "h2o_flexgen")}
 
 
+def here(offload_root: Path | None = None, device: Device | None = None) -> dict:
+    """What is written beside rates, and must still be so when they are read again."""
+    return {"machine": machine(offload_root, device), "versions": versions()}
+
+
 def installed(*names: str) -> dict[str, str]:
-    """Versions of Python and of packages, if they are there."""
+    """Versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for name in names:
         try:
@@ -60,30 +68,46 @@ def mount_point(folder: Path) -> str:
 
 
 def scheduled(threads: Path = Path("/proc/self/task")) -> tuple[float, float]:
-    """Seconds that this process's threads ran, and that they waited for a core; zeros where the system does not count
-    them."""
+    """Seconds that this process's threads ran, and that they waited for a core; zeros where they are not counted."""
     ran = waited = 0
     for path in threads.glob("*/schedstat"):
         try:
             thread = path.read_text().split()
         except OSError:
-            continue  # it has ended
+            continue  # the thread has ended
         ran += int(thread[0])
         waited += int(thread[1])
     return ran / 1e9, waited / 1e9
 
 
-class Crowding:
-    """How much of the time since it was made this process waited for a core.
+def crowding(before: tuple[float, float], now: tuple[float, float]) -> float:
+    """Of the time between two calls of `scheduled`, the part that this process waited for a core, in [0, 1]."""
+    ran, waited = (max(0.0, b - a) for a, b in zip(before, now))  # a thread that has ended is counted no more
+    return waited / (ran + waited) if waited else 0.0
 
-    Args:
-        clock: as `scheduled`.
-    """
 
-    def __init__(self, clock: Callable[[], tuple[float, float]] = scheduled):
-        self.clock, self.begun = clock, clock()
+# what is kept
 
-    def share(self) -> float:
-        """In [0, 1]; 0 where the system does not count it."""
-        ran, waited = (max(0.0, now - then) for now, then in zip(self.clock(), self.begun))
-        return waited / (ran + waited) if waited else 0.0
+
+def kept_file(name: str) -> Path:
+    return cache_root() / "hardware" / f"{name}.json"
+
+
+def read_kept(path: Path, here: dict) -> dict | None:
+    """What was kept in a file, if it was measured `here`."""
+    try:
+        data = read_json("what was measured", path)
+        return data if {name: data[name] for name in here} == here else None
+    except (UserError, KeyError, TypeError):
+        return None
+
+
+def keep(path: Path, text: str) -> None:
+    """Write the whole file or, if that fails, none, with a warning."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_text(text + "\n")
+        os.replace(new, path)
+    except OSError as e:
+        log.warning("cannot keep what was measured in %s: %s", path, e.strerror)

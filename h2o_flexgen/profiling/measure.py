@@ -17,15 +17,11 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import dtype_name, rates, use
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import cache_root
-from h2o_flexgen.planning.profile import LINKS, Link, Profile
-from h2o_flexgen.profiling import scale as scales
-from h2o_flexgen.profiling.compute import HEAD_DIMS, LAYER_MATMULS, PHASES, RULES, Attention, cases, fitting_shapes
-from h2o_flexgen.profiling.kernels import keep
-from h2o_flexgen.profiling.links import links, visited
-from h2o_flexgen.profiling.machine import Crowding, machine, mount_point, versions
-from h2o_flexgen.profiling.scale import Scale
-from h2o_flexgen.profiling.timing import call_seconds
+from h2o_flexgen.planning.profile import ATTENTION, LINKS, Link, Profile
+from h2o_flexgen.profiling.compute import HEAD_DIMS, LAYER_MATMULS, PHASES, Attention, cases, fitting_shapes
+from h2o_flexgen.profiling.links import links, visit_attention
+from h2o_flexgen.profiling.machine import crowding, here, keep, kept_file, mount_point, read_kept, scheduled
+from h2o_flexgen.profiling.scale import Scale, scale_for
 from h2o_flexgen.sizes import requests
 
 log = logging.getLogger(__name__)
@@ -35,15 +31,14 @@ def load_or_measure(
     device: Device, dtype: torch.dtype, offload_root: Path, progress: bool = True, scale: Scale | None = None
 ) -> Profile:
     """The profile of this machine: what was measured before if machine and versions are the same, else anew. Rates
-    beside programs that kept the CPU busy are not kept."""
-    scale = scale or default_scale(device)
+    measured beside programs that kept the CPU busy are not kept."""
+    scale = scale or scale_for(device)
     disk = crc32(mount_point(offload_root).encode())  # jobs may take turns on several
-    path = cache_root() / "hardware" / f"{device.torch_device.type}-{dtype_name(dtype)}-{disk:08x}.json"
+    path = kept_file(f"{device.torch_device.type}-{dtype_name(dtype)}-{disk:08x}")
     try:
-        profile = Profile.from_file(path)
-        same = (profile.machine, profile.versions) == (machine(offload_root, device), versions())
+        profile = Profile.from_dict(read_kept(path, here(offload_root, device)) or {})
         # when it was measured, memory may have been short
-        if same and profile.matmul["streamed"].keys() >= set(fitting_shapes(device, dtype, scale)):
+        if profile.matmul["streamed"].keys() >= set(fitting_shapes(device, dtype, scale)):
             if profile.kernels is not None:
                 use(profile.kernels)
             return profile
@@ -55,10 +50,6 @@ def load_or_measure(
     return profile
 
 
-def default_scale(device: Device) -> Scale:
-    return scales.CUDA if device.is_cuda else scales.CPU
-
-
 @torch.inference_mode()
 def measure(
     device: Device, dtype: torch.dtype, offload_root: Path, progress: bool = True, scale: Scale | None = None
@@ -68,35 +59,27 @@ def measure(
     Raises:
         UserError: the offload folder cannot be written, or has no space for half a GiB; the GPU has too little memory.
     """
+    scale = scale or scale_for(device)
+    if device.is_cuda and not device.workspace_bytes:
+        device.start(None)
+    before, baseline = scheduled(), memory.baseline()
     try:
-        return _measure(device, dtype, offload_root, progress, scale or default_scale(device))
+        found = Measured(_seconds(device, dtype, offload_root, progress, scale), dtype, scale)
     except torch.OutOfMemoryError:
         raise UserError(
             f"{device} has too little memory left to measure its rates: end what else uses it; a job may need a higher "
             "limit of device memory, or a hardware profile that is given"
         ) from None
-
-
-def _measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bool, scale: Scale) -> Profile:
-    if device.is_cuda and not device.workspace_bytes:
-        device.start(None)
-    crowding = Crowding()
-    baseline = memory.baseline()
-    found = Measured(_seconds(device, dtype, offload_root, progress, scale), dtype, scale)
     attention, head_seconds = found.attention()
     ram = memory.ram_in_all()
+    gpu = device.free_bytes() if device.is_cuda else ram
     profile = Profile(
-        machine=machine(offload_root, device),
-        versions=versions(),
+        **here(offload_root, device),
         date=date.today().isoformat(),
         command="python -m h2o_flexgen.hardware",
         device=device.torch_device.type,
         dtype=dtype_name(dtype),
-        memory={
-            "gpu": device.free_bytes() if device.is_cuda else ram,
-            "cpu": ram,
-            "disk": memory.disk_free(offload_root),
-        },
+        memory={"gpu": gpu, "cpu": ram, "disk": memory.disk_free(offload_root)},
         links={name: found.link(name) for name in LINKS},
         matmul=found.matmul(),
         prefill_attention=attention["prefill"],
@@ -105,17 +88,17 @@ def _measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: b
         head_seconds=head_seconds,
         grouped=found.grouped(),
         visit_seconds=found.visit_seconds(),
-        step_seconds=found("step") + max(found("small", rule) for rule in RULES),
+        step_seconds=found("step") + max(found("small", rule) for rule in ATTENTION),
         logit_seconds=found("choose") / (scale.logits[0] * scale.logits[1]),
         convert_seconds_per_byte=found("convert") / scale.transfer_bytes,
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
-        crowded=crowding.share(),
+        crowded=crowding(before, scheduled()),
         kernels=None if device.is_cuda or dtype == torch.float32 else rates(),
     )
     if profile.is_crowded:
         log.warning(
-            "other programs kept this one waiting for a processor %.0f%% of the time while the machine was measured: "
+            "other programs kept this one waiting for a CPU core %.0f%% of the time while the machine was measured: "
             "its rates may be too low, and a policy by them poor; close them and run the command again",
             100 * profile.crowded,
         )
@@ -131,12 +114,11 @@ def _seconds(
     with tqdm(total=steps, desc="measuring this machine", unit="step", disable=not progress, leave=False) as bar:
         for _ in range(scale.passes):
             for case in cases(device, dtype, scale):
-                cold = scale.cold_bytes if case.cold else 0
-                samples[case.key].append(call_seconds(case.device, case.make(), scale.call_seconds, cold))
+                samples[case.key].append(case.seconds(scale))
                 bar.update()
             for key, seconds in links(device, dtype, offload_root, scale):
                 samples[key].append(seconds)
-                bar.update(key[0] == "link")
+                bar.update(key[:2] == ("alone", "large"))
     return {key: median(values) for key, values in samples.items()}
 
 
@@ -160,28 +142,24 @@ class Measured:
         return {kind: dict(found.get(kind, found["streamed"])) for kind in ("streamed", "resident")}
 
     def link(self, name: str) -> Link:
-        return Link(
-            1 / self("link", name),
-            self("lost", name),
-            max(0.0, 1 - self("link", name) / self("beside", name)),
-            self._each_request("small", "link", name),
-            self._each_request("lost small", "lost", name),
-        )
+        alone, beside, lost = (self(what, "large", name) for what in ("alone", "beside", "lost"))
+        slowed = max(0.0, 1 - alone / beside)
+        return Link(1 / alone, lost, slowed, self._each_request("alone", name), self._each_request("lost", name))
 
-    def _each_request(self, what: str, per_byte: str, name: str) -> float:
+    def _each_request(self, what: str, name: str) -> float:
         """The part of a small transfer that its bytes do not explain, for each of its requests."""
         if name not in self.scale.small_bytes:
             return 0.0
         size = self.scale.small_bytes[name]
-        return max(0.0, self(what, name) - self(per_byte, name) * size) / requests(size)
+        return max(0.0, self(what, "small", name) - self(what, "large", name) * size) / requests(size)
 
     def visit_seconds(self) -> float:
         """What a visit takes from compute besides its bytes and its requests: one reads the KV block, one its log, one
         writes the new row."""
-        layout = visited(self.scale).layout(self.dtype)
-        known = layout.kv_bytes * self("lost", "disk_to_cpu") + layout.row_bytes * self("lost", "cpu_to_disk")
-        for name in ("disk_to_cpu", "disk_to_cpu", "cpu_to_disk"):
-            known += self._each_request("lost small", "lost", name)
+        layout = visit_attention(self.scale).layout(self.dtype)
+        known = layout.kv_bytes * self("lost", "large", "disk_to_cpu")
+        known += layout.row_bytes * self("lost", "large", "cpu_to_disk")
+        known += 2 * self._each_request("lost", "disk_to_cpu") + self._each_request("lost", "cpu_to_disk")
         return max(0.0, self("visit") - known)
 
     def attention(self) -> tuple[dict, dict]:

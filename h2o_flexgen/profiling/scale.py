@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.profile import Shape
 
 
@@ -19,7 +20,7 @@ class Scale:
         logits: (sequences, words) from which tokens are chosen.
         prompt: tokens of a prompt in attention; short: of one so short that what a head takes anyway shows.
         sequences: times as many in attention over a cache.
-        cold_bytes: that are written between two calls, so that the second finds nothing in the caches.
+        cold_bytes: written between two calls, so that the second finds nothing in the caches.
         transfer_bytes: of a large transfer; file_bytes: of the file that is written and read by such transfers.
         small_bytes: of a small transfer by link: a KV block that is read, a row that is written.
         disk_seconds: a slow disk is not used for longer at a time.
@@ -43,7 +44,6 @@ class Scale:
     passes: int = 3
 
 
-CPU = Scale()
 #: smaller matrices would measure how fast the host launches kernels
 CUDA = Scale(
     shapes=((2048, 2048), (4096, 4096), (16384, 4096), (4096, 16384), (50272, 4096)),
@@ -51,3 +51,7 @@ CUDA = Scale(
     sequences=8,
     cold_bytes=1 << 27,
 )
+
+
+def scale_for(device: Device) -> Scale:
+    return CUDA if device.is_cuda else Scale()

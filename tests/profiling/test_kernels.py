@@ -27,7 +27,7 @@ def measured(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(linear, "measure", measure)
-    monkeypatch.setattr(machine.Crowding, "share", lambda self: 0.0)
+    monkeypatch.setattr(kept, "crowding", lambda before, now: 0.0)
     linear.use(None)
     return found
 
@@ -35,7 +35,7 @@ def measured(monkeypatch):
 def test_rates_are_measured_once_and_again_when_the_machine_changes(measured, monkeypatch):
     assert kept.load_or_measure_kernels() == measured[0]
     assert kept.load_or_measure_kernels() == measured[0]
-    monkeypatch.setattr(kept, "versions", lambda: {"torch": "another"})
+    monkeypatch.setattr(machine, "versions", lambda: {"torch": "another"})
     assert kept.load_or_measure_kernels() == measured[1]
     assert len(measured) == 2
 
@@ -43,15 +43,15 @@ def test_rates_are_measured_once_and_again_when_the_machine_changes(measured, mo
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"rates": 3}'])
 def test_a_damaged_file_is_measured_again(measured, text):
     kept.load_or_measure_kernels()
-    kept.kept_kernels().write_text(text)
+    kept.kept_file("kernels").write_text(text)
     assert kept.load_or_measure_kernels() == measured[1]
-    assert json.loads(kept.kept_kernels().read_text())["machine"] == machine.machine()
+    assert json.loads(kept.kept_file("kernels").read_text())["machine"] == machine.machine()
 
 
 def test_rates_beside_a_busy_program_are_not_kept(measured, monkeypatch):
-    monkeypatch.setattr(machine.Crowding, "share", lambda self: 0.5)
+    monkeypatch.setattr(kept, "crowding", lambda before, now: 0.5)
     kept.load_or_measure_kernels()
-    assert not kept.kept_kernels().exists()
+    assert not kept.kept_file("kernels").exists()
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(measured, monkeypatch, tmp_path, caplog):

@@ -16,9 +16,9 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.profile import Profile
-from h2o_flexgen.profiling import compute
+from h2o_flexgen.profiling import compute, machine
 from h2o_flexgen.profiling import measure as hardware
-from h2o_flexgen.profiling.machine import Crowding, scheduled
+from h2o_flexgen.profiling.machine import cache_root, crowding, scheduled
 from h2o_flexgen.profiling.scale import Scale
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -93,7 +93,7 @@ LAPTOP = Scale(shapes=tuple(laptop().matmul["streamed"]))
 
 def here(folder: Path) -> dict:
     """What a profile of this machine says of it."""
-    return {"machine": hardware.machine(folder), "versions": hardware.versions(), "dtype": "float32"}
+    return {**hardware.here(folder), "dtype": "float32"}
 
 
 def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_path):
@@ -111,11 +111,11 @@ def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_p
     assert ask() == made[0]
     assert ask() == made[0]
     assert len(made) == 1
-    monkeypatch.setattr(hardware, "versions", lambda: {"torch": "another"})
+    monkeypatch.setattr(machine, "versions", lambda: {"torch": "another"})
     ask()
     ask()
     assert len(made) == 2
-    kept = next((Path(hardware.cache_root()) / "hardware").iterdir())
+    kept = next((Path(cache_root()) / "hardware").iterdir())
     kept.write_text("{")
     ask()
     assert len(made) == 3
@@ -163,15 +163,15 @@ def test_waiting_for_a_core_is_counted(tmp_path):
     assert counted == (4.0, 1.0)
     assert scheduled(tmp_path / "none") == (0.0, 0.0)
     for before, share in [((0.0, 0.0), 0.2), ((2.0, 0.0), 1 / 3), (counted, 0.0)]:
-        assert Crowding(iter([before, counted]).__next__).share() == pytest.approx(share)
+        assert crowding(before, counted) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("share, said", [(0.1, 0), (0.5, 1)])
 def test_a_busy_machine_is_told(monkeypatch, tmp_path, caplog, share, said):
-    monkeypatch.setattr(Crowding, "share", lambda self: share)
+    monkeypatch.setattr(hardware, "crowding", lambda before, now: share)
     profile = hardware.measure(Device("cpu"), torch.float32, tmp_path / "offload", False, TINY)
     assert profile.crowded == share
-    assert caplog.text.count("waiting for a processor") == said
+    assert caplog.text.count("waiting for a CPU core") == said
 
 
 def test_a_gpu_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
