@@ -27,19 +27,19 @@ class Parser(argparse.ArgumentParser):
 
 def add_limit_options(add) -> None:
     """What may be used of each tier; `add` is a group's `add_argument`."""
-    add(
-        "--gpu-mem",
-        type=float,
-        metavar="GIB",
-        help="use at most this much of the device's memory (RAM without CUDA)",
-    )
-    add(
-        "--cpu-mem",
-        type=float,
-        metavar="GIB",
-        help="use at most this much RAM for the cpu tier, with CUDA",
-    )
+    add("--gpu-mem", type=float, metavar="GIB", help="use at most this much of the device's memory (RAM without CUDA)")
+    add("--cpu-mem", type=float, metavar="GIB", help="use at most this much RAM for the cpu tier, with CUDA")
     add("--disk-mem", type=float, metavar="GIB", help="use at most this much disk")
+
+
+def add_switch(add, option: str, text: str) -> None:
+    """An option and its opposite (--no-...); None where neither is given."""
+    add(option, action=argparse.BooleanOptionalAction, default=None, help=text)
+
+
+def option(name: str) -> str:
+    """The option of an argument: --gpu-mem of gpu_mem."""
+    return f"--{name.replace('_', '-')}"
 
 
 def limits(args: argparse.Namespace) -> dict[str, int | None]:
@@ -53,12 +53,12 @@ def check_sizes(args: argparse.Namespace) -> None:
     for name in ("prompt_len", "gen_len", "num_prompts", "gpu_batch_size", "num_gpu_batches"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+            raise UserError(f"{option(name)} must be 1 or more, not {value}")
     for name in ("gpu_mem", "cpu_mem", "disk_mem", "max_latency"):
         value = getattr(args, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             unit = "s" if name == "max_latency" else "GiB"
-            raise UserError(f"--{name.replace('_', '-')} must be more than 0 {unit}, not {value:g}")
+            raise UserError(f"{option(name)} must be more than 0 {unit}, not {value:g}")
 
 
 def add_budget_options(parser: argparse.ArgumentParser) -> None:
@@ -68,11 +68,8 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
         return text if text == "auto" else float(text)
 
     add = parser.add_argument_group("KV budget (H2O); without these the cache is full").add_argument
-    add(
-        "--hh-ratio",
-        type=ratio,
-        help="heavy hitters as a fraction of the longest prompt (default: 0); auto: as many as cost no throughput",
-    )
+    heavy = "heavy hitters as a fraction of the longest prompt (default: 0); auto: as many as cost no throughput"
+    add("--hh-ratio", type=ratio, help=heavy)
     add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
     add("--hh-size", type=int, help="heavy hitters in slots")
     add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
@@ -114,17 +111,16 @@ def describe_curve(curve: list[BudgetPoint]) -> str:
     return "\n".join(lines)
 
 
-def check_distinct(args: argparse.Namespace, *options: str) -> None:
+def check_distinct(args: argparse.Namespace, *names: str) -> None:
     """No two of the files may be one: the second to be written would destroy the first."""
     seen = {}
-    for option in options:
-        path = getattr(args, option.strip("-").replace("-", "_"))
-        if path is None:
+    for name in names:
+        if getattr(args, name) is None:
             continue
-        path = os.path.realpath(path)
+        path = os.path.realpath(getattr(args, name))
         if path in seen:
-            raise UserError(f"{seen[path]} and {option} name the same file: {path}")
-        seen[path] = option
+            raise UserError(f"{seen[path]} and {option(name)} name the same file: {path}")
+        seen[path] = option(name)
 
 
 def say(*parts: str) -> None:
@@ -188,8 +184,7 @@ def name_options(text: str, parser: argparse.ArgumentParser) -> str:
     known = parser.format_help()
 
     def named(found: re.Match) -> str:
-        option = f"--{found[1].replace('_', '-')}"
-        return option if option in known else found[1]
+        return option(found[1]) if option(found[1]) in known else found[1]
 
     return re.sub("`([a-z_]+)`", named, text)
 

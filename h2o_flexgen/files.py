@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
@@ -75,8 +76,9 @@ def sweep(root: Path, prefix: str) -> None:
             lock = os.open(folder / "lock", os.O_RDWR)
         except FileNotFoundError:
             # made, not yet locked: its owner may be about to; a dead one is swept once it is old
-            if _age(folder) > 60:
-                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                if time.time() - folder.stat().st_mtime > 60:
+                    shutil.rmtree(folder, ignore_errors=True)
             continue
         except OSError:
             continue  # another user's
@@ -88,10 +90,3 @@ def sweep(root: Path, prefix: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)
-
-
-def _age(folder: Path) -> float:
-    try:
-        return time.time() - folder.stat().st_mtime
-    except OSError:
-        return 0.0

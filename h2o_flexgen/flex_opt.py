@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from h2o_flexgen import cli
@@ -18,6 +19,9 @@ from h2o_flexgen.jobs.input import read_prompts
 from h2o_flexgen.jobs.output import OutputFile, row_of
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.policy import Policy, gib
+
+#: what policy "auto" searches, unless it is given
+SEARCHED = ("gpu_batch_size", "num_gpu_batches", "overlap", "cpu_cache_compute", "max_latency")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -30,11 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help="folder or Hugging Face name; the demo model if left out")
     add("--path", help="folder of the weights; _DUMMY_ for random weights of the named size, without download")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    add(
-        "--dtype",
-        default="auto",
-        help="auto (fp16; on a CPU bf16 or fp32), float16, bfloat16, float32",
-    )
+    add("--dtype", default="auto", help="auto (fp16; on a CPU bf16 or fp32), float16, bfloat16, float32")
 
     add = parser.add_argument_group("prompts and outputs").add_argument
     add("--input-file", help='JSON lines, each {"prompt": "text"} or {"prompt_token_ids": [..]}')
@@ -55,27 +55,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--policy", help="a policy as JSON, or auto (default): what the search finds fastest on this machine")
     add("--hardware", help="for auto: a profile by python -m h2o_flexgen.hardware (default: measured once)")
     add("--max-latency", type=float, metavar="SECONDS", help="for auto: the most that a block may take")
-    add(
-        "--percent",
-        nargs=6,
-        type=float,
-        metavar="P",
-        help="weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk",
-    )
+    tiers = "weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk"
+    add("--percent", nargs=6, type=float, metavar="P", help=tiers)
     add("--gpu-batch-size", type=int, help="sequences per batch (default: searched; with --percent up to 32)")
     add("--num-gpu-batches", type=int, help="batches per block (default: searched; with --percent 1)")
-    add(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="move data while computing (default: on)",
-    )
-    add(
-        "--cpu-cache-compute",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="attention on the CPU for KV blocks in its RAM (default: searched; with --percent off)",
-    )
+    cli.add_switch(add, "--overlap", "move data while computing (default: on)")
+    attention = "attention on the CPU for KV blocks in its RAM (default: searched; with --percent off)"
+    cli.add_switch(add, "--cpu-cache-compute", attention)
     for what in ("weight", "cache"):
         add(f"--compress-{what}", action="store_true", help="not built yet: ends with an error")
     cli.add_limit_options(add)
@@ -86,15 +72,15 @@ def make_parser() -> argparse.ArgumentParser:
 def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | str:
     """The policy that the options spell out, the file it is in, or "auto"."""
     if args.policy not in (None, "auto"):
-        for option in ("percent", "gpu_batch_size", "num_gpu_batches", "overlap", "cpu_cache_compute", "max_latency"):
-            if getattr(args, option) is not None:
-                raise UserError(f"--{option.replace('_', '-')} contradicts --policy {args.policy}: give one of the two")
+        for name in ("percent", *SEARCHED):
+            if getattr(args, name) is not None:
+                raise UserError(f"{cli.option(name)} contradicts --policy {args.policy}: give one of the two")
         return args.policy
     if args.percent is None:
         return "auto"
-    for option in ("policy", "max_latency"):
-        if getattr(args, option) is not None:
-            raise UserError(f"--percent contradicts --{option.replace('_', '-')}: give one of the two")
+    for name in ("policy", "max_latency"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--percent contradicts {cli.option(name)}: give one of the two")
     return Policy(
         gpu_batch_size=args.gpu_batch_size if args.gpu_batch_size is not None else min(32, num_prompts or 4),
         num_gpu_batches=args.num_gpu_batches if args.num_gpu_batches is not None else 1,
@@ -137,17 +123,18 @@ def describe(report: dict) -> str:
     return "\n".join(lines)
 
 
-def show(llm, outputs: list, most: int = 3) -> str:
-    """The first few completions, each after the end of its prompt."""
+def show(tokenizer, outputs: list) -> str:
+    """The first three completions, each after the end of its prompt."""
     parts = []
     bold = sys.stdout and sys.stdout.isatty()
-    for output in [o for o in outputs if o.error is None and o.outputs][:most]:
-        if llm.tokenizer is None:
-            parts.append(f"--- prompt {output.index}: {output.outputs[0].token_ids}")
+    for output in [o for o in outputs if o.error is None][:3]:
+        done = output.outputs[0]
+        if tokenizer is None:
+            parts.append(f"--- prompt {output.index}: {done.token_ids}")
             continue
-        prompt = llm.tokenizer.decode(output.prompt_token_ids[-60:], skip_special_tokens=True)
+        prompt = tokenizer.decode(output.prompt_token_ids[-60:], skip_special_tokens=True)
         tail = "\n".join(prompt.split("\n")[-6:])
-        text = f"\033[1m{output.outputs[0].text}\033[0m" if bold else f"⟦{output.outputs[0].text}⟧"
+        text = f"\033[1m{done.text}\033[0m" if bold else f"⟦{done.text}⟧"
         parts.append(f"--- prompt {output.index} ends, and the model goes on:\n{tail}{text}")
     return "\n".join(parts)
 
@@ -158,8 +145,8 @@ def run(args: argparse.Namespace) -> None:
     cli.check_sizes(args)
     for name in ("num_prompts", "prompt_len"):
         if args.input_file is not None and getattr(args, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} is for built-in prompts; --input-file brings its own")
-    cli.check_distinct(args, "--input-file", "--policy", "--hardware", "--output-file", "--report")
+            raise UserError(f"{cli.option(name)} is for built-in prompts; --input-file brings its own")
+    cli.check_distinct(args, "input_file", "policy", "hardware", "output_file", "report")
     rows = read_prompts(args.input_file) if args.input_file is not None else None
     policy, budget = make_policy(args, len(rows) if rows else args.num_prompts), cli.make_budget(args)
     output_file = OutputFile(args.output_file) if args.output_file is not None else None
@@ -181,8 +168,7 @@ def run(args: argparse.Namespace) -> None:
             if args.verbose:
                 print(f"policy: {choice.policy.to_json()}\n{choice.plan.describe()}", file=sys.stderr)
 
-    names = ("gpu_batch_size", "num_gpu_batches", "overlap", "cpu_cache_compute", "max_latency")
-    searched = {name: getattr(args, name) for name in names} if policy == "auto" else {}
+    searched = {name: getattr(args, name) for name in SEARCHED} if policy == "auto" else {}
     with LLM(
         args.model,
         policy,
@@ -209,33 +195,20 @@ def run(args: argparse.Namespace) -> None:
 def _generate(llm, rows: list, params, output_file: OutputFile | None, args: argparse.Namespace) -> None:
     def keep(output) -> None:
         if output_file is not None:
-            output_file.add(row_of(output.index, output))
+            output_file.add(row_of(output))
 
-    try:
+    with nullcontext() if output_file is None else output_file.finished():
         # a bad row keeps its place: what the others get must not depend on it
         outputs = llm.generate(rows, params, skip_errors=args.input_file is not None, on_output=keep)
         if output_file is not None:
-            llm.close()  # what takes the space may be the offload folder
-            output_file.finish(whole=True)
-    except (KeyboardInterrupt, BrokenPipeError):
-        if output_file is not None:
-            output_file.finish(whole=False)
-        raise
-    except UserError as e:
-        if output_file is not None and output_file.rows and str(output_file.partial) not in str(e):
-            raise UserError(f"{e}; {output_file.where()}") from None
-        raise
-    except Exception:
-        if output_file is not None:
-            output_file.flush()  # the offload folder, which may have taken the space, has gone
-        raise
+            llm.close()  # what takes the space on disk may be the offload folder
     errors = [output for output in outputs if output.error is not None]
     if errors and not llm.report:
         raise UserError(f"none of the {len(rows)} rows can be run; row {errors[0].index}: {errors[0].error}")
     if errors:
         cli.warn(f"{len(errors)} rows could not be run; row {errors[0].index}: {errors[0].error}")
     try:
-        cli.say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.report) + "\n")
+        cli.say("" if output_file is not None else show(llm.tokenizer, outputs) + "\n", describe(llm.report) + "\n")
     finally:
         if args.report is not None:
             write_text(args.report, json.dumps(llm.report, indent=2) + "\n", f"--report {args.report}")

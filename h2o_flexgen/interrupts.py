@@ -1,9 +1,8 @@
 """Signals that end a job early, and where a job may be interrupted.
 
-A signal handler must not raise at any line. Between two lines of a lock's Python code an exception leaves the lock
-taken, or released twice: the job hangs, or ends in a traceback and loses its rows. So while a job of the command line
-loads and runs (`deferred`), a signal waits for the next `check`: one for every tensor that is loaded, every layer,
-every micro-batch of prefill and every batch's attention.
+A handler that raises within a lock's Python code leaves the lock taken, or released twice: the job hangs, or loses its
+rows. So while a job loads and runs (`deferred`), a signal waits for the next `check`: one for every tensor that is
+loaded, every layer, every micro-batch of prefill and every batch's attention.
 """
 
 from __future__ import annotations

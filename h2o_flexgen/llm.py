@@ -96,9 +96,8 @@ class LLM:
         self.policy, self.kv_budget = given_policy(policy, kv_budget)
         searched = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute, max_latency)
         if self.policy != "auto" and any(x is not None for x in searched):
-            raise UserError(
-                'batch sizes, overlap, cpu_cache_compute and max_latency are for policy "auto": a policy has its own'
-            )
+            names = "batch sizes, overlap, cpu_cache_compute and max_latency"
+            raise UserError(f'{names} are for policy "auto": a policy has its own')
         profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
         if max_latency is not None and not max_latency > 0:
             raise UserError(f"`max_latency` must be more than 0 s, not {max_latency}")
@@ -220,17 +219,17 @@ class LLM:
         self.report = {}
         outputs, sequences, targets = [], [], {}
         for index, text in enumerate([texts] if isinstance(texts, str) else texts):
-            outputs.append(ScoreOutput(index, []))
+            output = ScoreOutput(index, [])
+            outputs.append(output)
             try:
-                ids = outputs[-1].token_ids = self.model.encode(text)
+                ids = output.token_ids = self.model.encode(text)
                 self.spec.check_length(first, len(ids) - first)
                 if len(ids) <= first:
                     raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
+                targets[index] = ids[first:]
+                sequences.append(Sequence(index, ids[:prompt_len]))
             except UserError as e:
-                outputs[-1].error = str(e)
-                continue
-            targets[index] = ids[first:]
-            sequences.append(Sequence(index, ids[:prompt_len]))
+                output.error = str(e)
         sequences.sort(key=lambda s: -len(targets[s.index]))  # neighbours end together
         if sequences:
             sink = TeacherForcing(targets, every_position=prompt_len is None)

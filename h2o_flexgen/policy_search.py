@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
     policy = given_policy(args)
     if policy is not None and budget == "auto":
         raise UserError("--percent and --hh-ratio auto contradict each other: give one of the two")
-    cli.check_distinct(args, "--hardware", "--output", "--plot")
+    cli.check_distinct(args, "hardware", "output", "plot")
     if args.plot is not None and args.hh_ratio != "auto":
         raise UserError("--plot draws the curve of --hh-ratio auto")
     for option, path in (("--output", args.output), ("--plot", args.plot)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,17 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+
+    def append(self, token: int, logprob: float) -> bool:
+        """Whether the token was appended. A sequence that has ended takes none; a `logprob` that is not finite ends it
+        in an error."""
+        if self.finish_reason is None and not math.isfinite(logprob):
+            self.finish_reason = "error"
+        if self.finish_reason is not None:
+            return False
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        return True
 
 
 @dataclass

@@ -59,12 +59,11 @@ class LoadedModel:
         """
         if isinstance(prompt, UserError):
             raise prompt
-        if isinstance(prompt, str):
-            ids = self._tokenize(prompt)
-        elif isinstance(prompt, (list, tuple)):
-            ids = list(prompt)
-        else:
+        if not isinstance(prompt, (str, list, tuple)):
             raise UserError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+        if isinstance(prompt, str) and self.tokenizer is None:
+            raise UserError("this model has no tokenizer: give prompt_token_ids instead of text")
+        ids = self._tokenize(prompt) if prompt and isinstance(prompt, str) else prompt
         if not ids:
             raise UserError("the prompt is empty")
         for token in ids:
@@ -75,10 +74,6 @@ class LoadedModel:
         return list(map(int, ids))
 
     def _tokenize(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise UserError("this model has no tokenizer: give prompt_token_ids instead of text")
-        if not text:
-            raise UserError("the prompt is empty")
         try:
             text.encode()
         except UnicodeEncodeError:

@@ -76,13 +76,10 @@ class OutputCollector(Observer):
             if s.finish_reason == "error":
                 output.error = "the model's hidden states overflowed for this prompt"
             else:
-                output.outputs = [CompletionOutput(0, self._text(s.tokens), s.tokens, s.logprobs, s.finish_reason)]
+                # a clean-up would take away the blanks that code has before brackets and dots
+                how = dict(skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                text = "" if self.tokenizer is None else self.tokenizer.decode(s.tokens, **how)
+                output.outputs = [CompletionOutput(0, text, s.tokens, s.logprobs, s.finish_reason)]
             if self.on_output is not None:
                 self.on_output(output)
             self._emitted.add(s.index)  # an interrupt before this line must not lose it
-
-    def _text(self, tokens: list[int]) -> str:
-        if self.tokenizer is None:
-            return ""
-        # a clean-up would take away the blanks that code has before brackets and dots
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -147,7 +147,7 @@ class Runner:
         self.stores.caches.begin_block([self._layout(len(b.sequences), b.longest) for b in batches])
         schedule = ZigZag(self.job.workload.gen_len, len(self.model.layers), len(batches))
         prefetch = Prefetcher(self.stores, schedule, batches, is_last)
-        steps = LayerSteps(self.model.spec, self.device, self.dtype, self.job, self.stores, batches, prefetch, sink)
+        steps = LayerSteps(self.model, self.device, self.job, self.stores, batches, prefetch, sink)
         self.device.synchronize()
         self.meter.start()
         for i, j, active in schedule.layers():
@@ -233,11 +233,11 @@ class Runner:
 
     def _count_moved(self) -> dict[str, int]:
         """Bytes between tiers, since the weights were loaded and the disk was opened."""
-        stores = [store for store in (self.stores.caches, self.stores.activations) if store is not None]
+        weights, caches, activations = self.stores.weights, self.stores.caches, self.stores.activations
         return {
             "disk_to_cpu": self._io.read_bytes,
-            "cpu_to_gpu": self.stores.weights.cpu_to_gpu_bytes + sum(store.cpu_to_gpu_bytes for store in stores),
-            "gpu_to_cpu": sum(store.gpu_to_cpu_bytes for store in stores),
+            "cpu_to_gpu": weights.cpu_to_gpu_bytes + caches.cpu_to_gpu_bytes + activations.cpu_to_gpu_bytes,
+            "gpu_to_cpu": caches.gpu_to_cpu_bytes + activations.gpu_to_cpu_bytes,
             "cpu_to_disk": self._io.written_bytes,
         }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,22 +73,13 @@ class Sampler:
     def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> bool:
         """As `step.LogitsSink`. A sequence with a row that is not finite ends in an error."""
         tokens, logprobs = sample(logits, self.params, [s.index for s in sequences], i)
-        all_finite = True
         for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist()):
-            finite = math.isfinite(logprob)
-            all_finite &= finite  # also of a sequence that has stopped: it is computed until its batch leaves
-            if s.finish_reason is not None:
-                continue
-            if not finite:
-                s.finish_reason = "error"
-                continue
-            s.tokens.append(token)
-            s.logprobs.append(logprob)
-            if token in self.eos_ids:
-                s.finish_reason = "stop"
-            elif len(s.tokens) == self.params.max_tokens:
-                s.finish_reason = "length"
-        return all_finite
+            if s.append(token, logprob):
+                if token in self.eos_ids:
+                    s.finish_reason = "stop"
+                elif len(s.tokens) == self.params.max_tokens:
+                    s.finish_reason = "length"
+        return bool(logprobs.isfinite().all())  # also of sequences that have ended: their batch goes on
 
 
 def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:
@@ -104,19 +94,17 @@ def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int
         tokens (B,) int64, and their log-probabilities under the model (B,) fp32, NaN where a row's logits are
         broken. Both on the CPU.
     """
+    chosen, logprobs = [], []
     # a few rows at a time: they stay in the caches of a CPU, which takes half the time
-    few = [slice(at, at + SAMPLE_ROWS) for at in range(0, len(logits), SAMPLE_ROWS)]
-    chosen = [_choose(logits[rows].float(), params, indices[rows], step) for rows in few]
-    tokens, logprobs = (torch.cat(parts).cpu() for parts in zip(*chosen))
-    return tokens, logprobs
-
-
-def _choose(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:
-    if params.temperature < GREEDY_BELOW:
-        tokens = logits.argmax(-1)
-    else:
-        tokens = _draw(logits / params.temperature, params, indices, step)
-    return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    for at in range(0, len(logits), SAMPLE_ROWS):
+        rows = logits[at : at + SAMPLE_ROWS].float()
+        if params.temperature < GREEDY_BELOW:
+            tokens = rows.argmax(-1)
+        else:
+            tokens = _draw(rows / params.temperature, params, indices[at : at + SAMPLE_ROWS], step)
+        chosen.append(tokens)
+        logprobs.append(rows.gather(1, tokens[:, None])[:, 0] - rows.logsumexp(-1))
+    return torch.cat(chosen).cpu(), torch.cat(logprobs).cpu()
 
 
 def _draw(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> Tensor:

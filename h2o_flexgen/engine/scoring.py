@@ -54,21 +54,12 @@ class TeacherForcing:
             text = self.targets[s.index]
             targets.append(text[min(place, len(text) - 1)])  # one that has ended is computed until its batch leaves
         logprobs, greedy = score_rows(logits, torch.tensor(targets))
-        all_finite = True
         for s, target, logprob, is_greedy in zip(sequences, targets, logprobs, greedy):
-            finite = math.isfinite(logprob)
-            all_finite &= finite
-            if s.finish_reason is not None:
-                continue
-            if not finite:
-                s.finish_reason = "error"
-                continue
-            s.tokens.append(target)
-            s.logprobs.append(logprob)
-            self.is_greedy[s.index].append(is_greedy)
-            if len(s.tokens) == len(self.targets[s.index]):
-                s.finish_reason = "length"
-        return all_finite
+            if s.append(target, logprob):
+                self.is_greedy[s.index].append(is_greedy)
+                if len(s.tokens) == len(self.targets[s.index]):
+                    s.finish_reason = "length"
+        return all(map(math.isfinite, logprobs))  # also of sequences that have ended: their batch goes on
 
 
 def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:

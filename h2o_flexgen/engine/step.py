@@ -11,12 +11,12 @@ from torch import Tensor
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.engine.batch import Batch, Sequence, prompt_positions
+from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.prefetch import Prefetcher
 from h2o_flexgen.engine.schedule import Step
 from h2o_flexgen.engine.stores import Job, Stores
 from h2o_flexgen.models.parts import Weights
 from h2o_flexgen.models.registry import family
-from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.sizes import HEAD_ROWS, matmul_groups
@@ -51,19 +51,18 @@ class LayerSteps:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        model: LoadedModel,
         device: Device,
-        dtype: torch.dtype,
         job: Job,
         stores: Stores,
         batches: list[Batch],
         prefetch: Prefetcher,
         sink: LogitsSink,
     ):
-        self.spec, self.device, self.job, self.stores = spec, device, job, stores
+        self.spec, self.device, self.job, self.stores = model.spec, device, job, stores
         self.batches, self.prefetch, self.sink = batches, prefetch, sink
-        self.family = family(spec.model_type)
-        self.token_bytes = spec.hidden * dtype.itemsize
+        self.family = family(self.spec.model_type)
+        self.token_bytes = self.spec.hidden * model.dtype.itemsize
         self.last = prefetch.last
         self._gaps_released = time.perf_counter()
         self.all_finite = True
@@ -106,7 +105,7 @@ class LayerSteps:
         batch = self.batches[k]
         ids = batch.prompt_ids(*batch.micro[m])
         positions = prompt_positions(batch.lengths[slice(*batch.micro[m])], ids.shape[1])
-        self._store_hidden(k, m, self._embed(ids, positions, w))
+        self.stores.activations.put(k, m, self._offset(k, m), self._embed(ids, positions, w))
 
     def _prefill_block(self, step: Step, m: int, w: Weights, cache, hidden: Tensor) -> None:
         batch = self.batches[step.k]
@@ -114,12 +113,10 @@ class LayerSteps:
         lengths = batch.lengths[begin:end]
         attend = partial(self.job.rule.prefill, cache and cache.rows(begin, end), lengths=lengths)
         positions = prompt_positions(lengths, hidden.shape[1])
-        self._store_hidden(step.k, m, self.family.block(self.spec, w, hidden, positions, attend))
+        hidden = self.family.block(self.spec, w, hidden, positions, attend)
+        self.stores.activations.put(step.k, m, self._offset(step.k, m), hidden)
         if self.gaps_are_due and memory.resident() > self.job.ram:  # a layer may take seconds
             self.release_gaps()
-
-    def _store_hidden(self, k: int, m: int, hidden: Tensor) -> None:
-        self.stores.activations.put(k, m, self._offset(k, m), hidden)
 
     def _load_hidden(self, step: Step, m: int) -> Tensor:
         """(B, T, E) of a micro-batch; the next one is being fetched when this returns."""

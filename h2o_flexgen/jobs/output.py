@@ -8,7 +8,8 @@ import itertools
 import json
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
@@ -82,6 +83,24 @@ class OutputFile:
             self.file.seek(size)
             raise
 
+    @contextmanager
+    def finished(self) -> Iterator[None]:
+        """Inside, a job adds its rows; at the end they are put in place. After an interrupt those that there are, too;
+        after an error they stay in the partial file, and an error of the user says so."""
+        try:
+            yield
+            self.finish(whole=True)
+        except (KeyboardInterrupt, BrokenPipeError):
+            self.finish(whole=False)
+            raise
+        except UserError as e:
+            if self.rows and str(self.partial) not in str(e):
+                raise UserError(f"{e}; {self.where()}") from None
+            raise
+        except Exception:
+            self.flush()  # the offload folder, which may have taken the space, has gone
+            raise
+
     def where(self) -> str:
         """For an error: how many rows are in the partial file."""
         self.flush()
@@ -125,9 +144,9 @@ class OutputFile:
             self.partial.unlink(missing_ok=True)
 
 
-def row_of(index: int, output) -> dict:
+def row_of(output) -> dict:
     """An output as a row of the output file."""
     if output.error is not None:
-        return {"index": index, "error": output.error}
+        return {"index": output.index, "error": output.error}
     done = output.outputs[0]
-    return {"index": index, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
+    return {"index": output.index, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
