@@ -93,9 +93,9 @@ def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
     return None if all(value is None for value in given) else KVBudget(*given)
 
 
-def describe_budget(budget) -> str:
-    """`budget` has `heavy` and `recent` slots, or is None."""
-    return f"{budget.heavy} heavy + {budget.recent} recent slots (H2O)" if budget else "full"
+def describe_budget(slots: dict[str, int] | None) -> str:
+    """`slots`: "heavy" and "recent"; None for a full cache."""
+    return f"{slots['heavy']} heavy + {slots['recent']} recent slots (H2O)" if slots else "full"
 
 
 def describe_percent(policy: Policy) -> str:

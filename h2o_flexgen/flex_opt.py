@@ -8,11 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from h2o_flexgen import cli
-from h2o_flexgen.engine.report import Report
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable, write_text
 from h2o_flexgen.jobs.builtin import builtin_prompts
@@ -110,31 +108,32 @@ def rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.1f}" if tokens_per_s >= 10 else f"{tokens_per_s:.2f}"
 
 
-def describe(report: Report) -> str:
+def describe(report: dict) -> str:
     """The report for people."""
-    job, policy, predicted = report.workload, report.policy, report.predicted
+    job, policy, predicted = report["workload"], Policy(**report["policy"]), report.get("predicted")
     lines = [
-        f"model      {report.model}, {report.dtype} on {report.device}",
-        f"workload   {job.num_prompts} prompts of up to {job.prompt_len} tokens, {job.gen_len} tokens each",
+        f"model      {report['model']}, {report['dtype']} on {report['device']}",
+        f"workload   {job['num_prompts']} prompts of up to {job['prompt_len']} tokens, {job['gen_len']} tokens each",
         f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {cli.describe_percent(policy)}, "
         f"overlap {'on' if policy.overlap else 'off'}" + (", attention on the CPU" if policy.cpu_cache_compute else ""),
-        f"KV cache   {cli.describe_budget(report.kv_budget)}",
+        f"KV cache   {cli.describe_budget(report['kv_budget'])}",
     ]
-    for name, phase in (("prefill", report.prefill), ("decode", report.decode)):
+    for name in ("prefill", "decode"):
         beside = f" (predicted {predicted[f'{name}_seconds']:.2f} s)" if predicted else ""
-        lines.append(f"{name:<11}{phase.seconds:.2f} s, {rate(phase.tokens_per_s)} tokens/s{beside}")
-    total = report.total
+        phase = report[name]
+        lines.append(f"{name:<11}{phase['seconds']:.2f} s, {rate(phase['tokens_per_s'])} tokens/s{beside}")
+    total = report["total"]
     beside = f" (predicted {rate(predicted['tokens_per_s'])}, bound by {predicted['bound_by']})" if predicted else ""
-    speed = f"{rate(total.tokens_per_s)} tokens/s{beside}"
-    lines.append(f"total      {total.seconds:.2f} s, {total.generated_tokens} tokens, {speed}")
-    peaks, plans = asdict(report.peak_memory_bytes), asdict(report.planned_memory_bytes)
+    speed = f"{rate(total['tokens_per_s'])} tokens/s{beside}"
+    lines.append(f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, {speed}")
+    peaks, plans = report["peak_memory_bytes"], report["planned_memory_bytes"]
     used = [tier for tier in peaks if peaks[tier] or plans[tier]]
     lines.append("memory     " + "; ".join(f"{t} peak {gib(peaks[t])}, planned {gib(plans[t])}" for t in used))
-    moved = {link.replace("_", " "): nbytes for link, nbytes in asdict(report.bytes_moved).items() if nbytes}
+    moved = {link.replace("_", " "): nbytes for link, nbytes in report["bytes_moved"].items() if nbytes}
     if moved:
         lines.append("moved      " + ", ".join(f"{link} {gib(nbytes)}" for link, nbytes in moved.items()))
-    stalls = report.stall_seconds
-    lines.append(f"waited     {stalls.weights:.2f} s for weights, {stalls.cache:.2f} s for cache")
+    stalls = report["stall_seconds"]
+    lines.append(f"waited     {stalls['weights']:.2f} s for weights, {stalls['cache']:.2f} s for cache")
     return "\n".join(lines)
 
 
@@ -202,7 +201,7 @@ def run(args: argparse.Namespace) -> None:
             block = (args.gpu_batch_size or 4) * (args.num_gpu_batches or 1)
             block = block if policy == "auto" else llm.policy.block_size
             length = args.prompt_len or min(512, max(1, llm.spec.positions - args.gen_len))
-            llm.check_length(length, args.gen_len)
+            llm.spec.check_length(length, args.gen_len)
             rows = builtin_prompts(llm.tokenizer, llm.spec.vocab, args.num_prompts or block, length)
         _generate(llm, rows, params, output_file, args)
 
@@ -231,12 +230,12 @@ def _generate(llm, rows: list, params, output_file: OutputFile | None, args: arg
             output_file.flush()  # the offload folder, which may have taken the space, has gone
         raise
     errors = [output for output in outputs if output.error is not None]
-    if errors and llm.measurements is None:
+    if errors and not llm.report:
         raise UserError(f"none of the {len(rows)} rows can be run; row {errors[0].index}: {errors[0].error}")
     if errors:
         cli.warn(f"{len(errors)} rows could not be run; row {errors[0].index}: {errors[0].error}")
     try:
-        cli.say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.measurements) + "\n")
+        cli.say("" if output_file is not None else show(llm, outputs) + "\n", describe(llm.report) + "\n")
     finally:
         if args.report is not None:
             write_text(args.report, json.dumps(llm.report, indent=2) + "\n", f"--report {args.report}")

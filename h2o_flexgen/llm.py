@@ -13,7 +13,6 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput
-from h2o_flexgen.engine.report import Report
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, SamplingParams
 from h2o_flexgen.engine.scoring import ScoreOutput, TeacherForcing
@@ -62,7 +61,7 @@ class LLM:
 
     Attributes:
         choice: the policy of the last job with its plan, known before anything is allocated; None before.
-        measurements: the Report of the last job; None before, and after one that failed.
+        report: the measurements of the last job, as plain data; {} before, and after one that failed.
 
     Raises:
         UserError: an argument that cannot be used, with what to do about it.
@@ -110,7 +109,7 @@ class LLM:
         sweep_conversions()
         self.progress, self.observer = progress, observer or Observer()
         self.choice: Choice | None = None
-        self.measurements: Report | None = None
+        self.report: dict = {}
 
         self.model = load_model(model, path, lambda stored: _job_dtype(self.device, dtype, stored, profile), progress)
         self.dtype = self.model.dtype
@@ -142,11 +141,6 @@ class LLM:
         """Give memory, threads and the offload folder back; the next `generate` starts anew."""
         self.runner.close()
 
-    @property
-    def report(self) -> dict:
-        """`measurements` as plain data for JSON, or {}."""
-        return {} if self.measurements is None else self.measurements.to_dict()
-
     def resources(self) -> Resources:
         """The memory that a job may use now."""
         runner, device = self.runner, self.device
@@ -156,23 +150,15 @@ class LLM:
 
     # prompts
 
-    def encode(self, prompt: str | Seq[int]) -> list[int]:
-        """Token ids of a prompt that can be run. A UserError stands for a prompt that could not be read.
+    def admit(self, prompt: str | Seq[int], gen_len: int) -> list[int]:
+        """Token ids of a prompt, if an output of `gen_len` tokens fits behind it.
 
         Raises:
-            UserError: empty, of a wrong type, no tokenizer for text, or an id outside the vocabulary.
+            UserError: empty, too long, of a wrong type, no tokenizer for text, or an id outside the vocabulary.
         """
-        return self.model.encode(prompt)
-
-    def admit(self, prompt: str | Seq[int], gen_len: int) -> list[int]:
-        """Token ids of a prompt, if an output of `gen_len` tokens fits behind it; else a UserError."""
-        ids = self.encode(prompt)
-        self.check_length(len(ids), gen_len)
+        ids = self.model.encode(prompt)
+        self.spec.check_length(len(ids), gen_len)
         return ids
-
-    def check_length(self, prompt_len: int, gen_len: int) -> None:
-        """Raises UserError unless the model has positions for a prompt and an output of these lengths."""
-        self.spec.check_length(prompt_len, gen_len)
 
     # the job
 
@@ -198,22 +184,21 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        self.measurements = None
+        self.report = {}
         collector = OutputCollector(self.tokenizer, on_output)
         sequences = []
         for index, prompt in enumerate(prompts):
-            text = prompt if isinstance(prompt, str) else None
+            output = collector.outputs[index] = RequestOutput(index, prompt if isinstance(prompt, str) else None, [])
             try:
-                sequences.append(Sequence(index, self.admit(prompt, params.max_tokens)))
+                output.prompt_token_ids = self.admit(prompt, params.max_tokens)
+                sequences.append(Sequence(index, output.prompt_token_ids))
             except UserError as e:
                 if not skip_errors:
                     raise UserError(f"prompt {index}: {e}") from None
-                collector.add(RequestOutput(index, text, [], error=str(e)))
-            else:
-                collector.add(RequestOutput(index, text, sequences[-1].prompt))
+                output.error = str(e)
         if sequences:
             self._run(sequences, params.max_tokens, Sampler(params, self.eos_ids), collector)
-        return collector.in_order()
+        return list(collector.outputs.values())
 
     def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | None = None) -> list[ScoreOutput]:
         """Log-probabilities of texts under the model, in blocks and on all tiers as in `generate`.
@@ -232,13 +217,13 @@ class LLM:
         if prompt_len is not None and prompt_len < 1:
             raise UserError(f"prompt_len must be 1 or more, not {prompt_len}")
         first = prompt_len or 1  # the first token that is scored
-        self.measurements = None
+        self.report = {}
         outputs, sequences, targets = [], [], {}
         for index, text in enumerate([texts] if isinstance(texts, str) else texts):
             outputs.append(ScoreOutput(index, []))
             try:
-                ids = outputs[-1].token_ids = self.encode(text)
-                self.check_length(first, len(ids) - first)
+                ids = outputs[-1].token_ids = self.model.encode(text)
+                self.spec.check_length(first, len(ids) - first)
                 if len(ids) <= first:
                     raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
             except UserError as e:
@@ -275,7 +260,7 @@ class LLM:
         bar = ProgressBar(len(sequences), gen_len, len(self.model.layers), self.progress)
         observer = Observers(collector, bar, self.observer)
         try:
-            self.measurements = self.runner.run(Job.of(choice, workload), sequences, sink, observer)
+            self.report = self.runner.run(Job.of(choice, workload), sequences, sink, observer)
         except torch.OutOfMemoryError as e:
             traceback.clear_frames(e.__traceback__)  # they hold tensors
             self.close()

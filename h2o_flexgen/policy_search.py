@@ -72,12 +72,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def slots_of(choice: Choice) -> dict[str, int] | None:
+    rule = choice.rule
+    return None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent}
+
+
 def result_of(choice: Choice, command: str) -> dict:
     """The result as plain data."""
-    p, plan, rule = choice.prediction, choice.plan, choice.rule
+    p, plan = choice.prediction, choice.plan
     return {
         "policy": asdict(choice.policy),
-        "kv_budget": None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
+        "kv_budget": slots_of(choice),
         "predicted": {
             "prefill_seconds": p.prefill_seconds,
             "decode_seconds": p.decode_seconds,
@@ -99,7 +104,7 @@ def describe(choice: Choice, title: str, command: str) -> str:
         f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {cli.describe_percent(policy)}"
         + (", attention on the CPU" if policy.cpu_cache_compute else "")
         + ("" if policy.overlap else ", no overlap"),
-        f"KV cache   {cli.describe_budget(None if choice.rule.budget is None else choice.rule)}",
+        f"KV cache   {cli.describe_budget(slots_of(choice))}",
         f"prefill    {p.prefill_seconds:.1f} s of a block",
         f"decode     {p.decode_seconds:.1f} s of a block",
         f"predicted  {p.block_tokens_per_s:.2f} tokens/s",

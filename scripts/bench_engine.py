@@ -90,9 +90,9 @@ def bench_gemm(rounds: int) -> None:
     against the six matmuls in it; weights are never the same twice running, so that all read them from memory."""
 
     def matmuls(config, w: dict, hidden, wide) -> None:
-        for short in ("q", "k", "v", "out", "fc1"):
+        for short in ("q", "k", "v", "out", "up"):
             F.linear(hidden, w[f"{short}.weight"], w[f"{short}.bias"])
-        F.linear(wide, w["fc2.weight"], w["fc2.bias"])
+        F.linear(wide, w["down.weight"], w["down.bias"])
 
     def layer(config, w: dict, hidden, wide) -> None:
         opt.block(config, w, hidden, None, lambda q, k, v: q)

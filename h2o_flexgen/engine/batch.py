@@ -42,10 +42,6 @@ class Batch:
         self.lengths = torch.tensor([len(s.prompt) for s in self.sequences])
         self.longest = int(self.lengths.max())
 
-    @property
-    def has_finished(self) -> bool:
-        return all(s.finish_reason is not None for s in self.sequences)
-
     def prompt_ids(self, begin: int, end: int) -> Tensor:
         """(end - begin, T) token ids, padded on the right to the longest of these rows.
 

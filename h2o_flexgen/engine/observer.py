@@ -38,43 +38,18 @@ class Observer:
         """The job was interrupted in this block, whose sequences hold what there is."""
 
 
-class Observers(Observer):
-    """Several observers, called one after the other."""
+class Observers:
+    """Several observers as one: what it is told, it tells each of them in turn."""
 
     def __init__(self, *observers: Observer):
         self.observers = observers
 
-    def on_plan(self, choice) -> None:
-        for observer in self.observers:
-            observer.on_plan(choice)
+    def __getattr__(self, event: str):
+        def tell(*args) -> None:
+            for observer in self.observers:
+                getattr(observer, event)(*args)
 
-    def on_begin(self) -> None:
-        for observer in self.observers:
-            observer.on_begin()
-
-    def on_block(self, block: int, blocks: int, sequences: list[Sequence]) -> None:
-        for observer in self.observers:
-            observer.on_block(block, blocks, sequences)
-
-    def on_step(self, i: int, j: int, batches: list[int]) -> None:
-        for observer in self.observers:
-            observer.on_step(i, j, batches)
-
-    def on_progress(self, i: int, j: int, tokens: int) -> None:
-        for observer in self.observers:
-            observer.on_progress(i, j, tokens)
-
-    def on_finished(self, sequences: list[Sequence]) -> None:
-        for observer in self.observers:
-            observer.on_finished(sequences)
-
-    def on_block_end(self, sequences: list[Sequence]) -> None:
-        for observer in self.observers:
-            observer.on_block_end(sequences)
-
-    def on_interrupt(self, sequences: list[Sequence]) -> None:
-        for observer in self.observers:
-            observer.on_interrupt(sequences)
+        return tell
 
 
 class ProgressBar(Observer):
@@ -91,17 +66,17 @@ class ProgressBar(Observer):
         self.bar: tqdm | None = None
         self.block = ""
 
+    def on_begin(self) -> None:  # not earlier: loading the weights shows a bar of its own
+        disable = not self.show
+        self.bar = tqdm(total=self.total, unit="tok", desc="generating", disable=disable, smoothing=0.1)
+
     def on_block(self, block: int, blocks: int, sequences: list[Sequence]) -> None:
-        if self.bar is None:  # not before the weights are loaded, which shows a bar of its own
-            disable = not self.show
-            self.bar = tqdm(total=self.total, unit="tok", desc="generating", disable=disable, smoothing=0.1)
         self.block = f"block {block + 1}/{blocks}"
 
     def on_progress(self, i: int, j: int, tokens: int) -> None:
-        where = f"prefill {j + 1}/{self.layers}" if i == 0 else f"token {i + 1}"
-        self.bar.set_postfix_str(f"{self.block} {where}", refresh=i == 0)
-        if tokens:
-            self.bar.update(tokens)
+        step = f"prefill {j + 1}/{self.layers}" if i == 0 else f"token {i + 1}"
+        self.bar.set_postfix_str(f"{self.block} {step}", refresh=i == 0)
+        self.bar.update(tokens)
 
     def on_block_end(self, sequences: list[Sequence]) -> None:
         self.bar.total -= sum(self.gen_len - len(s.tokens) for s in sequences)  # those that stopped early

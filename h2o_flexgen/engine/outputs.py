@@ -41,16 +41,15 @@ class OutputCollector(Observer):
     Args:
         tokenizer: turns tokens into text; None for no text.
         on_output: gets every output. One that an interrupt hits gets the same output again.
+
+    Attributes:
+        outputs: by index, of every prompt of the job, and with an error of every one that cannot be run.
     """
 
     def __init__(self, tokenizer, on_output: Callable[[RequestOutput], None] | None = None):
         self.tokenizer, self.on_output = tokenizer, on_output
         self.outputs: dict[int, RequestOutput] = {}
         self._emitted: set[int] = set()
-
-    def add(self, output: RequestOutput) -> None:
-        """A prompt of the job, or the error of one that cannot be run."""
-        self.outputs[output.index] = output
 
     def on_begin(self) -> None:
         """Hand on the outputs of prompts that cannot be run."""
@@ -68,9 +67,6 @@ class OutputCollector(Observer):
         for s in sequences:
             s.finish_reason = s.finish_reason or "abort"
         self._emit([s for s in sequences if s.tokens or s.finish_reason == "error"])
-
-    def in_order(self) -> list[RequestOutput]:
-        return [self.outputs[index] for index in sorted(self.outputs)]
 
     def _emit(self, sequences: list[Sequence]) -> None:
         for s in sequences:

@@ -18,9 +18,9 @@ class Prefetcher:
         self.stores, self.schedule, self.batches, self.is_last = stores, schedule, batches, is_last
         self.last = schedule.num_layers - 1
         self._streaming = [j for j in range(schedule.num_layers) if stores.weights.streams(j)]
-        steps = ((j, k) for j in range(1, self.last) for k in range(len(batches)))
-        self._streamed = [(j, k) for j, k in steps if stores.caches.streams(j - 1, k)]
-        self._next_cache = Step(1, 0, 0)  # KV blocks of earlier steps are fetched already
+        blocks = ((j, k) for j in range(1, self.last) for k in range(len(batches)))
+        self._steps = schedule.decode_steps([(j, k) for j, k in blocks if stores.caches.streams(j - 1, k)])
+        self._next_step = next(self._steps, None)  # whose KV block is fetched next
 
     def weights(self, i: int, j: int) -> None:
         """Those of layer j, and of the next layer that streams."""
@@ -37,12 +37,12 @@ class Prefetcher:
 
     def caches(self, step: Step) -> None:
         """The KV blocks of this decode step and of those that follow, while staging buffers are free."""
-        self._next_cache = max(self._next_cache, step)
-        while (following := self.schedule.first_at(self._streamed, self._next_cache)) is not None:
-            i, j, k = following
-            if not self.stores.caches.prefetch(j - 1, k, self.held(k, i)):
+        while self._next_step is not None:
+            i, j, k = self._next_step
+            needed = self._next_step >= step and k in self.schedule.batches
+            if needed and not self.stores.caches.prefetch(j - 1, k, self.held(k, i)):
                 return
-            self._next_cache = Step(i, j, k + 1)
+            self._next_step = next(self._steps, None)
 
     def hidden(self, step: Step) -> None:
         """The first micro-batch of the next step of prefill, if it has been stored already."""
@@ -58,6 +58,5 @@ class Prefetcher:
     def finish(self, k: int) -> None:
         """A batch leaves the schedule: fetch nothing more for it."""
         self.schedule.finish(k)
-        self._streamed = [block for block in self._streamed if block[1] != k]
         for layer in range(self.last - 1):
             self.stores.caches.drop(layer, k)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from pathlib import Path
 
@@ -13,12 +12,11 @@ from h2o_flexgen.engine.batch import Sequence, make_batches
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.prefetch import Prefetcher
-from h2o_flexgen.engine.report import BytesMoved, JobSize, PerTier, Phase, Report, Slots, Stalls, Total, rate
+from h2o_flexgen.engine.report import Meter, make_report
 from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.engine.step import LayerSteps, LogitsSink
 from h2o_flexgen.engine.stores import Job, Stores
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
@@ -43,10 +41,6 @@ class Runner:
         gpu_mem: the most bytes of device memory, with CUDA.
         direct_reads: read weights past the page cache (docs/benchmarks/disk.json).
         progress: show bars on stderr while weights load.
-
-    Attributes:
-        seconds, moved: per phase ("prefill", "decode") of the job. What is fetched ahead counts in the phase in which
-            it came.
     """
 
     def __init__(
@@ -62,8 +56,6 @@ class Runner:
         self.offload_root, self.direct_reads, self.progress = offload_root, direct_reads, progress
         self.stores = Stores()
         self.folder: OffloadFolder | None = None
-        self.seconds: dict[str, float] = {}
-        self.moved: dict[str, BytesMoved] = {}
         self._io: DiskIO | None = None
         self._queues: dict[str, TransferQueue] = {}
         self._tiers: dict[str, str] | None = None  # of the weights that are loaded
@@ -76,13 +68,13 @@ class Runner:
 
     def available(self) -> dict[str, int]:
         """Bytes that may be planned for on each tier, for a job that takes over what this one's weights hold."""
-        weights, ram = self.stores.weights, int(MARGIN * memory.ram_in_all())
+        ram, weights = int(MARGIN * memory.ram_in_all()), self.stores.weights
         found = {"gpu": ram, "cpu": ram, "disk": int(MARGIN * memory.disk_free(self.offload_root))}
         if self.device.is_cuda:
             held = 0 if weights is None else weights.held_bytes(cuda=True)
             found["gpu"] = int(MARGIN * (self.device.free_bytes() + self.device.workspace_bytes + held))
-        if weights is not None and self.folder is not None:
-            found["disk"] += self.folder.size()
+        if weights is not None:
+            found["disk"] += self._disk_bytes()
         return found
 
     def baseline(self) -> int:
@@ -94,13 +86,13 @@ class Runner:
 
     # a job
 
-    def run(self, job: Job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
-        """Take all sequences, the longest first, through the job, block by block.
+    def run(self, job: Job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> dict:
+        """Take all sequences, the longest first, through the job, block by block; returns its report.
 
         After an exception nothing is left: no threads, no weights, no offload folder.
 
         Raises:
-            UserError: as `begin` and `explain_broken`, or the disk is full or cannot be read.
+            UserError: as `begin`, a broken checkpoint, or the disk is full or cannot be read.
         """
         size = job.policy.block_size
         blocks = [sequences[at : at + size] for at in range(0, len(sequences), size)]
@@ -113,9 +105,9 @@ class Runner:
                     observer.on_block(n, len(blocks), block)
                     self.run_block(block, sink, observer, is_last=n + 1 == len(blocks))
                     if n == 0 and all(s.finish_reason == "error" for s in block):
-                        self.explain_broken(whole_job=len(blocks) == 1)
+                        self._explain_broken(whole_job=len(blocks) == 1)
                     observer.on_block_end(block)
-                report = self.report(sequences)
+                report = make_report(self.model, job, sequences, self.meter, self.device, self._disk_bytes())
         except BaseException as e:
             try:
                 if not isinstance(e, Exception):
@@ -140,9 +132,7 @@ class Runner:
         self._load_weights()
         self._pinned = self.device.pinned_count()
         self._make_stores()
-        self.seconds = {"prefill": 0.0, "decode": 0.0}
-        self.moved = {"prefill": BytesMoved(), "decode": BytesMoved()}
-        self._counted = self._count_moved()
+        self.meter = Meter(self._count_moved)
 
     @torch.inference_mode()
     def run_block(self, sequences: list[Sequence], sink: LogitsSink, observer: Observer, is_last: bool = True) -> None:
@@ -159,21 +149,22 @@ class Runner:
         prefetch = Prefetcher(self.stores, schedule, batches, is_last)
         steps = LayerSteps(self.model.spec, self.device, self.dtype, self.job, self.stores, batches, prefetch, sink)
         self.device.synchronize()
-        phase, start = "prefill", time.perf_counter()
+        self.meter.start()
         for i, j, active in schedule.layers():
             interrupts.check()
             if (i, j) == (1, 0):
-                start = self._lap(phase, start)
-                phase = "decode"
+                self.device.synchronize()
+                self.meter.stop("prefill")
             prefetch.weights(i, j)
-            before = self._generated(sequences) if j == steps.last else 0
+            before = sum(len(s.tokens) for s in sequences)
             self._run_layer(i, j, active, steps, observer)
-            observer.on_progress(i, j, self._generated(sequences) - before if j == steps.last else 0)
+            observer.on_progress(i, j, sum(len(s.tokens) for s in sequences) - before)
         self.stores.caches.drain()
         self.stores.activations.drain()
         if not steps.all_finite:
             self.stores.caches.wipe()
-        self._lap(phase, start)
+        self.device.synchronize()
+        self.meter.stop("prefill" if i == 0 else "decode")
         if is_last:
             self.stores.weights.drop_prefetched()
 
@@ -192,7 +183,7 @@ class Runner:
             queue.close()
         if self._io is not None:
             self._io.close()
-        self.stores.clear()
+        self.stores.weights = self.stores.caches = self.stores.activations = None
         self._tiers = self._io = None
         self._queues = {}
         self.device.unpin()
@@ -200,58 +191,6 @@ class Runner:
         if self.folder is not None:
             self.folder.close()
             self.folder = None
-
-    # what was measured
-
-    def report(self, sequences: list[Sequence]) -> Report:
-        """What was measured of the job since `begin`; peaks and stalls since they were reset (`Device.reset_peaks`)."""
-        job, rule, stalls = self.job, self.job.rule, self.device.stall_seconds
-        generated, sampled = self._generated(sequences), sum(1 for s in sequences if s.tokens)
-        tokens = {"prefill": sum(job.workload.prompt_lens), "decode": generated - sampled}
-        prefill, decode = (Phase(s, rate(tokens[p], s), self.moved[p]) for p, s in self.seconds.items())
-        seconds = prefill.seconds + decode.seconds
-        return Report(
-            model=self.model.name,
-            device=str(self.device),
-            dtype=dtype_name(self.dtype),
-            workload=JobSize(len(sequences), job.workload.longest, job.workload.gen_len),
-            policy=job.policy,
-            kv_budget=None if rule.budget is None else Slots(rule.heavy, rule.recent),
-            prefill=prefill,
-            decode=decode,
-            total=Total(seconds, generated, rate(generated, seconds)),
-            peak_memory_bytes=self._peak_bytes(job.planned.cpu),
-            planned_memory_bytes=job.planned,
-            bytes_moved=prefill.bytes_moved + decode.bytes_moved,
-            # hidden states share a transfer queue with the cache
-            stall_seconds=Stalls(stalls.get("weights", 0.0), stalls.get("cache", 0.0) + stalls.get("activations", 0.0)),
-            predicted=job.predicted,
-        )
-
-    def _peak_bytes(self, cpu_pool: int) -> PerTier:
-        """Without CUDA the tiers gpu and cpu are one RAM, of which `cpu_pool` bytes are the tier cpu."""
-        ram, disk = memory.peak_resident(), self.folder.size() if self.folder else 0
-        if self.device.is_cuda:
-            return PerTier(self.device.peak_bytes(), ram, disk)
-        return PerTier(max(0, ram - cpu_pool), cpu_pool, disk)
-
-    def explain_broken(self, whole_job: bool) -> None:
-        """For a first block in which the logits of all sequences are NaN.
-
-        Args:
-            whole_job: the block is the whole job. If it is not, a few bad prompts must not stop the others.
-
-        Raises:
-            UserError: the checkpoint is broken, or the dtype too narrow for it.
-        """
-        name = self.stores.weights.find_broken()
-        if name is not None:
-            raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
-        if not whole_job:
-            return
-        if self.dtype == torch.float16:
-            raise UserError("the hidden states overflow in float16: use `dtype` bfloat16 or float32")
-        raise UserError("the model gives NaN for every prompt: the checkpoint is broken")
 
     # parts of a block
 
@@ -267,42 +206,43 @@ class Runner:
                 self._retire(group, steps, observer)
         del w
         self.stores.weights.release(j)
-        if i == 0 and (j == steps.last or steps.gaps.are_due):
-            steps.gaps.release()
+        if i == 0 and (j == steps.last or steps.gaps_are_due):
+            steps.release_gaps()
 
     def _retire(self, group: list[int], steps: LayerSteps, observer: Observer) -> None:
         """Batches whose sequences have all finished leave the schedule."""
         for k in group:
             batch = steps.batches[k]
-            if batch.has_finished:
+            if all(s.finish_reason is not None for s in batch.sequences):
                 steps.prefetch.finish(k)
                 with torch.inference_mode(False):  # the mode is the engine's, not the observer's
                     observer.on_finished(batch.sequences)
 
-    @staticmethod
-    def _generated(sequences: list[Sequence]) -> int:
-        return sum(len(s.tokens) for s in sequences)
-
-    def _lap(self, phase: str, start: float) -> float:
-        self.device.synchronize()
-        now = time.perf_counter()
-        self.seconds[phase] += now - start
-        moved = self._count_moved()
-        self.moved[phase] += moved - self._counted
-        self._counted = moved
-        return now
-
-    def _count_moved(self) -> BytesMoved:
-        """Since the weights were loaded and the disk was opened."""
-        stores = [store for store in (self.stores.caches, self.stores.activations) if store is not None]
-        return BytesMoved(
-            disk_to_cpu=self._io.read_bytes,
-            cpu_to_gpu=self.stores.weights.cpu_to_gpu_bytes + sum(store.cpu_to_gpu_bytes for store in stores),
-            gpu_to_cpu=sum(store.gpu_to_cpu_bytes for store in stores),
-            cpu_to_disk=self._io.written_bytes,
-        )
+    def _explain_broken(self, whole_job: bool) -> None:
+        """Raises UserError where the logits of all sequences of the first block are NaN: the checkpoint is broken, or
+        the dtype too narrow. If the block is not the whole job, a few bad prompts must not stop the others."""
+        name = self.stores.weights.find_broken()
+        if name is not None:
+            raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
+        if whole_job and self.dtype == torch.float16:
+            raise UserError("the hidden states overflow in float16: use `dtype` bfloat16 or float32")
+        if whole_job:
+            raise UserError("the model gives NaN for every prompt: the checkpoint is broken")
 
     # stores
+
+    def _count_moved(self) -> dict[str, int]:
+        """Bytes between tiers, since the weights were loaded and the disk was opened."""
+        stores = [store for store in (self.stores.caches, self.stores.activations) if store is not None]
+        return {
+            "disk_to_cpu": self._io.read_bytes,
+            "cpu_to_gpu": self.stores.weights.cpu_to_gpu_bytes + sum(store.cpu_to_gpu_bytes for store in stores),
+            "gpu_to_cpu": sum(store.gpu_to_cpu_bytes for store in stores),
+            "cpu_to_disk": self._io.written_bytes,
+        }
+
+    def _disk_bytes(self) -> int:
+        return self.folder.size() if self.folder is not None else 0
 
     def _open_queues(self, overlap: bool) -> None:
         if self._queues and self._queues["weights"].overlap != overlap:

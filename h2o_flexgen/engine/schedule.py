@@ -6,7 +6,6 @@ are needed.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -47,15 +46,9 @@ class ZigZag:
             for j in range(self.num_layers):
                 yield i, j, active
 
-    def first_at(self, blocks: list[tuple[int, int]], since: Step) -> Step | None:
-        """The first step, from `since` on, that uses one of these KV blocks.
-
-        Args:
-            blocks: (layer, batch), sorted, of batches that still run.
-        """
-        at = bisect_left(blocks, since[1:])
-        if at < len(blocks) and since.i < self.num_tokens:
-            return Step(since.i, *blocks[at])
-        if blocks and since.i + 1 < self.num_tokens:
-            return Step(since.i + 1, *blocks[0])
-        return None
+    def decode_steps(self, blocks: list[tuple[int, int]]) -> Iterator[Step]:
+        """Every decode step that uses one of these KV blocks, (layer, batch) in order, of batches that still run."""
+        for i in range(1, self.num_tokens):
+            for j, k in blocks:
+                if k in self.batches:
+                    yield Step(i, j, k)

@@ -42,23 +42,6 @@ class LogitsSink(Protocol):
         """
 
 
-class HeapGaps:
-    """Gaps in the heap. Micro-batches leave several times as much as one of them takes; to give the pages back and
-    take new ones costs time, so it is done seldom."""
-
-    def __init__(self, device: Device):
-        self.device = device
-        self._released = time.perf_counter()
-
-    @property
-    def are_due(self) -> bool:
-        return time.perf_counter() - self._released > GAPS_SECONDS
-
-    def release(self) -> None:
-        self.device.release_gaps()
-        self._released = time.perf_counter()
-
-
 class LayerSteps:
     """The steps of one block. Layer 0 is the embedding, the last one the head, those between transformer blocks.
 
@@ -82,7 +65,7 @@ class LayerSteps:
         self.family = family(spec.model_type)
         self.token_bytes = spec.hidden * dtype.itemsize
         self.last = prefetch.last
-        self.gaps = HeapGaps(device)
+        self._gaps_released = time.perf_counter()
         self.all_finite = True
         self._hidden: dict[int, Tensor] = {}  # by batch, (B, 1, E): decode's hidden states stay on the device
 
@@ -132,8 +115,8 @@ class LayerSteps:
         attend = partial(self.job.rule.prefill, cache and cache.rows(begin, end), lengths=lengths)
         positions = prompt_positions(lengths, hidden.shape[1])
         self._store_hidden(step.k, m, self.family.block(self.spec, w, hidden, positions, attend))
-        if self.gaps.are_due and memory.resident() > self.job.ram:  # a layer may take seconds
-            self.gaps.release()
+        if self.gaps_are_due and memory.resident() > self.job.ram:  # a layer may take seconds
+            self.release_gaps()
 
     def _store_hidden(self, k: int, m: int, hidden: Tensor) -> None:
         self.stores.activations.put(k, m, self._offset(k, m), hidden)
@@ -152,6 +135,16 @@ class LayerSteps:
         """Where the hidden states of a micro-batch begin in those of its batch, in bytes."""
         batch = self.batches[k]
         return batch.micro[m][0] * batch.longest * self.token_bytes
+
+    @property
+    def gaps_are_due(self) -> bool:
+        """Micro-batches leave gaps in the heap, several times as large as one of them. Giving the pages back and taking
+        new ones costs time, so it is done seldom."""
+        return time.perf_counter() - self._gaps_released > GAPS_SECONDS
+
+    def release_gaps(self) -> None:
+        self.device.release_gaps()
+        self._gaps_released = time.perf_counter()
 
     # decode
 

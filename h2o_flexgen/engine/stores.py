@@ -1,10 +1,9 @@
-"""What a job's data lies in, and what the engine must know of a job."""
+"""What the engine must know of a job, and the stores that hold the job's data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h2o_flexgen.engine.report import PerTier
 from h2o_flexgen.kv_cache import CacheRule
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.kv_store import KVStore
@@ -15,12 +14,12 @@ from h2o_flexgen.sizes import Workload
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, and where everything lies.
+    """What to run, and on which tiers.
 
     Attributes:
         weights, cache, activations: the tier of each tensor by name, of each KV block by (layer, batch), and of each
             batch's hidden states, as `planning.placement` spreads them.
-        planned: bytes that the plan counts; predicted: times by the cost model, for the report.
+        planned: bytes of each tier that the plan counts; predicted: times by the cost model, for the report.
         ram: bytes that this process may hold; above them prefill gives gaps in the heap back within a layer too.
     """
 
@@ -30,7 +29,7 @@ class Job:
     cache: dict[tuple[int, int], str]
     activations: list[str]
     workload: Workload
-    planned: PerTier
+    planned: dict[str, int]
     predicted: dict[str, float | str] | None = None
     ram: float = float("inf")
 
@@ -45,7 +44,7 @@ class Job:
             placed.cache,
             placed.activations,
             workload,
-            planned=PerTier(*(plan.needed(tier) for tier in TIERS)),
+            planned={tier: plan.needed(tier) for tier in TIERS},
             predicted=None if choice.prediction is None else choice.prediction.of_job(),
             ram=plan.ram,
         )
@@ -53,12 +52,9 @@ class Job:
 
 @dataclass
 class Stores:
-    """The stores of a job. Whoever needs one looks it up here: an exception that is kept keeps the objects in its
-    traceback too, and `clear` then frees what they hold."""
+    """The stores of a job. Whoever needs one looks it up in this object: an exception that is kept keeps the objects of
+    its traceback too, but not the stores that were taken out of it."""
 
     weights: WeightStore | None = None
     caches: KVStore | None = None
     activations: ActivationStore | None = None
-
-    def clear(self) -> None:
-        self.weights = self.caches = self.activations = None

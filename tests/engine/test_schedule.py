@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,13 +37,18 @@ def test_a_finished_batch_takes_no_later_token_step_and_the_block_ends_with_the_
 
 
 @given(**sizes, data=st.data())
-def test_first_at_is_the_first_step_at_one_of_the_pieces(tokens, layers, batches, data):
+def test_decode_steps_are_those_at_one_of_the_kv_blocks(tokens, layers, batches, data):
+    """Once a batch has finished, its later steps are left out."""
     schedule = ZigZag(tokens, layers, batches)
     pairs = [(j, k) for j in range(layers) for k in range(batches)]
     blocks = sorted(data.draw(st.sets(st.sampled_from(pairs)), "blocks"))
-    since = Step(*(data.draw(st.integers(0, n)) for n in (tokens, layers, batches)))
-    steps = [Step(i, j, k) for i in range(tokens) for j, k in blocks]
-    assert schedule.first_at(blocks, since) == next((s for s in steps if s >= since), None)
+    finished, since = data.draw(st.integers(0, batches - 1)), data.draw(st.integers(0, tokens * len(blocks)))
+    expected = [Step(i, j, k) for i in range(1, tokens) for j, k in blocks]
+    steps = schedule.decode_steps(blocks)
+    found = list(islice(steps, since))
+    schedule.finish(finished)
+    found += steps
+    assert found == [s for n, s in enumerate(expected) if n < since or s.k != finished]
 
 
 @given(**sizes)
@@ -50,3 +57,4 @@ def test_nothing_follows_once_all_batches_have_finished(tokens, layers, batches)
     for k in range(batches):
         schedule.finish(k)
     assert list(schedule.layers()) == []
+    assert list(schedule.decode_steps([(1, k) for k in range(batches)])) == []
