@@ -53,7 +53,7 @@ def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float |
     ratios = sorted({floor, *(r for r in _RATIOS if r > floor)})
     while 2 * int(1.5 * ratios[-1] * longest) < total:  # an output may be longer than its prompt
         ratios.append(1.5 * ratios[-1])
-    budgets = [(r, _budget(int(r * longest), r)) for r in ratios]
+    budgets = [(r, KVBudget.from_ratio(r) if r <= 1 else KVBudget.from_size(int(r * longest))) for r in ratios]
     return [*((r, b) for r, b in budgets if r == floor or sum(b.slots(longest)) < total), (None, None)]
 
 
@@ -61,10 +61,6 @@ def check_floor(floor: float) -> None:
     """Raises UserError for a floor outside (0, 0.5]: above that half, heavy and recent tokens are the whole prompt."""
     if not 0 < floor <= 0.5:
         raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
-
-
-def _budget(heavy: int, ratio: float) -> KVBudget:
-    return KVBudget.from_ratio(ratio) if ratio <= 1 else KVBudget.from_size(heavy)
 
 
 def size_budget(
@@ -90,7 +86,7 @@ def size_budget(
     choices = budget_choices(floor, longest, total)
     bar = tqdm(total=len(choices) + _BETWEEN, desc="sizing the KV budget", leave=False, disable=not progress)
 
-    def look_at(ratio: float | None, budget: KVBudget | None) -> PlanError | None:
+    def attempt(ratio: float | None, budget: KVBudget | None) -> PlanError | None:
         bar.update()
         try:
             point, choice = find(ratio, budget)
@@ -100,7 +96,7 @@ def size_budget(
         return None
 
     with bar:
-        errors = [look_at(ratio, budget) for ratio, budget in choices]
+        errors = [attempt(ratio, budget) for ratio, budget in choices]
         if not found:
             raise errors[0]
         curve = sorted(found, key=lambda p: p.slots)
@@ -110,7 +106,7 @@ def size_budget(
             if not larger:
                 break
             heavy = isqrt(free.slots * larger[0].slots) // 2
-            if look_at(round(heavy / longest, 3), KVBudget.from_size(heavy)) is not None:
+            if attempt(round(heavy / longest, 3), KVBudget.from_size(heavy)) is not None:
                 break
             curve = sorted(found, key=lambda p: p.slots)
     return *found[largest_free(curve)], curve

@@ -29,6 +29,7 @@ from h2o_flexgen.sizes import (
     matmul_rows,
     prefill_pairs,
     requests,
+    wal_rows,
 )
 
 #: the batches of a block: sequences, and tokens of the longest prompt
@@ -204,7 +205,7 @@ class CostModel:
         sizes = tuple(size for size, _ in batches)
         matmuls = layers * self._decode_matmuls(sizes).seconds(streamed)
         from_disk = cache.disk * (self.profile.visit_seconds / policy.gpu_batch_size)
-        nbytes = slots * self.shapes.row_bytes
+        nbytes = slots * self.shapes.kv.row_bytes
         each, sequences = self._attention("decode", nbytes), layers * sum(sizes)
         if not self._attends_on_cpu(policy):
             return matmuls + from_disk + sequences * each
@@ -244,15 +245,15 @@ class CostModel:
         """`length`: of the longest prompt; `weights`: those that are fetched meanwhile."""
         shapes = self.shapes
         crosses = 1 if shapes.cuda else 0  # whether disk data passes between the CPU and the GPU
-        kept = shapes.slots if shapes.rule.growth == "fixed" else min(length, shapes.slots)
-        kv = kept * shapes.row_bytes
+        kept = shapes.kv.slots if shapes.rule.growth == "fixed" else min(length, shapes.kv.slots)
+        kv = kept * shapes.kv.row_bytes
         hidden = length * self.hidden_bytes
         hidden_copied = hidden * (activations.cpu + crosses * activations.disk)
         hidden_requests = self._requests(policy, activations, hidden)
         write_back = Traffic(
             cpu_to_disk=cache.disk * kv + hidden * activations.disk,
             gpu_to_cpu=(cache.cpu + crosses * cache.disk) * kv
-            + crosses * (cache.cpu + cache.disk) * shapes.meta_bytes
+            + crosses * (cache.cpu + cache.disk) * shapes.kv.meta_bytes
             + hidden_copied,
             writes=self._requests(policy, cache, kv) + hidden_requests,
         )
@@ -263,9 +264,9 @@ class CostModel:
         self, policy: Policy, compute: float, state: CacheState, weights: Offloaded, cache: Offloaded = RESIDENT
     ) -> Flows:
         """The cache is read, one token is written back, and now and then a KV block on disk is compacted."""
-        shapes, row = self.shapes, self.shapes.row_bytes
+        shapes, row = self.shapes, self.shapes.kv.row_bytes
         crosses = 1 if shapes.cuda else 0
-        meta = crosses * shapes.meta_bytes  # in RAM, scores are used in place
+        meta = crosses * shapes.kv.meta_bytes  # in RAM, scores are used in place
         kv, stored, wal = state.slots * row, state.stored * row, state.wal_rows * row
         moved = 0 if policy.cpu_cache_compute else cache.cpu  # a cache that the CPU attends to stays in place
         compacted = cache.disk * (state.compactions * state.compacted * row)
@@ -294,7 +295,7 @@ class CostModel:
 
     def cache_states(self, length: int) -> list[CacheState]:
         """Of a block whose longest prompt has `length` tokens, for every kind of decode step."""
-        gen_len, slots, rows = self.workload.gen_len, self.shapes.slots, self.shapes.wal_rows
+        gen_len, slots, rows = self.workload.gen_len, self.shapes.kv.slots, wal_rows(self.shapes.segments)
         steps = gen_len - 1
         if steps == 0:
             return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import torch
@@ -33,7 +34,6 @@ from h2o_flexgen.sizes import (
     double_buffers,
     matmul_rows,
     micro_tokens,
-    wal_rows,
 )
 
 #: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
@@ -104,38 +104,15 @@ class Shapes(ModelData):
     rule: CacheRule
     segments: tuple[int, ...]
 
-    @property
-    def slots(self) -> int:
-        return sum(self.segments)
-
-    @property
-    def wal_rows(self) -> int:
-        return wal_rows(self.segments)
-
     def layout(self, batch: int) -> KVLayout:
         """The cache of so many sequences in one layer."""
         spec, rule, dtype = self.spec, self.rule, getattr(torch, self.dtype)
         return KVLayout(batch, spec.kv_heads, self.segments, spec.head_dim, dtype, rule.metadata, rule.growth)
 
-    @property
-    def row_bytes(self) -> int:
-        """K and V of one token of one sequence in one layer."""
-        return self.layout(1).row_bytes
-
-    @property
-    def meta_bytes(self) -> int:
-        """Scores and positions of one sequence in one layer."""
-        return self.layout(1).meta_bytes
-
-    @property
-    def block_bytes(self) -> int:
+    @cached_property
+    def kv(self) -> KVLayout:
         """The cache of one sequence in one layer."""
-        return self.slots * self.row_bytes + self.meta_bytes
-
-    @property
-    def by_chunks(self) -> bool:
-        """Whether attention over prompts runs by chunks, at least on some CPUs and GPUs."""
-        return bool(self.rule.metadata) or self.may_widen or self.dtype == "bfloat16" or self.spec.groups > 1
+        return self.layout(1)
 
 
 @dataclass(frozen=True)
@@ -263,7 +240,7 @@ def plan_policy(
     _plan_cache(plan, policy, shapes, placement, batches)
     _plan_activations(plan, policy, shapes, placement, batches, workload.longest)
     plan.add("gpu", "workspace of a layer or the head", workspace_bytes(policy, shapes, workload.longest, batches))
-    plan.add("gpu", "workspace of matrix products", resources.workspace)
+    plan.add("gpu", "workspace of matmuls", resources.workspace)
     return placement, plan
 
 
@@ -316,7 +293,7 @@ def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement
     plan.add("cpu", "KV host buffers", sizes.count * sizes.host + sizes.write)
     plan.add("cpu" if shapes.cuda else "gpu", "KV write-back of a step", sizes.row)
     if sizes.row:  # each write-back may hold the tokens of its matmul group
-        nbytes = sizes.count * max(matmul_rows(batches)) * shapes.row_bytes
+        nbytes = sizes.count * max(matmul_rows(batches)) * shapes.kv.row_bytes
         plan.add("gpu", "keys and values being written back", nbytes)
 
 
@@ -345,7 +322,8 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
     if shapes.rule.metadata:
         attention += tokens * spec.kv_heads * (4 + 4 + 4 + 8)  # scores; the sort's keys and indices
-    if shapes.by_chunks:
+    # attention by chunks, at least on some CPUs and GPUs
+    if shapes.rule.metadata or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
         # three copies in (B * KV, G * T, D) shape, and the context; or the rows that are kept
         attention += tokens * (2 * Q + 2 * KV) * size
         attention += chunk_bytes(shapes, tokens, P)
@@ -378,9 +356,9 @@ def _widened(shapes: Shapes, tokens: int) -> int:
 def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     """`rows` go through the matmuls together, `batch` of them through attention."""
     spec, size = shapes.spec, shapes.itemsize
-    scores = batch * spec.heads * shapes.slots
+    scores = batch * spec.heads * shapes.kv.slots
     # a few heads in float32
-    cache = 8 * min(batch * spec.kv_width * shapes.slots, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen
+    cache = 8 * min(batch * spec.kv_width * shapes.kv.slots, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen
     inner = spec.inner * (2 + spec.gated)
     matmuls = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
     return matmuls + _widened(shapes, rows) + cache + scores * (4 * 4 + 2 * size)

@@ -85,7 +85,7 @@ class Planner:
             choice = self._choose(workload, resources, policy, budget)
             choice.plan.check()
             p, size, batches = choice.prediction, choice.policy.gpu_batch_size, choice.policy.num_gpu_batches
-            slots = choice.rule.budget or self.model.shapes(choice.rule, workload).slots
+            slots = choice.rule.budget or self.model.shapes(choice.rule, workload).kv.slots
             speed = p.block_tokens_per_s if self.constraints.one_block else p.tokens_per_s
             return BudgetPoint(ratio, slots, size, batches, speed), choice
 

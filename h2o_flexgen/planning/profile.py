@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.rates import KernelRates
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 #: directions of traffic
 LINKS = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
-#: of matrices
+#: how a weight matrix reaches its matmul
 MATMULS = ("streamed", "resident")
 #: cache rules, by name
 ATTENTION = ("full", "h2o")

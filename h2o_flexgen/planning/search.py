@@ -21,7 +21,7 @@ from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.solver import pulp, solve
 from h2o_flexgen.planning.traffic import Offloaded
 from h2o_flexgen.policy import KINDS, TIERS, Policy, gib
-from h2o_flexgen.sizes import Workload, batch_sizes, double_buffers, kv_buffers
+from h2o_flexgen.sizes import Workload, batch_sizes, double_buffers, kv_buffers, wal_rows
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 NUM_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
@@ -208,7 +208,7 @@ class Search:
         cost, shapes, limits = self.cost, self.shapes, self.resources.limits
         batches = cost.batches(policy, 0)
         length, W = batches[0][1], cost.streamed_bytes
-        kv = shapes.spec.layers * sum(size for size, _ in batches) * shapes.slots * shapes.row_bytes
+        kv = shapes.spec.layers * sum(size for size, _ in batches) * shapes.kv.slots * shapes.kv.row_bytes
         device = limits["gpu"] - self._fixed_bytes(policy)
         ram = device + limits["cpu"] if shapes.cuda else device
         stored = min(1.0, shapes.stored_ratio)
@@ -216,7 +216,7 @@ class Search:
             return inf
         weights = Offloaded(cpu=max(0, W - device)) if shapes.cuda else Offloaded()
         read = max(0, W + kv - ram) * stored
-        used = [0, *(state.stored / shapes.slots for state in cost.cache_states(length))]
+        used = [0, *(state.stored / shapes.kv.slots for state in cost.cache_states(length))]
         seconds = 0.0
         for n, (count, compute) in enumerate(self._compute(policy, batches)):
             step = max(cost.seconds(cost.prefill_flows(policy, compute, length, weights), policy.overlap).values())
@@ -281,8 +281,8 @@ class Search:
     def _memory(self, policy: Policy, sizes: list[int], x: Fractions) -> dict[str, float]:
         """Bytes needed of each tier that has a limit; at most what the plan says of any placement with these
         fractions."""
-        shapes, L, B = self.shapes, self.shapes.spec.layers, sum(sizes)
-        W, KV = self.cost.streamed_bytes, L * B * shapes.block_bytes
+        shapes, kv, L, B = self.shapes, self.shapes.kv, self.shapes.spec.layers, sum(sizes)
+        W, KV = self.cost.streamed_bytes, L * B * (kv.kv_bytes + kv.meta_bytes)
         A = B * self.workload.longest * self.cost.hidden_bytes
         (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = (x[kind] for kind in KINDS)
         buffers, layer = double_buffers(policy.overlap), W / (L + 2)
@@ -292,15 +292,15 @@ class Search:
         else:
             gpu += buffers * wd * layer
         least, most = (kv_buffers(policy.overlap, on_disk) for on_disk in (False, True))
-        staged = sizes[0] * (shapes.block_bytes if shapes.cuda else shapes.block_bytes - shapes.meta_bytes)
+        staged = sizes[0] * (kv.kv_bytes + kv.meta_bytes if shapes.cuda else kv.kv_bytes)
         gpu += cg * KV + (least * (cc + cd) + (most - least) * cd) * staged
-        cpu = wc * W + cc * KV + cd * (L * B * shapes.meta_bytes) + ac * A
-        disk = cd * (L * B * (shapes.slots + shapes.wal_rows) * shapes.row_bytes) + ad * A
+        cpu = wc * W + cc * KV + cd * (L * B * kv.meta_bytes) + ac * A
+        disk = cd * (L * B * (kv.slots + wal_rows(shapes.segments)) * kv.row_bytes) + ad * A
         if shapes.dummy:
             disk += wd * (shapes.stored_ratio * W)
         if shapes.cuda:
             cpu += self._process_bytes(policy) + buffers * wd * (shapes.stored_ratio * layer)
-            cpu += cd * ((most + 1) * sizes[-1] * shapes.slots * shapes.row_bytes)
+            cpu += cd * ((most + 1) * sizes[-1] * kv.kv_bytes)
         needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
         return {tier: needed[tier] for tier in self.resources.limits}
 
@@ -347,7 +347,7 @@ class Search:
         B = sum(batch_sizes(self.num_prompts, policy))
         totals = (
             self.cost.streamed_bytes,
-            self.shapes.spec.layers * B * self.shapes.block_bytes,
+            self.shapes.spec.layers * B * (self.shapes.kv.kv_bytes + self.shapes.kv.meta_bytes),
             B * self.workload.longest * self.cost.hidden_bytes,
         )
         for _ in range(8):
