@@ -265,7 +265,7 @@ class LLM:
             self.close()
             raise UserError(
                 f"CUDA is out of memory, though the plan fits: give a smaller `gpu_mem` if other programs use the GPU; "
-                f"if not, its memory is in pieces too small to use: give smaller batches; {e}"
+                f"if not, its memory is too fragmented to use: give smaller batches; {e}"
             ) from None
         finally:
             bar.close()

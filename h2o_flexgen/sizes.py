@@ -8,15 +8,16 @@ from math import isqrt
 
 from h2o_flexgen.policy import Policy
 
+#: bytes of a page of memory, which direct disk requests are made of
 PAGE = 4096
-#: a disk request; larger ones are read no faster, smaller ones cost processor time (docs/benchmarks/disk.json)
+#: bytes of a disk request: larger ones are read no faster, smaller ones cost CPU time (docs/benchmarks/disk.json)
 REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
-#: that keep the disk's queue full
+#: threads that keep the disk's queue full
 THREADS = 4
 #: the most KV blocks that are staged on the device at once
 KV_BUFFERS = 3
 #: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
-#: still empty in the last segment is attended to like the rest, and every segment takes two more products.
+#: still empty in the last segment is attended to like the rest, and every segment takes two more matmuls.
 SEGMENT, LARGEST_SEGMENT = 32, 128
 #: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
 TOKEN = 72
@@ -26,20 +27,26 @@ WRITE_BACKS = 2
 HEAD_ROWS, SAMPLE_ROWS = 128, 16
 #: bytes for each logit that is sorted
 SORTING = {"cpu": 30, "cuda": 50}
-#: rows that go through the products of a decode step together, if their batches are smaller: the rate of products grows
-#: up to about so many (the README has it)
+#: rows that go through the matmuls of a decode step together, if their batches are smaller: the rate of a matmul grows
+#: up to about this many (docs/benchmarks/engine_gemm.json)
 GROUP_ROWS = 128
-#: attention over prompts: probabilities held at once (what stays in a processor's cache, or fills a GPU), and queries
+#: attention over prompts: probabilities held at once (what stays in a CPU's cache, or fills a GPU), and queries
 #: of one chunk; measured on 2 cores in bf16, prompts of 64 to 2048 tokens: 256 queries are within 10 % of the best
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 QUERY_CHUNK = 256
-#: bytes of weights and rows of tokens in float32 at once, on a processor that multiplies nothing narrower
+#: bytes of weights and rows of tokens in float32 at once, where matmuls in 16 bits go through float32
 WIDEN_BYTES, WIDEN_ROWS = 4 << 20, 512
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job asks for: prompt lengths in tokens, longest first, and the output length."""
+    """What a job asks for.
+
+    Attributes:
+        prompt_lens: tokens of each prompt, the longest first.
+        gen_len: tokens of each output.
+        prefill_only: nothing is decoded, so that no KV cache is kept.
+    """
 
     prompt_lens: tuple[int, ...]
     gen_len: int
@@ -101,9 +108,12 @@ def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
 
 
 def matmul_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Which batches of so many sequences go through the products of a decode step together: (begin, end) of each group,
-    of one batch or of at most GROUP_ROWS sequences. One group of more rows saves compute less than it costs: fewer
-    pieces of cache come beside the products."""
+    """Which batches go through the matmuls of a decode step together: (begin, end) of each group, of one batch or of at
+    most GROUP_ROWS sequences. A larger group saves less compute than it costs: fewer KV blocks are staged beside it.
+
+    Args:
+        sizes: sequences of each batch.
+    """
     groups, rows = [], 0
     for n, size in enumerate(sizes):
         if groups and rows + size <= GROUP_ROWS:

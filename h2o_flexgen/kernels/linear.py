@@ -4,7 +4,7 @@ native   torch's own `F.linear` in the 16-bit type
 widened  through fp32, a slice of W at a time, which stays in the CPU's cache
 packed   oneDNN's, on a W that was laid out for it beforehand; such a W has no other kernel
 
-All are exact: products of 16-bit elements are added up in fp32 and rounded once. bf16 through fp16 is not among them:
+All are exact: 16-bit elements are multiplied and added up in fp32, and rounded once. bf16 through fp16 is no option:
 its range is too small for bf16, so a value may overflow. fp32, and everything on CUDA, is always `F.linear`.
 
 CPU flags do not tell which kernel is fastest: on some CPUs with bf16 instructions `F.linear` is slower in bf16 than in

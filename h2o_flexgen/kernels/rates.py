@@ -9,7 +9,7 @@ from math import isfinite, log
 ROWS = (1, 8, 32, 128, 512)
 #: rows by which types and layouts are compared, as if as many tokens went through the model at each of them
 MIX = (8, 32, 128, 512)
-#: what is less than this many times faster is not worth leaving the plain kernel for
+#: what is less than this many times faster is no reason to leave the plain kernel
 MARGIN = 1.1
 #: types in which a matmul has more than one exact kernel
 HALF_TYPES = ("bfloat16", "float16")

@@ -127,12 +127,12 @@ def test_a_tensor_of_a_type_that_is_no_float(refused, tmp_path):
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("home", [ON_GPU, ON_CPU, ON_DISK], ids=["gpu", "cpu", "disk"])
-def test_weights_that_are_not_finite(refused, tmp_path, home, number):
+@pytest.mark.parametrize("placement", [ON_GPU, ON_CPU, ON_DISK], ids=["gpu", "cpu", "disk"])
+def test_weights_that_are_not_finite(refused, tmp_path, placement, number):
     state = tiny_state()
     state["model.decoder.layers.1.self_attn.v_proj.weight"][3, 5] = number
     folder = write_model(tmp_path / "nan", state)
-    message = refused("--model", folder, *percent(home), *FP32, *SHORT, early=False)
+    message = refused("--model", folder, *percent(placement), *FP32, *SHORT, early=False)
     assert "decoder.layers.1.self_attn.v_proj.weight" in message and "NaN" in message
 
 
@@ -150,14 +150,14 @@ def test_a_bin_that_is_cut_short(refused, broken, tmp_path, keep):
     cut(to_bin(broken), keep)
     message = refused("--model", broken, *SHORT, early=False)
     assert "pytorch_model.bin" in message and "Download it again" in message
-    assert list((tmp_path / "home" / "converted").glob("*/")) == []
+    assert list((tmp_path / "placement" / "converted").glob("*/")) == []
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"\x80\x04garbage", b"PK\x03\x04 no zip"])
 def test_a_garbage_bin(refused, broken, tmp_path, content):
     to_bin(broken).write_bytes(content)
     assert "pytorch_model.bin" in refused("--model", broken, *SHORT, early=False)
-    assert list((tmp_path / "home" / "converted").glob("*/")) == []
+    assert list((tmp_path / "placement" / "converted").glob("*/")) == []
 
 
 class Payload:
@@ -194,13 +194,13 @@ def test_no_space_to_convert_a_bin(refused, broken, tmp_path, monkeypatch):
     to_bin(broken)
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     assert "convert" in refused("--model", broken, *SHORT, early=False)
-    assert list((tmp_path / "home" / "converted").glob("*/")) == []
+    assert list((tmp_path / "placement" / "converted").glob("*/")) == []
 
 
 def test_nowhere_to_convert_a_bin(refused, broken, tmp_path, monkeypatch):
     to_bin(broken)
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "file" / "home"))
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "file" / "placement"))
     assert "convert" in refused("--model", broken, *SHORT)
 
 
@@ -213,8 +213,8 @@ def test_a_checkpoint_that_shrinks_while_the_job_runs(refused, broken, monkeypat
         cut(broken / "model.safetensors", 0.2)
 
     monkeypatch.setattr(Checkpoint, "check", check)
-    for home in (ON_GPU, ON_DISK):
-        message = refused("--model", broken, *SHORT, *percent(home), early=False)
+    for placement in (ON_GPU, ON_DISK):
+        message = refused("--model", broken, *SHORT, *percent(placement), early=False)
         assert "cut short" in message
         write_model(broken)
 

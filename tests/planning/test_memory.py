@@ -85,18 +85,18 @@ def test_more_on_a_lower_tier_never_needs_more_on_the_device(sizes, name, rule, 
     llm = sizes[name]
     workload = Workload((512,) * 64, 32)
     embedding = llm.spec.vocab * llm.spec.word_width * llm.dtype.itemsize
-    homeward = WRITE_BACKS * 2048 * llm.spec.hidden * llm.dtype.itemsize * overlap
+    write_back = WRITE_BACKS * 2048 * llm.spec.hidden * llm.dtype.itemsize * overlap
     found = []
     for gpu in range(100, -1, -5):
         percent = [100, 0, 100, 0, 100, 0]
         percent[2 * what : 2 * what + 2] = [gpu, (100 - gpu) * to]
         policy = Policy(8, 8, tuple(percent), overlap)
         placement, plan = llm.planner.plan(policy, rule, workload, NO_LIMITS)
-        away = any(home != "gpu" for home in placement.activations)
+        away = any(tier != "gpu" for tier in placement.activations)
         found.append((plan.needed("gpu"), placement.weights["model.decoder.embed_tokens.weight"], away))
-    for (before, home, away), (after, next_home, next_away) in zip(found, found[1:]):
-        slots = (2 if overlap else 1) * embedding if home != next_home else 0
-        assert after <= before + slots + (homeward if away != next_away else 0)
+    for (before, tier, away), (after, next_tier, next_away) in zip(found, found[1:]):
+        slots = (2 if overlap else 1) * embedding if tier != next_tier else 0
+        assert after <= before + slots + (write_back if away != next_away else 0)
     assert found[-1][0] < found[0][0]
 
 

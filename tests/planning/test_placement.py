@@ -1,4 +1,4 @@
-"""Whole pieces, spread so that the bytes are near the fractions and every layer costs the same I/O."""
+"""Whole tensors and KV blocks, spread so that the bytes are near the fractions and every layer costs the same I/O."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def fractions(draw):
     return Policy(percent=(gpu, cpu, 100, 0, 100, 0)).fractions("weights")
 
 
-def bytes_by_tier(layers, homes):
+def bytes_by_tier(layers, tiers):
     found = Counter()
     for name, size in {name: size for layer in layers for name, size in layer.items()}.items():
-        found[homes[name]] += size
+        found[tiers[name]] += size
     return [found[tier] for tier in TIERS]
 
 
@@ -38,22 +38,22 @@ def opt_shaped(num_layers, width, ends):
 
 @given(n=st.integers(1, 60), fractions=fractions())
 def test_equal_pieces_are_within_one_piece_of_their_share_at_every_point(n, fractions):
-    homes = list(spread(range(n), fractions).values())
+    tiers = list(spread(range(n), fractions).values())
     for end in range(1, n + 1):
-        count = Counter(homes[:end])
+        count = Counter(tiers[:end])
         for tier, fraction in zip(TIERS, fractions):
             assert abs(count[tier] - fraction * end) <= 1 + 1e-6
 
 
 @given(num_layers=st.integers(1, 40), width=st.integers(1, 50), ends=st.integers(1, 2000), fractions=fractions())
 def test_weights_are_near_their_fractions(num_layers, width, ends, fractions):
-    """Within the largest piece of a layer, but for the embedding, which is one piece."""
+    """Within the largest tensor of a layer, but for the embedding, which is one tensor."""
     layers = opt_shaped(num_layers, width, ends)
-    homes = place_weights(layers, fractions)
-    assert set(homes) == {name for layer in layers for name in layer}
+    tiers = place_weights(layers, fractions)
+    assert set(tiers) == {name for layer in layers for name in layer}
     total = sum({name: size for layer in layers for name, size in layer.items()}.values())
     largest = max(4 * width, ends)
-    for got, fraction in zip(bytes_by_tier(layers, homes), fractions):
+    for got, fraction in zip(bytes_by_tier(layers, tiers), fractions):
         assert abs(got - fraction * total) <= largest + 1e-6 * total
 
 
@@ -82,8 +82,8 @@ def test_the_head_goes_to_the_fastest_tier_that_holds_it_whole():
     assert place_weights(layers, (0.05, 0.15, 0.8))["words"] == "cpu"
     assert place_weights(layers, (0.05, 0.05, 0.9))["words"] == "disk"
     untied = [{"words": 100}, *layers[1:-1], {"head": 100}]
-    homes = place_weights(untied, (0.1, 0.0, 0.9))
-    assert (homes["head"], homes["words"]) == ("gpu", "disk")
+    tiers = place_weights(untied, (0.1, 0.0, 0.9))
+    assert (tiers["head"], tiers["words"]) == ("gpu", "disk")
 
 
 @given(num_layers=st.integers(2, 48), fractions=fractions())
@@ -91,19 +91,19 @@ def test_every_layer_costs_about_the_same_io(num_layers, fractions):
     """Bytes away from the device differ by one largest matrix at most, from layer to layer."""
     width = 3
     layers = opt_shaped(num_layers, width, 0)
-    homes = place_weights(layers, fractions)
+    tiers = place_weights(layers, fractions)
     for tier in TIERS:
-        costs = [sum(size for name, size in layer.items() if homes[name] == tier) for layer in layers[1:-1]]
+        costs = [sum(size for name, size in layer.items() if tiers[name] == tier) for layer in layers[1:-1]]
         assert max(costs) - min(costs) <= 4 * width
 
 
 @given(num_layers=st.integers(1, 30), width=st.integers(1, 50), ends=st.integers(1, 2000), fractions=fractions())
 def test_placement_is_deterministic_and_knows_no_unit(num_layers, width, ends, fractions):
     layers = opt_shaped(num_layers, width, ends)
-    homes = place_weights(layers, fractions)
-    assert place_weights([dict(layer) for layer in layers], fractions) == homes
+    tiers = place_weights(layers, fractions)
+    assert place_weights([dict(layer) for layer in layers], fractions) == tiers
     scaled = [{name: 1024 * size for name, size in layer.items()} for layer in layers]
-    assert place_weights(scaled, fractions) == homes
+    assert place_weights(scaled, fractions) == tiers
 
 
 @given(sizes=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=9), max_size=20), fractions=fractions())
@@ -138,5 +138,5 @@ def test_a_placement_gives_every_piece_a_home(weights, cache, activations, batch
     assert len(placement.activations) == batches
     vectors = {name for layer in shapes for name, shape in layer.items() if len(shape) == 1}
     assert all(placement.weights[name] == "gpu" for name in vectors)
-    homes = {*placement.weights.values(), *placement.cache.values(), *placement.activations}
-    assert homes <= set(TIERS)
+    tiers = {*placement.weights.values(), *placement.cache.values(), *placement.activations}
+    assert tiers <= set(TIERS)
