@@ -259,7 +259,7 @@ class LLM:
         bar = ProgressBar(len(sequences), gen_len, len(self.model.layers), self.progress)
         observer = Observers(collector, bar, self.observer)
         try:
-            self.report = self.runner.run(Job.of(choice, workload), sequences, sink, observer)
+            self.report = self.runner.run(Job.of(choice, workload), sequences, sink, observer).to_dict()
         except torch.OutOfMemoryError as e:
             traceback.clear_frames(e.__traceback__)  # they hold tensors
             self.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
@@ -40,41 +40,67 @@ class Meter:
         self._since, self._counted = now, counted
 
 
-def make_report(
-    model: LoadedModel, job: Job, sequences: list[Sequence], meter: Meter, device: Device, disk_bytes: int
-) -> dict:
-    """The measurements of a job, as plain data for JSON; "predicted" only if there is a prediction.
+@dataclass
+class Report:
+    """The measurements of a job.
 
     Loading is left out, as FlexGen counts it. The first token of each sequence comes from prefill: decode counts the
     others, and prefill the tokens of the prompts.
     """
-    work, rule, stalls = job.workload, job.rule, device.stall_seconds
-    generated = sum(len(s.tokens) for s in sequences)
-    tokens = {"prefill": sum(work.prompt_lens), "decode": generated - sum(1 for s in sequences if s.tokens)}
-    seconds, (prefill, decode) = sum(meter.seconds.values()), meter.moved.values()
-    report = {
-        "model": model.name,
-        "device": str(device),
-        "dtype": dtype_name(model.dtype),
-        "workload": {"num_prompts": len(sequences), "prompt_len": work.longest, "gen_len": work.gen_len},
-        "policy": asdict(job.policy),
-        "kv_budget": None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
-    }
-    for phase, took in meter.seconds.items():
-        speed = _rate(tokens[phase], took)
-        report[phase] = {"seconds": took, "tokens_per_s": speed, "bytes_moved": meter.moved[phase]}
-    report |= {
-        "total": {"seconds": seconds, "generated_tokens": generated, "tokens_per_s": _rate(generated, seconds)},
-        "peak_memory_bytes": _peak_bytes(device, job.planned["cpu"], disk_bytes),
-        "planned_memory_bytes": job.planned,
-        "bytes_moved": {link: prefill[link] + decode[link] for link in prefill},
-        "stall_seconds": {
-            "weights": stalls.get("weights", 0.0),
-            # hidden states share a transfer queue with the cache
-            "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
-        },
-    }
-    return report if job.predicted is None else report | {"predicted": job.predicted}
+
+    model: str
+    device: str
+    dtype: str
+    workload: dict[str, int]  # num_prompts, prompt_len, gen_len
+    policy: dict
+    kv_budget: dict[str, int] | None  # heavy and recent slots; None for a full cache
+    prefill: dict  # seconds, tokens_per_s, bytes_moved
+    decode: dict
+    total: dict[str, float]  # seconds, generated_tokens, tokens_per_s
+    peak_memory_bytes: dict[str, int]  # by tier
+    planned_memory_bytes: dict[str, int]
+    bytes_moved: dict[str, int]  # by link
+    stall_seconds: dict[str, float]  # that compute waited for "weights" and "cache"
+    predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
+
+    @classmethod
+    def of(
+        cls, model: LoadedModel, job: Job, sequences: list[Sequence], meter: Meter, device: Device, disk_bytes: int
+    ) -> Report:
+        work, rule, stalls = job.workload, job.rule, device.stall_seconds
+        generated = sum(len(s.tokens) for s in sequences)
+        tokens = {"prefill": sum(work.prompt_lens), "decode": generated - sum(1 for s in sequences if s.tokens)}
+        seconds, (prefill, decode) = sum(meter.seconds.values()), meter.moved.values()
+        phases = {
+            phase: {"seconds": s, "tokens_per_s": _rate(tokens[phase], s), "bytes_moved": meter.moved[phase]}
+            for phase, s in meter.seconds.items()
+        }
+        return cls(
+            model=model.name,
+            device=str(device),
+            dtype=dtype_name(model.dtype),
+            workload={"num_prompts": len(sequences), "prompt_len": work.longest, "gen_len": work.gen_len},
+            policy=asdict(job.policy),
+            kv_budget=None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
+            **phases,
+            total={"seconds": seconds, "generated_tokens": generated, "tokens_per_s": _rate(generated, seconds)},
+            peak_memory_bytes=_peak_bytes(device, job.planned["cpu"], disk_bytes),
+            planned_memory_bytes=job.planned,
+            bytes_moved={link: prefill[link] + decode[link] for link in prefill},
+            stall_seconds={
+                "weights": stalls.get("weights", 0.0),
+                # hidden states share a transfer queue with the cache
+                "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
+            },
+            predicted=job.predicted,
+        )
+
+    def to_dict(self) -> dict:
+        """For JSON; "predicted" only if there is a prediction."""
+        found = asdict(self)
+        if self.predicted is None:
+            del found["predicted"]
+        return found
 
 
 def _peak_bytes(device: Device, cpu_pool: int, disk: int) -> dict[str, int]:

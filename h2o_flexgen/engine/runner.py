@@ -12,7 +12,7 @@ from h2o_flexgen.engine.batch import Sequence, make_batches
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.prefetch import Prefetcher
-from h2o_flexgen.engine.report import Meter, make_report
+from h2o_flexgen.engine.report import Meter, Report
 from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.engine.step import LayerSteps, LogitsSink
 from h2o_flexgen.engine.stores import Job, Stores
@@ -86,7 +86,7 @@ class Runner:
 
     # a job
 
-    def run(self, job: Job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> dict:
+    def run(self, job: Job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
         """Take all sequences, the longest first, through the job, block by block; returns its report.
 
         After an exception nothing is left: no threads, no weights, no offload folder.
@@ -107,7 +107,7 @@ class Runner:
                     if n == 0 and all(s.finish_reason == "error" for s in block):
                         self._explain_broken(whole_job=len(blocks) == 1)
                     observer.on_block_end(block)
-                report = make_report(self.model, job, sequences, self.meter, self.device, self._disk_bytes())
+                report = Report.of(self.model, job, sequences, self.meter, self.device, self._disk_bytes())
         except BaseException as e:
             try:
                 if not isinstance(e, Exception):
