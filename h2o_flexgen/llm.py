@@ -20,9 +20,8 @@ from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.stores import Job
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import dtype_name
-from h2o_flexgen.offload.convert import sweep_conversions
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import OffloadFolder, default_root
+from h2o_flexgen.offload.disk import default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.memory import ModelData, Resources
 from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
@@ -104,8 +103,6 @@ class LLM:
         self.caps = dict(zip(TIERS, (gpu_mem, cpu_mem, disk_mem)))
         check_cpu_cap(self.caps, not self.device.is_cuda, self.policy == "auto")
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
-        OffloadFolder.sweep(self.offload_root)  # before free space is counted
-        sweep_conversions()
         self.progress, self.observer = progress, observer or Observer()
         self.choice: Choice | None = None
         self.report: dict = {}

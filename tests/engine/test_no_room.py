@@ -136,14 +136,3 @@ def test_a_small_disk_that_holds_the_job(cli, model, small_disk):
     code, _, err = cli(*job)
     assert code == 0, err
     assert list(small_disk.iterdir()) == []
-
-
-def test_leftovers_of_a_killed_job_do_not_count_as_used(cli, model, small_disk):
-    """What a killed job left is swept before the free space is counted."""
-    left = small_disk / "h2o_flexgen-job-killed"
-    left.mkdir()
-    (left / "lock").write_text("")
-    (left / "kv_cache").write_bytes(b"x" * (2 * 1024 * 1024 - 16384))
-    code, _, err = cli("--model", model, *SHORT, *percent(ON_DISK), "--offload-dir", small_disk)
-    assert code == 0, err
-    assert list(small_disk.iterdir()) == []
