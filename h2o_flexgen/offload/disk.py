@@ -33,9 +33,9 @@ class File:
         try:
             self.fd = os.open(path, flags | (os.O_CREAT if writable else 0), 0o600)
         except OSError as e:
-            raise (
-                _cannot_write(path.parent, e) if writable else UserError(f"cannot open {path}: {e.strerror}")
-            ) from None
+            if writable:
+                raise _cannot_write(path.parent, e) from None
+            raise UserError(f"cannot open {path}: {e.strerror}") from None
         with suppress(OSError, AttributeError):  # this file system or this system has no O_DIRECT
             self.direct_fd = os.open(path, flags | os.O_DIRECT)
         self.device = os.fstat(self.fd).st_dev
@@ -54,15 +54,8 @@ class File:
 
     def read_at(self, view: memoryview, offset: int, direct: bool = False) -> None:
         """Fill `view`. Raises UserError if the file ends before."""
-
-        def read(fd: int, part: memoryview, at: int) -> int:
-            count = os.preadv(fd, [part], at)
-            if count <= 0:
-                raise UserError(f"{self.path} ended at byte {at}: the file was cut short")
-            return count
-
         try:
-            self._move(read, view, offset, direct)
+            self._move(lambda fd, part, at: os.preadv(fd, [part], at), view, offset, direct)
         except OSError as e:
             raise UserError(f"cannot read {self.path}: {e.strerror}") from None
 
@@ -86,6 +79,8 @@ class File:
                     raise
                 whole = 0  # the file system refuses direct requests, or those at this offset or address
                 continue
+            if count == 0:
+                raise UserError(f"{self.path} ended at byte {offset + done}: the file was cut short")
             done += count
             if count % PAGE:
                 whole = 0
