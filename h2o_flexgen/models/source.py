@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from h2o_flexgen.errors import UserError
+from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.models.registry import hub_name, read_spec
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
@@ -96,7 +96,7 @@ def _snapshot(name: str, weights: bool) -> Path:
     except UserError:
         raise
     except Exception as e:
-        cause = f"neither a local folder nor to be had from the Hugging Face hub ({_reason(e)})"
+        cause = f"neither a local folder nor to be had from the Hugging Face hub ({reason(e)})"
         advice = "check the name and the network, or give a folder"
         raise UserError(f"cannot get the model {name!r}: {cause}; {advice}") from None
 
@@ -111,12 +111,8 @@ def load_tokenizer(folder: Path):
         # code that comes with a model is never run, and never asked about
         return AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     except Exception as e:
-        raise UserError(f"cannot load the tokenizer of {folder}: {_reason(e)}") from None
+        raise UserError(f"cannot load the tokenizer of {folder}: {reason(e)}") from None
 
 
 def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in _TOKENIZER_FILES)
-
-
-def _reason(e: Exception) -> str:
-    return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__

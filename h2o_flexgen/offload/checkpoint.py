@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
@@ -35,25 +36,22 @@ class Stored:
     file: File
     offset: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | str  # what is no float has safetensors' name of its dtype, and is never read
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def row(self, index: int) -> Tensor:
-        """A row of a matrix, in fp32."""
-        size = self.shape[1] * self.dtype.itemsize
-        data = os.pread(self.file.fd, size, self.offset + index * size)
-        return torch.frombuffer(bytearray(data), dtype=self.dtype).float()
+    def row(self, index: int) -> bytes:
+        size = self.nbytes // self.shape[0]
+        return os.pread(self.file.fd, size, self.offset + index * size)
 
 
 class Checkpoint:
     """The tensors of a model folder. Methods take full names, such as "model.decoder.layers.0.fc1.weight".
 
     Attributes:
-        tensors: float tensors by their names in the files.
-        others: the dtypes of all other tensors, as safetensors names them.
+        tensors: by their names in the files.
 
     Raises:
         UserError: no weights, or a file that is missing, cut short, or no safetensors file.
@@ -62,64 +60,44 @@ class Checkpoint:
     def __init__(self, folder: Path, progress: bool = True):
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
-        self.others: dict[str, str] = {}
         for path in _shards(folder, progress):
             self.add_file(path)
 
     def add_file(self, path: Path) -> None:
         """Index the tensors of a safetensors file."""
-        file = File(path)
-        size = path.stat().st_size
         try:
-            length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
-            if not 0 < length <= size:
-                raise ValueError("the header does not end")
-            header = json.loads(os.pread(file.fd, length, 8))
-            if not isinstance(header, dict):
-                raise ValueError("the header is no JSON object")
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                self._add(file, name, entry, 8 + length, size)
-        except UserError:
-            raise
-        except (ValueError, KeyError, TypeError, RecursionError, OSError) as e:
-            raise UserError(f"{path} is not a whole safetensors file ({e}); download it again") from None
-
-    def _add(self, file: File, name: str, entry: dict, data: int, size: int) -> None:
-        """`data`: where the tensors begin in a file of `size` bytes."""
-        begin, end = entry["data_offsets"]
-        shape, dtype = tuple(entry["shape"]), entry["dtype"]
-        sizes = (begin, end, *shape)
-        if not all(type(n) is int and n >= 0 for n in sizes) or begin > end or not isinstance(dtype, str):
-            raise ValueError(f"the header's entry for {name!r} makes no sense")
-        if data + end > size:
-            where = f"{name} ends at byte {data + end}, the file has {size}"
-            raise UserError(f"{file.path} is cut short: {where}; download it again")
-        if dtype not in DTYPES:
-            self.others[name] = dtype
-            return
-        stored = Stored(file, data + begin, shape, DTYPES[dtype])
-        if stored.nbytes != end - begin:
-            raise ValueError(f"{name!r} of shape {list(shape)} in {dtype} cannot have {end - begin} bytes")
-        self.tensors[name] = stored
+            with safe_open(path, "numpy"):
+                pass  # it has checked the header, and that the file is as long as the header says
+        except (SafetensorError, OSError) as e:
+            reason = f"{path} is no whole safetensors file ({e})"
+            raise UserError(f"{reason}: if it was cut short, download it again") from None
+        file = File(path)
+        length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
+        header = json.loads(os.pread(file.fd, length, 8))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            offset, dtype = 8 + length + entry["data_offsets"][0], entry["dtype"]
+            self.tensors[name] = Stored(file, offset, tuple(entry["shape"]), DTYPES.get(dtype, dtype))
 
     def find(self, name: str) -> Stored | None:
         """The tensor of a full name, of which a checkpoint saved from an inner module lacks up to two leading parts."""
-        return _lookup(self.tensors, name)
+        parts = name.split(".")
+        names = [name, *(".".join(parts[n:]) for n in (1, 2) if len(parts) >= n + 2)]  # a module and its parameter stay
+        return next((self.tensors[each] for each in names if each in self.tensors), None)
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         """Raises UserError unless the checkpoint has every tensor in its shape."""
-        checkpoint = f"the checkpoint {self.folder} has"
         for name, shape in needed.items():
-            stored, other = self.find(name), _lookup(self.others, name)
-            if stored is None and other is not None:
-                raise UserError(f"{checkpoint} {name!r} in {other}: only float weights can be used")
+            stored = self.find(name)
             if stored is None:
-                raise UserError(f"{checkpoint} no tensor {name!r}")
-            if stored.shape != shape:
-                raise UserError(
-                    f"{checkpoint} {name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
-                )
+                problem = f"no tensor {name!r}"
+            elif isinstance(stored.dtype, str):
+                problem = f"{name!r} in {stored.dtype}: only float weights can be used"
+            elif stored.shape != shape:
+                problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
+            else:
+                continue
+            raise UserError(f"the checkpoint {self.folder} has {problem}")
 
     def check_tied(self, embedding: str, head: str) -> None:
         """Raises UserError if a head that the config ties to the embedding is a tensor of its own, which transformers
@@ -128,7 +106,7 @@ class Checkpoint:
         if own is None:
             return
         rows = range(0, words.shape[0], max(1, words.shape[0] // 8))
-        if own.shape != words.shape or not all(torch.equal(words.row(n), own.row(n)) for n in rows):
+        if (own.shape, own.dtype) != (words.shape, words.dtype) or any(words.row(n) != own.row(n) for n in rows):
             raise UserError(
                 f"the checkpoint {self.folder} has a head {head!r} that is not its embedding, though the config ties "
                 "them: set tie_word_embeddings to false in its config.json"
@@ -150,13 +128,6 @@ class Checkpoint:
         flat = out.view(-1)
         for at, part in parts_of(stored, io):
             convert(flat[at : at + len(part)], part)
-
-
-def _lookup(found: dict, name: str):
-    """What `found` has for a name, or for it without one or two leading parts; a module and its parameter stay."""
-    parts = name.split(".")
-    names = [name, *(".".join(parts[n:]) for n in (1, 2) if len(parts) >= n + 2)]
-    return next((found[each] for each in names if each in found), None)
 
 
 @dataclass
@@ -192,14 +163,13 @@ class PagedRead:
         if self.target is None:
             return 0
         source, target = self.tensor, self.target.view(-1)
+        done, read = 0, -self.phase
         for request in self.requests:
-            begin, end = map(self._elements, request.result())
-            copy(target[begin:end], source[begin:end])
+            read += request.result()
+            end = max(0, min(read, self.stored.nbytes)) // self.stored.dtype.itemsize
+            copy(target[done:end], source[done:end])
+            done = end
         return target.nbytes
-
-    def _elements(self, nbytes: int) -> int:
-        """Elements within the first bytes of the pages."""
-        return min(max(0, nbytes - self.phase), self.stored.nbytes) // self.stored.dtype.itemsize
 
 
 def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:

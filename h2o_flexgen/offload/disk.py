@@ -52,21 +52,21 @@ class File:
             except OSError as e:
                 raise _cannot_write(self.path.parent, e) from None
 
-    def read_at(self, view: memoryview, offset: int, direct: bool = False) -> None:
-        """Fill `view`. Raises UserError if the file ends before."""
+    def read_at(self, view: memoryview, offset: int, direct: bool = False) -> int:
+        """Fill `view`; returns its bytes. Raises UserError if the file ends before."""
         try:
-            self._move(lambda fd, part, at: os.preadv(fd, [part], at), view, offset, direct)
+            return self._move(lambda fd, part, at: os.preadv(fd, [part], at), view, offset, direct)
         except OSError as e:
             raise UserError(f"cannot read {self.path}: {e.strerror}") from None
 
-    def write_at(self, view: memoryview, offset: int, direct: bool = False) -> None:
-        """Write all of `view`."""
+    def write_at(self, view: memoryview, offset: int, direct: bool = False) -> int:
+        """Write all of `view`; returns its bytes."""
         try:
-            self._move(os.pwrite, view, offset, direct)
+            return self._move(os.pwrite, view, offset, direct)
         except OSError as e:
             raise _cannot_write(self.path.parent, e) from None
 
-    def _move(self, call, view: memoryview, offset: int, direct: bool) -> None:
+    def _move(self, call, view: memoryview, offset: int, direct: bool) -> int:
         """Repeat `call(fd, part, at)` until all is moved: whole pages directly, the rest through the page cache."""
         whole = len(view) - len(view) % PAGE if direct and self.direct_fd is not None else 0
         done = 0
@@ -84,6 +84,7 @@ class File:
             done += count
             if count % PAGE:
                 whole = 0
+        return done
 
     def close(self) -> None:
         for fd in (self.fd, self.direct_fd):
@@ -151,7 +152,8 @@ class DiskIO:
     def read(
         self, file: File, array: np.ndarray, offset: int, direct: bool = False, prefetch: bool = False
     ) -> list[Future]:
-        """Start to fill `array` from `offset`. `prefetch`: start only while no other request waits."""
+        """Start to fill `array` from `offset`. The futures of the requests, in the order of their parts of the array,
+        return the bytes of each. `prefetch`: start only while no other request waits."""
         with self._lock:
             self.read_bytes += array.nbytes
             return self._submit(PREFETCH if prefetch else READ, file.read_at, file, array, offset, direct)
