@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Iterator
 from itertools import accumulate
 from math import prod
 
@@ -46,17 +47,14 @@ class DummyCheckpoint:
         """Write the tensors to a file of the offload folder, one after the other, each from the start of a page."""
         if not names:
             return {}
-        *offsets, end = accumulate(
-            (aligned(prod(self.shapes[name]) * self.dtype.itemsize) for name in names), initial=0
-        )
+        sizes = (aligned(prod(self.shapes[name]) * self.dtype.itemsize) for name in names)
+        *offsets, end = accumulate(sizes, initial=0)
         file = make_file("weights", end)
         stored = {name: Stored(file, at, self.shapes[name], self.dtype) for name, at in zip(names, offsets)}
         with bar_of_bytes("writing random weights", end, progress) as bar:
             for name, tensor in stored.items():
-                count = prod(tensor.shape)
-                for at in range(0, count, POOL):
+                for at, part in self._parts(name):
                     interrupts.check()
-                    part = self._slice(name, min(POOL, count - at))
                     wait(io.write(file, as_numpy(part), tensor.offset + at * self.dtype.itemsize))
                     bar.update(part.nbytes)
         os.fsync(file.fd)  # else the write-back would share the disk with the first steps
@@ -69,10 +67,11 @@ class DummyCheckpoint:
         if out.dim() == 1:  # a norm's weight, or a bias
             flat.fill_(1.0 if name.endswith(".weight") else 0.0)
             return
-        for at in range(0, flat.numel(), POOL):
-            part = flat[at : at + POOL]
-            part.copy_(self._slice(name, part.numel()))
+        for at, part in self._parts(name):
+            flat[at : at + len(part)].copy_(part)
 
-    def _slice(self, name: str, count: int) -> Tensor:
-        start = zlib.crc32(name.encode()) % POOL
-        return self._pool[start : start + count]
+    def _parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """A matrix, part by part: the index of the part's first element, its elements."""
+        start, count = zlib.crc32(name.encode()) % POOL, prod(self.shapes[name])
+        for at in range(0, count, POOL):
+            yield at, self._pool[start : start + min(POOL, count - at)]
