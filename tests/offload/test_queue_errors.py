@@ -195,11 +195,11 @@ def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeyp
 
 
 def test_a_gpu_that_is_full_before_a_job_begins_is_told_in_a_line(monkeypatch):
-    def full(self):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB\nand more")
 
-    monkeypatch.setattr(Device, "load_libraries", full)
-    with pytest.raises(UserError, match="no memory left to begin with"):
+    monkeypatch.setattr(torch.cuda, "empty_cache", full)
+    with pytest.raises(UserError, match="cannot begin on cpu: CUDA out of memory.*MiB; if its memory is full, end"):
         Device("cpu").start(None)
 
 
