@@ -10,7 +10,7 @@ import torch
 from cli_tools import PROMPTS
 
 from h2o_flexgen import LLM, Policy, SamplingParams
-from h2o_flexgen.errors import Interrupted, UserError
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import DiskIO, File, wait
@@ -60,16 +60,6 @@ def test_jobs_run_in_order_one_at_a_time(queue):
     for future in [queue.submit(lambda n=n: job(n)) for n in range(50)]:
         future.result()
     assert order == list(range(50))
-
-
-def test_an_interrupt_in_a_job_of_the_main_thread_is_not_put_away():
-    queue = TransferQueue(Device("cpu"), "test", overlap=False)
-
-    def interrupted():
-        raise Interrupted(2)
-
-    with pytest.raises(Interrupted):
-        queue.submit(interrupted)
 
 
 def test_a_queue_may_change_tensors_that_compute_made(queue):
