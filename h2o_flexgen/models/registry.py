@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import read_json
 from h2o_flexgen.models.spec import Config, ModelSpec
 
 #: `model_type` of every family, each a module of this package
@@ -67,12 +67,9 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def _read(path: Path) -> dict | None:
-    try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"cannot read {path}: {e}") from None
+    data = read_json("the model's", path)
     if not isinstance(data, dict):
         raise UserError(f"{path} does not hold a JSON object")
     return data

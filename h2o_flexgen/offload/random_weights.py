@@ -37,9 +37,6 @@ class DummyCheckpoint:
         pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)) * STD
         self._pool = pool.to(self.dtype).repeat(2)
 
-    def check(self, needed: dict[str, tuple[int, ...]]) -> None:
-        pass
-
     def stored_dtype(self, name: str) -> torch.dtype:
         return self.dtype
 
