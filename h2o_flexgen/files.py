@@ -1,13 +1,10 @@
-"""Reading and writing files that a user names, and removing folders of processes that died."""
+"""Reading and writing files that a user names."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import shutil
-import time
-from contextlib import suppress
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
@@ -63,30 +60,3 @@ def is_held(path: Path) -> bool:
     except OSError:
         pass  # no such file, or a file system without locks
     return False
-
-
-def sweep(root: Path, prefix: str) -> None:
-    """Remove folders under `root` whose owner no longer lives: that whose `lock` is not held, and old ones without."""
-    try:
-        folders = [root / name for name in os.listdir(root) if name.startswith(prefix)]
-    except OSError:
-        return  # no such folder, or another user's
-    for folder in folders:
-        try:
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except FileNotFoundError:
-            # made, not yet locked: its owner may be about to; a dead one is swept once it is old
-            with suppress(OSError):
-                if time.time() - folder.stat().st_mtime > 60:
-                    shutil.rmtree(folder, ignore_errors=True)
-            continue
-        except OSError:
-            continue  # another user's
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)

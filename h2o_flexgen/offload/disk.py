@@ -189,19 +189,18 @@ def wait(futures: list[Future]) -> None:
 
 class OffloadFolder:
     """What one job keeps on disk: files in the folder `root` whose names are removed at once. Nobody else can open such
-    a file, and the system frees its space when this process ends, even if it is killed. Raises UserError if the folder
-    cannot be made."""
+    a file, and the system frees its space when this process ends, even if it is killed."""
 
     def __init__(self, root: Path):
         self.root = root
         self._files: list[File] = []
-        try:
-            root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as e:
-            raise _cannot_write(root, e) from None
 
     def file(self, name: str, nbytes: int) -> File:
-        """A new file of `nbytes`, its space reserved."""
+        """A new file of `nbytes`, its space reserved. Raises UserError if the folder cannot be written, or is full."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as e:
+            raise _cannot_write(self.root, e) from None
         file = File(self.root / f"{name}-{uuid4().hex}", writable=True)
         file.path.unlink()
         self._files.append(file)
