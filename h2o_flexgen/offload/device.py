@@ -7,8 +7,8 @@ step waits for the whole device. On the CPU a job is done when it returns, and e
 from __future__ import annotations
 
 import mmap
+import sys
 import time
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -50,15 +50,13 @@ class Device:
     """
 
     def __init__(self, name: str = "auto"):
+        self._pinned: list[Tensor] = []
         self.torch_device = _torch_device(name)
         self.is_cuda = self.torch_device.type == "cuda"
         self.workspace_bytes = 0
         self._most_bytes = float("inf")  # of the device's memory
-        self._pinned: list[Tensor] = []
         self._stalls = defaultdict(float)
         self.stall_events = defaultdict(deque)
-        if self.is_cuda:  # addresses that stay registered would fail to register again once the system reuses them
-            weakref.finalize(self, _unpin, self.torch_device, self._pinned).atexit = False
 
     def __str__(self) -> str:
         return str(self.torch_device)
@@ -113,7 +111,18 @@ class Device:
 
     def unpin(self, since: int = 0) -> None:
         """Unpin all but the first `since` buffers of `host_buffer`; no copy may use them any more."""
-        _unpin(self.torch_device, self._pinned, since)
+        if len(self._pinned) <= since:
+            return
+        self.synchronize()
+        with torch.cuda.device(self.torch_device):
+            for buffer in self._pinned[since:]:
+                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        del self._pinned[since:]
+
+    def __del__(self):
+        # addresses that stay pinned could not be pinned again once the system reuses them
+        if not sys.is_finalizing():
+            self.unpin()
 
     def start(self, most_bytes: int | None) -> None:
         """CUDA only: load context and matrix libraries now, and limit this process to `most_bytes` of device memory.
@@ -281,16 +290,6 @@ def convert(dst: Tensor, src: Tensor) -> None:
         return
     for target, part in zip(dst.view(-1).split(CONVERT_ELEMENTS), src.view(-1).split(CONVERT_ELEMENTS)):
         target.copy_(part.float())  # twice as fast as directly between fp16 and bf16
-
-
-def _unpin(device: torch.device, buffers: list[Tensor], since: int = 0) -> None:
-    if len(buffers) <= since:
-        return
-    torch.cuda.synchronize(device)
-    with torch.cuda.device(device):
-        for buffer in buffers[since:]:
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-    del buffers[since:]
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
