@@ -116,16 +116,12 @@ class Config:
         return default if self.data.get(key) is None else self.data[key]
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        def fits(value) -> bool:
-            return type(value) is int and least <= value <= LARGEST
-
-        return self._checked(key, self._number(key, default), f"a whole number from {least} to {LARGEST}", fits)
+        what, fits = f"a whole number from {least} to {LARGEST}", lambda n: type(n) is int and least <= n <= LARGEST
+        return self._checked(key, self._number(key, default), what, fits)
 
     def number(self, key: str, default: float | None = None) -> float:
-        def fits(value) -> bool:
-            return type(value) in (int, float) and 0 < value < 1e300
-
-        return float(self._checked(key, self._number(key, default), "a positive number", fits))
+        what, fits = "a positive number", lambda x: type(x) in (int, float) and 0 < x < 1e300
+        return float(self._checked(key, self._number(key, default), what, fits))
 
     def flag(self, key: str, default: bool) -> bool:
         return self._checked(key, self.data.get(key, default), "true or false", lambda x: isinstance(x, bool))

@@ -82,8 +82,10 @@ class Checkpoint:
     def find(self, name: str) -> Stored | None:
         """The tensor of a full name, of which a checkpoint saved from an inner module lacks up to two leading parts."""
         parts = name.split(".")
-        names = [name, *(".".join(parts[n:]) for n in (1, 2) if len(parts) >= n + 2)]  # a module and its parameter stay
-        return next((self.tensors[each] for each in names if each in self.tensors), None)
+        for missing in range(min(3, len(parts) - 1)):  # a module and its parameter stay
+            if stored := self.tensors.get(".".join(parts[missing:])):
+                return stored
+        return None
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         """Raises UserError unless the checkpoint has every tensor in its shape."""
@@ -185,11 +187,7 @@ def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all elements are finite; unlike torch.isfinite without a second tensor of that size."""
-    for part in tensor.view(-1).split(PART):
-        low, high = part.aminmax()
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            return False
-    return True
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def bar_of_bytes(what: str, total: int, progress: bool) -> tqdm:
