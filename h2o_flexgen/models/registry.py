@@ -34,16 +34,12 @@ def spec_of(config: dict, where: str = "the config") -> ModelSpec:
             not fit the others.
     """
     model_type = config.get("model_type")
-    known = ", ".join(FAMILIES)
     if model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise UserError(f"{where}: the architecture {model_type!r} is not supported; known model types: {known}")
-    quantized = config.get("quantization_config")
-    if quantized is not None:
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
-        raise UserError(
-            f"{where}: the checkpoint is quantised ({method}), which is not supported: take one in float16, bfloat16 "
-            f"or float32 of one of these model types: {known}"
-        )
+    if config.get("quantization_config") is not None:
+        advice = "take one in float16, bfloat16 or float32"
+        raise UserError(f"{where}: the checkpoint is quantised, which is not supported: {advice}")
     return family(model_type).spec(Config(config, where))
 
 

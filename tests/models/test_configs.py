@@ -343,12 +343,9 @@ def test_a_config_without_a_family_is_refused():
 
 
 @pytest.mark.parametrize("model_type", GOOD)
-@pytest.mark.parametrize(
-    "quantized, says", [({"quant_method": "gptq", "bits": 4}, "gptq"), ({}, "unknown"), ("awq", "awq")]
-)
-def test_a_quantised_checkpoint_is_refused(model_type, quantized, says):
-    message = refusal(config_of(model_type, quantization_config=quantized))
-    assert "quantised" in message and says in message
+@pytest.mark.parametrize("quantized", [{"quant_method": "gptq", "bits": 4}, {}, "awq"])
+def test_a_quantised_checkpoint_is_refused(model_type, quantized):
+    assert "quantised" in refusal(config_of(model_type, quantization_config=quantized))
 
 
 @pytest.mark.parametrize("model_type, key", [(m, key) for m, keys in GOOD.items() for key in keys])
