@@ -247,8 +247,7 @@ class LLM:
         # longest first: what does not fit shows at once, and neighbours are alike in length
         sequences.sort(key=lambda s: -len(s.prompt))
         workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len, prefill_only)
-        self.device.reset_peaks()
-        self.device.reset_stalls()
+        self.device.reset_meters()
         given = None if self.policy == "auto" else self.policy
         self.choice = choice = self.planner.choose(workload, self.resources(), given, self.kv_budget)
         self.observer.on_plan(choice)

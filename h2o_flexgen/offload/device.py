@@ -148,13 +148,16 @@ class Device:
         cached = torch.cuda.memory_reserved(self.torch_device) - allocated
         return max(0, min(free + cached, self._most_bytes - allocated))
 
-    def reset_peaks(self) -> None:
+    def reset_meters(self) -> None:
+        """Start the peaks of memory and the times of waiting anew."""
+        self._stalls.clear()
+        self.stall_events.clear()
         memory.reset_peak()
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_bytes(self) -> int:
-        """The most bytes allocated on a CUDA device since `reset_peaks`; on the CPU see `memory.peak_resident`."""
+        """The most bytes allocated on a CUDA device since `reset_meters`; on the CPU see `memory.peak_resident`."""
         return torch.cuda.max_memory_allocated(self.torch_device) if self.is_cuda else 0
 
     def release_cached(self) -> None:
@@ -221,7 +224,7 @@ class Device:
 
     @property
     def stall_seconds(self) -> dict[str, float]:
-        """Per kind of data the time that compute waited for it since `reset_stalls`."""
+        """Per kind of data the time that compute waited for it since `reset_meters`."""
         self.synchronize()
         for kind in self.stall_events:
             self._count_stalls(kind)
@@ -233,10 +236,6 @@ class Device:
         while pairs and pairs[0][1].query():
             before, after = pairs.popleft()
             self._stalls[kind] += before.elapsed_time(after) / 1e3
-
-    def reset_stalls(self) -> None:
-        self._stalls.clear()
-        self.stall_events.clear()
 
 
 def _torch_device(name: str) -> torch.device:
@@ -305,6 +304,6 @@ def host_memory(nbytes: int) -> Tensor:
         mapping = mmap.mmap(-1, max(aligned(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as e:  # a limit of addresses, or no overcommit
         raise UserError(f"cannot get {nbytes} bytes of RAM: {e.strerror}") from None
-    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes >= HUGE_PAGE:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
