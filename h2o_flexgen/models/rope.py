@@ -87,26 +87,26 @@ def _frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
     return ROPE_INIT_FUNCTIONS[rope.type](config, torch.device("cpu"), seq_len=length)
 
 
-def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
-    """Radians (B, T, dim / 2) fp32 of positions (B, T)."""
+def cos_sin(rope: Rope, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, 1, T, dim / 2) of positions (B, T) int64 on the CPU; computed in fp32, then of the type
+    and on the device of `like`."""
     if rope.type == "dynamic":  # frequencies follow the length of each text, whatever its neighbours' are
         lengths = positions.amax(1).add(1).clamp(min=rope.positions).tolist()
-        frequencies, factor = zip(*(_frequencies(rope, length) for length in lengths))
-        each, scale = torch.stack(frequencies)[:, None], factor[0]
+        frequencies, factors = zip(*(_frequencies(rope, length) for length in lengths))
+        each, scale = torch.stack(frequencies)[:, None], factors[0]
     else:
         each, scale = _frequencies(rope, rope.positions)
-    return positions.to(each.device, torch.float32)[..., None] * each, scale
+    angles = (positions.float()[..., None] * each)[:, None]
+    cos, sin = ((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
+    return cos, sin
 
 
-def rotate(rope: Rope, x: Tensor, positions: Tensor) -> Tensor:
-    """Queries or keys x (B, H, T, D), each head's first `rope.dim` elements rotated to `positions` (B, T) int64 on the
-    CPU; the rest as it is. A new tensor."""
-    angles, scale = _angles(rope, positions)
-    cos, sin = ((f(angles) * scale).to(x.device, x.dtype)[:, None] for f in (torch.cos, torch.sin))
-    half = rope.dim // 2
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys x (B, H, T, D), each head's first `dim` elements rotated; the rest as it is. A new tensor."""
+    half = cos.shape[-1]
     out = torch.empty_like(x)
-    first, second = x[..., :half], x[..., half : rope.dim]
+    first, second = x[..., :half], x[..., half : 2 * half]
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half : rope.dim]).addcmul_(first, sin)
-    out[..., rope.dim :] = x[..., rope.dim :]
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+    out[..., 2 * half :] = x[..., 2 * half :]
     return out
