@@ -57,7 +57,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
     context = torch.empty_like(q)
     score = score if score is None else score.view(B * KV, T)
     chunk = min(QUERY_CHUNK, T)
-    heads = min(B * KV, max(1, CHUNK_ELEMENTS.get(q.device.type, 1 << 25) // (G * chunk * T)))
+    heads = min(B * KV, max(1, CHUNK_ELEMENTS[q.device.type] // (G * chunk * T)))
     slow = is_slow(q)
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     # taken once: blocks of ever-changing sizes would leave gaps in the heap
@@ -103,6 +103,7 @@ def cached_attention(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor 
         context (B, H, 1, D), and per KV head the attention that each slot receives from the heads of its group
         (B, KV, sum of S) in fp32.
     """
+    # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
     if q.device.type == "cpu" and q.dtype == torch.float16:
         return _cached_attention_in_fp32(q, k, v, empty)
     B, H, _, D = q.shape
@@ -122,7 +123,7 @@ def cached_attention(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor 
 
 
 def _cached_attention_in_fp32(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None):
-    """The same on a CPU, which is slow in fp16: a few KV heads at a time, to keep the fp32 copies in its caches."""
+    """The same through fp32: a few KV heads at a time, to keep the copies in the CPU's caches."""
     B, H, _, D = q.shape
     KV, S = k[0].shape[1], sum(segment.shape[2] for segment in k)
     G = H // KV

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from h2o_flexgen.models.parts import Attend, Weights, embed, layer_norm, merge_heads, mlp, project, rotation
-from h2o_flexgen.models.rope import read_rope
+from h2o_flexgen.models.parts import Attend, Weights, embed, layer_norm, merge_heads, mlp, project
+from h2o_flexgen.models.rope import read_rope, rotation
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
 __all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
@@ -95,7 +95,7 @@ def block(spec: NeoXSpec, w: Weights, hidden: Tensor, positions: Tensor | None, 
     x = layer_norm(w, "attn_norm", hidden, spec.eps)
     # (B, H, T, 3 D): each head's query, key and value lie side by side
     q, k, v = project(w, "qkv", x).view(*x.shape[:2], spec.heads, -1).transpose(1, 2).chunk(3, dim=-1)
-    rotated = rotation(spec, positions, x)
+    rotated = rotation(spec.rope, positions, x)
     context = attend(rotated(q), rotated(k), v)
     del q, k, v, rotated
     summed = project(w, "out", merge_heads(context)).add_(hidden)

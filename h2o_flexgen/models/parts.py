@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import linear
-from h2o_flexgen.models.rope import cos_sin, rotate
+from h2o_flexgen.models.rope import rotation
 from h2o_flexgen.models.spec import ModelSpec
 
 Weights = dict[str, Tensor]
@@ -50,15 +50,6 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], -1)
 
 
-def rotation(spec: ModelSpec, positions: Tensor | None, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that rotates queries or keys (B, H, T, D), of the type and on the device of `like`, to their positions
-    (B, T). It leaves them as they are without RoPE, and for None, where `attend` rotates."""
-    if positions is None or spec.rope is None:
-        return lambda x: x
-    cos, sin = cos_sin(spec.rope, positions, like)
-    return lambda x: rotate(x, cos, sin)
-
-
 def attention(
     spec: ModelSpec, w: Weights, x: Tensor, positions: Tensor | None, attend: Attend, norm_eps: float | None = None
 ) -> Tensor:
@@ -68,7 +59,7 @@ def attention(
 
 
 def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Tensor | None, norm_eps: float | None) -> tuple:
-    rotated = rotation(spec, positions, x)
+    rotated = rotation(spec.rope, positions, x)
 
     def normed(name: str, count: int) -> Tensor:
         found = split_heads(project(w, name, x), count)

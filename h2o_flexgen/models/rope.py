@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
 
@@ -87,9 +88,11 @@ def _frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
     return ROPE_INIT_FUNCTIONS[rope.type](config, torch.device("cpu"), seq_len=length)
 
 
-def cos_sin(rope: Rope, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (B, 1, T, dim / 2) of positions (B, T) int64 on the CPU; computed in fp32, then of the type
-    and on the device of `like`."""
+def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that rotates queries or keys (B, H, T, D), of the type and on the device of `like`, to positions
+    (B, T) int64 on the CPU. Without RoPE, and for None, where `attend` rotates, it gives them back as they are."""
+    if rope is None or positions is None:
+        return lambda x: x
     if rope.type == "dynamic":  # frequencies follow the length of each text, whatever its neighbours' are
         lengths = positions.amax(1).add(1).clamp(min=rope.positions).tolist()
         frequencies, factors = zip(*(_frequencies(rope, length) for length in lengths))
@@ -98,11 +101,11 @@ def cos_sin(rope: Rope, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor
         each, scale = _frequencies(rope, rope.positions)
     angles = (positions.float()[..., None] * each)[:, None]
     cos, sin = ((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
-    return cos, sin
+    return lambda x: _rotate(x, cos, sin)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys x (B, H, T, D), each head's first `dim` elements rotated; the rest as it is. A new tensor."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each head's first `rope.dim` elements rotated, the rest as it is."""
     half = cos.shape[-1]
     out = torch.empty_like(x)
     first, second = x[..., :half], x[..., half : 2 * half]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_json
-from h2o_flexgen.kernels.rates import KernelRates
+from h2o_flexgen.kernels.linear import KernelRates
 
 #: bytes of an element
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 
 from h2o_flexgen.kernels import linear
-from h2o_flexgen.kernels.rates import KernelRates
+from h2o_flexgen.kernels.linear import KernelRates
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.profile import CROWDED
 from h2o_flexgen.profiling import machine

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from oracle import fresh_rotary
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
-from h2o_flexgen.models.parts import rotation
 from h2o_flexgen.models.registry import read_spec
+from h2o_flexgen.models.rope import rotation
 
 ROTARY = [name for name, model_type in zoo.FAMILY.items() if model_type != "opt"]
 
@@ -31,7 +31,7 @@ def test_each_row_is_rotated_as_transformers_does_it_alone(tiny, name, lengths):
     q, k = heads_of(spec, len(lengths), T)
     positions = torch.stack([torch.arange(T).clamp(max=n - 1) for n in lengths])
     before = q.clone()
-    rotated = [*map(rotation(spec, positions, q), (q, k))]
+    rotated = [*map(rotation(spec.rope, positions, q), (q, k))]
     assert torch.equal(q, before)
     for b, n in enumerate(lengths):
         cos, sin = fresh_rotary(model.hf)(q, torch.arange(n)[None])
@@ -50,7 +50,7 @@ def test_a_decode_step_rotates_as_transformers_does_at_that_length(tiny, name, n
     for position in range(n, n + steps):
         at = torch.tensor([[position]])
         cos, sin = rotary(q, at)
-        for got, wanted in zip(map(rotation(spec, at, q), (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
+        for got, wanted in zip(map(rotation(spec.rope, at, q), (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
             torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
 
 
@@ -62,7 +62,7 @@ def test_scores_depend_on_distances_alone(tiny, name):
     q = q[:, : spec.kv_heads]
 
     def at(x, position):
-        return rotation(spec, torch.tensor([[position]]), x)(x)
+        return rotation(spec.rope, torch.tensor([[position]]), x)(x)
 
     scores = [(at(q, p + 9) * at(k, p)).sum(-1) for p in (0, 5, 31)]
     for other in scores[1:]:
@@ -76,7 +76,7 @@ def test_narrow_types_are_rotated_by_angles_in_fp32(tiny, name, dtype):
     q, _ = heads_of(spec, 2, 40)
     positions = torch.arange(40).expand(2, 40)
     q = q.to(dtype)
-    narrow = rotation(spec, positions, q)(q)
+    narrow = rotation(spec.rope, positions, q)(q)
     assert narrow.dtype == dtype
-    wide = rotation(spec, positions, q.float())(q.float())
+    wide = rotation(spec.rope, positions, q.float())(q.float())
     torch.testing.assert_close(narrow.float(), wide, atol=0.04, rtol=0.02)
