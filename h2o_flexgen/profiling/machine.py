@@ -16,7 +16,7 @@ from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import cache_root
 
 #: of what is kept: a file of another format is measured again
-FORMAT = 11
+FORMAT = 12
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +38,10 @@ def machine(offload_root: Path | None = None, device: Device | None = None) -> d
     return found if offload_root is None else found | {"disk": mount_point(offload_root)}
 
 
-def versions() -> dict:
-    """Of the packages that rates are valid for."""
-    return {"profile": FORMAT, **installed("torch", "h2o_flexgen")}
-
-
 def here(offload_root: Path | None = None, device: Device | None = None) -> dict:
     """What is written beside rates, and must still be so when they are read again."""
-    return {"machine": machine(offload_root, device), "versions": versions()}
+    versions = {"profile": FORMAT, **installed("torch", "h2o_flexgen")}
+    return {"machine": machine(offload_root, device), "versions": versions}
 
 
 def installed(*names: str) -> dict[str, str]:
@@ -103,11 +99,9 @@ def read_kept(path: Path, here: dict) -> dict | None:
 
 
 def keep(path: Path, text: str) -> None:
-    """Write the whole file or, if that fails, none, with a warning."""
+    """Write a file, or warn; one that is cut short is measured again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.{os.getpid()}")
-        new.write_text(text + "\n")
-        os.replace(new, path)
+        path.write_text(text + "\n")
     except OSError as e:
         log.warning("cannot keep what was measured in %s: %s", path, e.strerror)
