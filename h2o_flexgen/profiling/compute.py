@@ -1,11 +1,10 @@
-"""What computes, as calls to be timed: matmuls by shape, the head's with the choice of tokens, and attention."""
+"""Timing what computes: matmuls by shape, those of a vocabulary head with the choice of tokens, and attention."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
 from itertools import cycle, product
 from statistics import median
 
@@ -30,8 +29,6 @@ HEAD_RATIO = 16
 HEAD_DIMS, WIDTH = (64, 128), 1024
 #: sequences in attention over a cache; one prompt is as much work
 SEQUENCES = 16
-#: of attention: over a prompt, over a cache, and over a cache on the CPU beside a CUDA device
-PHASES = ("prefill", "decode", "cpu")
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class Scale:
         cold_bytes: written between two calls, so that the second finds nothing in the caches.
         transfer_bytes: of a large transfer; file_bytes: of the file that is written and read by such transfers.
         small_bytes: of a small transfer by link: a KV block that is read, a row that is written.
-        disk_seconds: a slow disk is not used for longer at a time.
         call_seconds: a call is repeated for so long.
         passes: over everything; medians count, since other users of a machine come and go.
     """
@@ -61,9 +57,8 @@ class Scale:
     sequences: int = 1
     cold_bytes: int = 1 << 25
     transfer_bytes: int = 1 << 26
-    file_bytes: int = 1 << 29
+    file_bytes: int = 1 << 28
     small_bytes: dict[str, int] = field(default_factory=lambda: {"disk_to_cpu": 1 << 22, "cpu_to_disk": 1 << 18})
-    disk_seconds: float = 1.5
     call_seconds: float = 0.1
     passes: int = 3
 
@@ -81,32 +76,8 @@ def scale_for(device: Device) -> Scale:
     return CUDA if device.is_cuda else Scale()
 
 
-@dataclass(frozen=True)
-class Case:
-    """Something to time: `make` prepares tensors and gives the call; `cold` calls find nothing in the caches."""
-
-    key: tuple
-    device: Device
-    make: Callable[[], Callable[[], object]]
-    cold: bool = False
-
-    def seconds(self, scale: Scale) -> float:
-        """Median over calls for `scale.call_seconds`, after one that does not count."""
-        work, other = self.make(), self.device.buffer(scale.cold_bytes if self.cold else 0)
-        work()
-        times, end = [], time.perf_counter() + scale.call_seconds
-        while not times or time.perf_counter() < end:
-            other.add_(1)
-            self.device.synchronize()
-            start = time.perf_counter()
-            work()
-            self.device.synchronize()
-            times.append(time.perf_counter() - start)
-        return median(times)
-
-
-def cases(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[Case]:
-    """Everything that computes, with these keys:
+def compute_seconds(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[tuple[tuple, float]]:
+    """Keys and seconds of everything that computes:
 
     ("step",): LAYER_MATMULS tiny matmuls
     ("matmul", "streamed" or "resident", (out, in), rows)
@@ -114,32 +85,49 @@ def cases(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[Case]:
     (phase, rule, head size) and (phase, rule, "short"): attention
     ("decode" or "cpu", rule, "grouped"): attention of GROUP query heads to each KV head
     """
-    yield Case(("step",), device, partial(layer_call, device, dtype, TINY_SHAPE, 1, 0), cold=True)
-    yield from matmul_cases(device, dtype, scale)
+    yield ("step",), call_seconds(device, layer_call(device, dtype, TINY_SHAPE, 1, 0), scale, cold=True)
+    yield from matmul_seconds(device, dtype, scale)
     for rule in RULES:
         smallest = Attention(rule, 1, 2, HEAD_DIMS[0], scale.short)
-        yield Case(("small", rule), device, partial(attention_call, device, dtype, smallest), cold=True)
-    for rule, phase, size in product(RULES, PHASES if device.is_cuda else PHASES[:2], (*HEAD_DIMS, "short", "grouped")):
-        if (phase, size) != ("prefill", "grouped"):
-            on = Device("cpu") if phase == "cpu" else device
-            call = prompt_attention_call if phase == "prefill" else attention_call
-            make = partial(call, on, dtype, Attention.of(phase, rule, size, scale))
-            yield Case((phase, rule, size), on, make, cold=phase != "prefill")
+        yield ("small", rule), call_seconds(device, attention_call(device, dtype, smallest), scale, cold=True)
+    for rule, size in product(RULES, (*HEAD_DIMS, "short", "grouped")):
+        for phase in ("prefill", "decode", "cpu") if device.is_cuda else ("prefill", "decode"):
+            if (phase, size) != ("prefill", "grouped"):
+                on = Device("cpu") if phase == "cpu" else device
+                call = prompt_attention_call if phase == "prefill" else attention_call
+                case = Attention.of(phase, rule, size, scale)
+                yield (phase, rule, size), call_seconds(on, call(on, dtype, case), scale, cold=phase != "prefill")
+
+
+def call_seconds(device: Device, work: Callable[[], object], scale: Scale, cold: bool = False) -> float:
+    """Median over calls for `scale.call_seconds`, after one that does not count; `cold` ones find nothing in the
+    caches."""
+    other = device.buffer(scale.cold_bytes if cold else 0)
+    work()
+    times, end = [], time.perf_counter() + scale.call_seconds
+    while not times or time.perf_counter() < end:
+        other.add_(1)
+        device.synchronize()
+        start = time.perf_counter()
+        work()
+        device.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 # matmuls
 
 
-def matmul_cases(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[Case]:
+def matmul_seconds(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[tuple[tuple, float]]:
     """Of each shape with streamed weights, and with resident ones where these are packed."""
     kinds = ("streamed", "resident") if not device.is_cuda and packs(dtype) else ("streamed",)
     free = device.free_bytes()
     shapes = [s for s in scale.shapes if s == scale.shapes[0] or s[0] * s[1] * dtype.itemsize <= free // 4]
     for kind, shape in product(kinds, shapes):
-        weights = cache(partial(_weights, device, dtype, shape, scale.weight_bytes, kind == "resident"))
+        weights = _weights(device, dtype, shape, scale.weight_bytes, kind == "resident")
         for rows in scale.rows:
             if rows <= HEAD_ROWS or not is_head(shape):
-                yield Case(("matmul", kind, shape, rows), device, partial(matmul_call, rows, shape, weights))
+                yield ("matmul", kind, shape, rows), call_seconds(device, matmul_call(rows, shape, weights), scale)
         del weights
 
 
@@ -148,12 +136,11 @@ def is_head(shape: Shape) -> bool:
     return shape[0] >= HEAD_RATIO * shape[1]
 
 
-def matmul_call(rows: int, shape: Shape, weights: Callable[[], list[Tensor]]) -> Callable[[], object]:
+def matmul_call(rows: int, shape: Shape, weights: list[Tensor]) -> Callable[[], object]:
     """x @ W.T with the next of the weights, and a pass over its output: about one for each matmul is what norms,
     activations and sums of a layer come to. Behind a head it is the choice of tokens."""
-    turn = cycle(weights())
-    w = next(turn)
-    x = torch.randn(rows, shape[1], device=w.device).to(w.dtype)
+    turn = cycle(weights)
+    x = torch.randn(rows, shape[1], device=weights[0].device).to(weights[0].dtype)
     if is_head(shape):
         return lambda: sample(linear(x, next(turn)), SamplingParams(), list(range(rows)), 0)
     return lambda: linear(x, next(turn)).relu_()
@@ -169,7 +156,7 @@ def _weights(device: Device, dtype: torch.dtype, shape: Shape, most_bytes: int, 
 
 def layer_call(device: Device, dtype: torch.dtype, shape: Shape, rows: int, weight_bytes: int) -> Callable[[], object]:
     """As many matmuls as a layer has."""
-    call = matmul_call(rows, shape, partial(_weights, device, dtype, shape, weight_bytes))
+    call = matmul_call(rows, shape, _weights(device, dtype, shape, weight_bytes))
     return lambda: [call() for _ in range(LAYER_MATMULS)]
 
 

@@ -71,19 +71,12 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
     buffer, host = device.buffer(scale.transfer_bytes), device.host_buffer(scale.transfer_bytes)
     for tensor in (host, buffer):
         tensor.fill_(1)
-    data, written = as_numpy(host), 0
+    data, starts = as_numpy(host), range(0, scale.file_bytes, scale.transfer_bytes)
 
-    def large(call: Callable, most: int) -> int:
-        ended, done = _after(scale.disk_seconds), 0
-        while done < most and not (done and ended()):
-            wait(call(file, data, done, True))
-            done += scale.transfer_bytes
-        return done
-
-    def write() -> int:
-        nonlocal written
-        written = large(io.write, scale.file_bytes)
-        return written
+    def large(call: Callable) -> int:
+        for start in starts:
+            wait(call(file, data, start, True))
+        return scale.file_bytes
 
     def small(call: Callable, size: int) -> int:
         ended, count = _after(SMALL_SECONDS), 0
@@ -93,15 +86,15 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
         return count
 
     def copies(dst: Tensor, src: Tensor) -> int:
-        for _ in range(scale.file_bytes // scale.transfer_bytes):
+        for _ in starts:
             copy(dst, src)
         finish(device.record())
         return scale.file_bytes
 
     return {
-        ("large", "cpu_to_disk"): write,  # before it is read
+        ("large", "cpu_to_disk"): partial(large, io.write),  # before it is read
         ("small", "cpu_to_disk"): partial(small, io.write, scale.small_bytes["cpu_to_disk"]),
-        ("large", "disk_to_cpu"): lambda: large(io.read, written),
+        ("large", "disk_to_cpu"): partial(large, io.read),
         ("small", "disk_to_cpu"): partial(small, io.read, scale.small_bytes["disk_to_cpu"]),
         ("large", "cpu_to_gpu"): partial(copies, buffer, host),
         ("large", "gpu_to_cpu"): partial(copies, host, buffer),

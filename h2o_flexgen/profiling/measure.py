@@ -21,7 +21,7 @@ from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.profile import CROWDED, AttentionRates, Link, Profile, Rates, Shape
-from h2o_flexgen.profiling.compute import HEAD_DIMS, LAYER_MATMULS, PHASES, Attention, Scale, cases, scale_for
+from h2o_flexgen.profiling.compute import HEAD_DIMS, LAYER_MATMULS, Attention, Scale, compute_seconds, scale_for
 from h2o_flexgen.profiling.links import measure_links
 from h2o_flexgen.profiling.machine import crowding, here, keep, kept_file, mount_point, read_kept, scheduled
 
@@ -81,7 +81,7 @@ def measure(
     """Measure everything that a Profile holds.
 
     Raises:
-        UserError: the offload folder cannot be written, or has no space for half a GiB; the GPU has too little memory.
+        UserError: the offload folder cannot be written, or has no space for 0.3 GB; the GPU has too little memory.
     """
     scale = scale or scale_for(device)
     if device.is_cuda and not device.workspace_bytes:
@@ -126,22 +126,18 @@ def _passes(
 ) -> tuple[Measured, dict[str, Link]]:
     """Medians of all passes."""
     seconds, links = defaultdict(list), defaultdict(list)
-    steps = scale.passes * (len(list(cases(device, dtype, scale))) + 1)
-    with tqdm(total=steps, desc="measuring this machine", unit="step", disable=not progress, leave=False) as bar:
-        for _ in range(scale.passes):
-            for case in cases(device, dtype, scale):
-                seconds[case.key].append(case.seconds(scale))
-                bar.update()
-            for name, link in measure_links(device, dtype, offload_root, scale).items():
-                links[name].append(astuple(link))
-            bar.update()
+    for _ in tqdm(range(scale.passes), "measuring this machine", unit="pass", disable=not progress, leave=False):
+        for key, taken in compute_seconds(device, dtype, scale):
+            seconds[key].append(taken)
+        for name, link in measure_links(device, dtype, offload_root, scale).items():
+            links[name].append(astuple(link))
     found = Measured({key: median(values) for key, values in seconds.items()}, dtype, scale)
     return found, {name: Link(*map(median, zip(*values))) for name, values in links.items()}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of everything that computes, by the keys of `compute.cases`, and what follows."""
+    """Seconds of everything that computes, by the keys of `compute_seconds`, and what follows."""
 
     seconds: dict[tuple, float]
     dtype: torch.dtype
@@ -160,7 +156,7 @@ class Measured:
 
     def attention(self) -> dict[str, dict[str, AttentionRates]]:
         """By phase and rule."""
-        phases = [phase for phase in PHASES if any(key[0] == phase for key in self.seconds)]
+        phases = {key[0] for key in self.seconds if key[-1] == "short"}
         return {phase: {rule: self._attention(phase, rule) for rule in RULES} for phase in phases}
 
     def _attention(self, phase: str, rule: str) -> AttentionRates:

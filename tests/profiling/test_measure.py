@@ -58,13 +58,13 @@ def test_a_measured_profile_is_a_profile(tmp_path, dtype):
 def test_resident_matrices_are_measured_packed_where_they_are(monkeypatch, packed):
     monkeypatch.setattr(compute, "packs", lambda dtype: packed)
     monkeypatch.setattr(compute, "pack", lambda w: w)
-    kinds = {case.key[1] for case in compute.matmul_cases(Device("cpu"), torch.bfloat16, TINY)}
+    kinds = {kind for (_, kind, _, _), _ in compute.matmul_seconds(Device("cpu"), torch.bfloat16, TINY)}
     assert kinds == ({"streamed", "resident"} if packed else {"streamed"})
 
 
 def test_matrices_that_memory_has_no_room_for_are_left_out(monkeypatch):
     monkeypatch.setattr(Device, "free_bytes", lambda self: 4 * 4 * 256 * 64)
-    shapes = {case.key[2] for case in compute.matmul_cases(Device("cpu"), torch.float32, TINY)}
+    shapes = {shape for (_, _, shape, _), _ in compute.matmul_seconds(Device("cpu"), torch.float32, TINY)}
     assert shapes == {(64, 64), (256, 64)}
 
 
@@ -161,7 +161,7 @@ def test_a_gpu_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
-    monkeypatch.setattr(hardware, "cases", full)
+    monkeypatch.setattr(hardware, "compute_seconds", full)
     with pytest.raises(UserError, match="too little memory left to measure"):
         hardware.measure(Device("cpu"), torch.float32, tmp_path)
 
