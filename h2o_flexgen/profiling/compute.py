@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import cycle, product
 from statistics import median
 
@@ -16,7 +16,7 @@ from h2o_flexgen.kernels.linear import linear, pack, packs
 from h2o_flexgen.kv_cache import RULES, CacheRule, KVLayout
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.planning.profile import GROUP, Shape
+from h2o_flexgen.planning.profile import GROUP, AttentionRates, Shape
 from h2o_flexgen.sizes import HEAD_ROWS, prefill_pairs
 
 #: a matmul whose seconds do not depend on its size: of one row with a matrix of this shape
@@ -27,7 +27,7 @@ LAYER_MATMULS = 7
 HEAD_RATIO = 16
 #: head sizes of attention, with WIDTH elements in all heads together
 HEAD_DIMS, WIDTH = (64, 128), 1024
-#: sequences in attention over a cache; one prompt is as much work
+#: in attention over a cache, to each prompt in attention over prompts, which is as much work
 SEQUENCES = 16
 
 
@@ -41,7 +41,7 @@ class Scale:
         rows: of the matmuls with each; with a head, at most as many as the engine puts through it at once.
         weight_bytes: of the matrices of a shape, which take turns, so that each comes from memory and not from a cache.
         prompt: tokens of a prompt in attention; short: of one so short that what a head takes anyway shows.
-        sequences: times as many in attention over a cache.
+        sequences: prompts in attention; there are SEQUENCES times as many in attention over a cache.
         cold_bytes: written between two calls, so that the second finds nothing in the caches.
         transfer_bytes: of a large transfer; file_bytes: of the file that is written and read by such transfers.
         small_bytes: of a small transfer by link: a KV block that is read, a row that is written.
@@ -76,27 +76,20 @@ def scale_for(device: Device) -> Scale:
     return CUDA if device.is_cuda else Scale()
 
 
-def compute_seconds(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[tuple[tuple, float]]:
-    """Keys and seconds of everything that computes:
-
-    ("step",): LAYER_MATMULS tiny matmuls
-    ("matmul", "streamed" or "resident", (out, in), rows)
-    ("small", rule): attention of a decode step that takes no time for its size
-    (phase, rule, head size) and (phase, rule, "short"): attention
-    ("decode" or "cpu", rule, "grouped"): attention of GROUP query heads to each KV head
-    """
-    yield ("step",), call_seconds(device, layer_call(device, dtype, TINY_SHAPE, 1, 0), scale, cold=True)
-    yield from matmul_seconds(device, dtype, scale)
-    for rule in RULES:
-        smallest = Attention(rule, 1, 2, HEAD_DIMS[0], scale.short)
-        yield ("small", rule), call_seconds(device, attention_call(device, dtype, smallest), scale, cold=True)
-    for rule, size in product(RULES, (*HEAD_DIMS, "short", "grouped")):
-        for phase in ("prefill", "decode", "cpu") if device.is_cuda else ("prefill", "decode"):
-            if (phase, size) != ("prefill", "grouped"):
-                on = Device("cpu") if phase == "cpu" else device
-                call = prompt_attention_call if phase == "prefill" else attention_call
-                case = Attention.of(phase, rule, size, scale)
-                yield (phase, rule, size), call_seconds(on, call(on, dtype, case), scale, cold=phase != "prefill")
+def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
+    """What a profile holds of compute, by the names of its fields."""
+    tiny = call_seconds(device, layer_call(device, dtype, TINY_SHAPE, 1, 0), scale, cold=True)
+    smallest = [smallest_attention(rule, scale) for rule in RULES]
+    attention = [call_seconds(device, attention_call(device, dtype, case), scale, cold=True) for case in smallest]
+    devices = {"prefill": device, "decode": device} | ({"cpu": Device("cpu")} if device.is_cuda else {})
+    return {
+        "step_seconds": tiny + max(attention),
+        "matmul": matmul_rates(device, dtype, scale, tiny / LAYER_MATMULS),
+        "attention": {
+            phase: {rule: attention_rates(on, dtype, phase, rule, scale) for rule in RULES}
+            for phase, on in devices.items()
+        },
+    }
 
 
 def call_seconds(device: Device, work: Callable[[], object], scale: Scale, cold: bool = False) -> float:
@@ -115,20 +108,31 @@ def call_seconds(device: Device, work: Callable[[], object], scale: Scale, cold:
     return median(times)
 
 
+def beyond(taken: float, known: float) -> float:
+    """A time without a part of it that is known; noise must not make it vanish."""
+    return max(taken - known, taken / 4)
+
+
 # matmuls
 
 
-def matmul_seconds(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[tuple[tuple, float]]:
-    """Of each shape with streamed weights, and with resident ones where these are packed."""
+def matmul_rates(
+    device: Device, dtype: torch.dtype, scale: Scale, dispatch: float
+) -> dict[str, dict[Shape, dict[int, float]]]:
+    """Of each shape with streamed weights, and with resident ones where these are packed. `dispatch`: seconds that any
+    matmul takes, which count as part of a step."""
     kinds = ("streamed", "resident") if not device.is_cuda and packs(dtype) else ("streamed",)
     free = device.free_bytes()
     shapes = [s for s in scale.shapes if s == scale.shapes[0] or s[0] * s[1] * dtype.itemsize <= free // 4]
-    for kind, shape in product(kinds, shapes):
-        weights = _weights(device, dtype, shape, scale.weight_bytes, kind == "resident")
+    found = {kind: {shape: {} for shape in shapes} for kind in kinds}
+    for kind, (out, width) in product(kinds, shapes):
+        weights = _weights(device, dtype, (out, width), scale.weight_bytes, kind == "resident")
         for rows in scale.rows:
-            if rows <= HEAD_ROWS or not is_head(shape):
-                yield ("matmul", kind, shape, rows), call_seconds(device, matmul_call(rows, shape, weights), scale)
+            if rows <= HEAD_ROWS or not is_head((out, width)):
+                seconds = call_seconds(device, matmul_call(rows, (out, width), weights), scale)
+                found[kind][out, width][rows] = 2 * out * width * rows / beyond(seconds, dispatch)
         del weights
+    return found
 
 
 def is_head(shape: Shape) -> bool:
@@ -174,16 +178,6 @@ class Attention:
     tokens: int
     group: int = 1
 
-    @classmethod
-    def of(cls, phase: str, rule_name: str, size: int | str, scale: Scale) -> Attention:
-        """`size`: a head size, "short", or "grouped": both as the first head size, but for tokens or query heads."""
-        head_dim = size if isinstance(size, int) else HEAD_DIMS[0]
-        batch = 1 if phase == "cpu" else scale.sequences
-        if phase != "prefill" or size == "short":
-            batch *= SEQUENCES
-        tokens = scale.short if size == "short" else scale.prompt
-        return cls(rule_name, batch, WIDTH // head_dim, head_dim, tokens, GROUP if size == "grouped" else 1)
-
     @property
     def rule(self) -> CacheRule:
         """A rule with a budget keeps half of the tokens."""
@@ -200,6 +194,37 @@ class Attention:
         if phase == "prefill":
             return 4 * self.head_dim * prefill_pairs(self.tokens)
         return self.layout(dtype).kv_bytes // (self.batch * self.heads)
+
+
+def smallest_attention(rule: str, scale: Scale) -> Attention:
+    """One that takes no time for its size."""
+    return Attention(rule, 1, 2, HEAD_DIMS[0], scale.short)
+
+
+def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, scale: Scale) -> AttentionRates:
+    """From attention at two lengths follow the seconds of its work, and those of each head whatever its work."""
+    prefill = phase == "prefill"
+    call = prompt_attention_call if prefill else attention_call
+
+    def seconds(case: Attention) -> float:
+        return call_seconds(device, call(device, dtype, case), scale, cold=not prefill)
+
+    def of_head(case: Attention) -> float:
+        return beyond(seconds(case), dispatch) / (case.batch * case.heads)
+
+    dispatch = seconds(smallest_attention(rule, scale))
+    batch = scale.sequences * (1 if prefill else SEQUENCES)
+    cases = {dim: Attention(rule, batch, WIDTH // dim, dim, scale.prompt) for dim in HEAD_DIMS}
+    taken = {dim: of_head(case) for dim, case in cases.items()}
+    work = {dim: case.work(phase, dtype) for dim, case in cases.items()}
+    first = HEAD_DIMS[0]
+    short = replace(cases[first], batch=scale.sequences * SEQUENCES, tokens=scale.short)
+    short_taken, short_work = of_head(short), short.work(phase, dtype)
+    slope = beyond(taken[first], short_taken) / (work[first] - short_work)
+    constant = max(0.0, short_taken - slope * short_work)
+    rates = {dim: work[dim] / beyond(taken[dim], constant) for dim in HEAD_DIMS}
+    grouped = 1.0 if prefill else of_head(replace(cases[first], group=GROUP)) / taken[first]
+    return AttentionRates(rates, constant, grouped)
 
 
 def prompt_attention_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:

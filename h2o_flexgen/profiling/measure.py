@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import defaultdict
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, is_dataclass
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -17,11 +16,10 @@ from tqdm import tqdm
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.linear import KernelRates, dtype_name
-from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.planning.profile import CROWDED, AttentionRates, Link, Profile, Rates, Shape
-from h2o_flexgen.profiling.compute import HEAD_DIMS, LAYER_MATMULS, Attention, Scale, compute_seconds, scale_for
+from h2o_flexgen.planning.profile import CROWDED, Profile
+from h2o_flexgen.profiling.compute import Scale, measure_compute, scale_for
 from h2o_flexgen.profiling.links import measure_links
 from h2o_flexgen.profiling.machine import crowding, here, keep, kept_file, mount_point, read_kept, scheduled
 
@@ -87,8 +85,9 @@ def measure(
     if device.is_cuda and not device.workspace_bytes:
         device.start(None)
     before, baseline = scheduled(), memory.baseline()
+    bar = tqdm(range(scale.passes), "measuring this machine", unit="pass", disable=not progress, leave=False)
     try:
-        found, links = _passes(device, dtype, offload_root, progress, scale)
+        found = medians([_one_pass(device, dtype, offload_root, scale) for _ in bar])
     except torch.OutOfMemoryError:
         raise UserError(
             f"{device} has too little memory left to measure its rates: end what else uses it; a job may need a higher "
@@ -103,10 +102,7 @@ def measure(
         device=device.torch_device.type,
         dtype=dtype_name(dtype),
         memory={"gpu": gpu, "cpu": ram, "disk": memory.disk_free(offload_root)},
-        links=links,
-        matmul=found.matmul(),
-        attention=found.attention(),
-        step_seconds=found("step") + max(found("small", rule) for rule in RULES),
+        **found,
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
         crowded=crowding(before, scheduled()),
@@ -121,59 +117,16 @@ def measure(
     return profile
 
 
-def _passes(
-    device: Device, dtype: torch.dtype, offload_root: Path, progress: bool, scale: Scale
-) -> tuple[Measured, dict[str, Link]]:
-    """Medians of all passes."""
-    seconds, links = defaultdict(list), defaultdict(list)
-    for _ in tqdm(range(scale.passes), "measuring this machine", unit="pass", disable=not progress, leave=False):
-        for key, taken in compute_seconds(device, dtype, scale):
-            seconds[key].append(taken)
-        for name, link in measure_links(device, dtype, offload_root, scale).items():
-            links[name].append(astuple(link))
-    found = Measured({key: median(values) for key, values in seconds.items()}, dtype, scale)
-    return found, {name: Link(*map(median, zip(*values))) for name, values in links.items()}
+def _one_pass(device: Device, dtype: torch.dtype, offload_root: Path, scale: Scale) -> dict:
+    """What a profile holds of compute and links, by the names of its fields."""
+    return measure_compute(device, dtype, scale) | {"links": measure_links(device, dtype, offload_root, scale)}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds of everything that computes, by the keys of `compute_seconds`, and what follows."""
-
-    seconds: dict[tuple, float]
-    dtype: torch.dtype
-    scale: Scale
-
-    def __call__(self, *key) -> float:
-        return self.seconds[key]
-
-    def matmul(self) -> dict[str, dict[Shape, Rates]]:
-        """Rates without what a matmul takes whatever its size, which counts as part of a step."""
-        each, found = self("step") / LAYER_MATMULS, {}
-        for _, kind, (out, width), rows in (key for key in self.seconds if key[0] == "matmul"):
-            seconds = beyond(self("matmul", kind, (out, width), rows), each)
-            found.setdefault(kind, {}).setdefault((out, width), {})[rows] = 2 * out * width * rows / seconds
-        return found
-
-    def attention(self) -> dict[str, dict[str, AttentionRates]]:
-        """By phase and rule."""
-        phases = {key[0] for key in self.seconds if key[-1] == "short"}
-        return {phase: {rule: self._attention(phase, rule) for rule in RULES} for phase in phases}
-
-    def _attention(self, phase: str, rule: str) -> AttentionRates:
-        """From head sizes and lengths follow what the work takes, and what a head takes whatever its work."""
-        each, work = {}, {}  # of one head: seconds, and flops or bytes
-        for size in (*HEAD_DIMS, "short"):
-            case = Attention.of(phase, rule, size, self.scale)
-            each[size] = beyond(self(phase, rule, size), self("small", rule)) / (case.batch * case.heads)
-            work[size] = case.work(phase, self.dtype)
-        first = HEAD_DIMS[0]
-        slope = beyond(each[first], each["short"]) / (work[first] - work["short"])
-        constant = max(0.0, each["short"] - slope * work["short"])
-        rates = {dim: work[dim] / beyond(each[dim], constant) for dim in HEAD_DIMS}
-        grouped = 1.0 if phase == "prefill" else self(phase, rule, "grouped") / self(phase, rule, first)
-        return AttentionRates(rates, constant, grouped)
-
-
-def beyond(taken: float, known: float) -> float:
-    """A time without a part of it that is known; noise must not make it vanish."""
-    return max(taken - known, taken / 4)
+def medians(passes: list):
+    """Of equal dicts, dataclasses or numbers: one with the median of each number."""
+    first = passes[0]
+    if isinstance(first, dict):
+        return {key: medians([found[key] for found in passes]) for key in first}
+    if is_dataclass(first):
+        return type(first)(**medians([vars(found) for found in passes]))
+    return median(passes)

@@ -15,7 +15,7 @@ from h2o_flexgen import hardware as command
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.profile import Link, Profile
 from h2o_flexgen.profiling import compute, machine
 from h2o_flexgen.profiling import measure as hardware
 from h2o_flexgen.profiling.compute import Scale
@@ -58,20 +58,28 @@ def test_a_measured_profile_is_a_profile(tmp_path, dtype):
 def test_resident_matrices_are_measured_packed_where_they_are(monkeypatch, packed):
     monkeypatch.setattr(compute, "packs", lambda dtype: packed)
     monkeypatch.setattr(compute, "pack", lambda w: w)
-    kinds = {kind for (_, kind, _, _), _ in compute.matmul_seconds(Device("cpu"), torch.bfloat16, TINY)}
-    assert kinds == ({"streamed", "resident"} if packed else {"streamed"})
+    found = compute.matmul_rates(Device("cpu"), torch.bfloat16, TINY, 0.0)
+    assert found.keys() == ({"streamed", "resident"} if packed else {"streamed"})
 
 
 def test_matrices_that_memory_has_no_room_for_are_left_out(monkeypatch):
     monkeypatch.setattr(Device, "free_bytes", lambda self: 4 * 4 * 256 * 64)
-    shapes = {shape for (_, _, shape, _), _ in compute.matmul_seconds(Device("cpu"), torch.float32, TINY)}
-    assert shapes == {(64, 64), (256, 64)}
+    found = compute.matmul_rates(Device("cpu"), torch.float32, TINY, 0.0)
+    assert list(found["streamed"]) == [(64, 64), (256, 64)]
 
 
-def test_rates_leave_out_what_a_matmul_takes_whatever_its_size():
-    seconds = {("step",): 7e-3, ("matmul", "streamed", (64, 32), 8): 3e-3}
-    found = hardware.Measured(seconds, torch.float32, TINY).matmul()
-    assert found == {"streamed": {(64, 32): {8: pytest.approx(2 * 64 * 32 * 8 / 2e-3)}}}
+def test_rates_leave_out_what_a_matmul_takes_whatever_its_size(monkeypatch):
+    monkeypatch.setattr(compute, "call_seconds", lambda *a: 3e-3)
+    found = compute.matmul_rates(Device("cpu"), torch.float32, TINY, 1e-3)
+    assert found["streamed"][256, 64][512] == pytest.approx(2 * 256 * 64 * 512 / 2e-3)
+
+
+def test_of_several_passes_each_number_is_the_median():
+    links = [Link(1e9, lost) for lost in (1e-10, 3e-10, 2e-10)]
+    assert hardware.medians([{"a": {8: n}, "link": link} for n, link in zip((5, 1, 2), links)]) == {
+        "a": {8: 2},
+        "link": Link(1e9, 2e-10),
+    }
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "policies" / "hardware").iterdir()), ids=lambda path: path.stem)
@@ -161,7 +169,7 @@ def test_a_gpu_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
-    monkeypatch.setattr(hardware, "compute_seconds", full)
+    monkeypatch.setattr(hardware, "measure_compute", full)
     with pytest.raises(UserError, match="too little memory left to measure"):
         hardware.measure(Device("cpu"), torch.float32, tmp_path)
 
