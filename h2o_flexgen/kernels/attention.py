@@ -126,14 +126,15 @@ def _cached_attention_in_fp32(q: Tensor, k: list[Tensor], v: list[Tensor], empty
     """The same through fp32: a few KV heads at a time, to keep the copies in the CPU's caches."""
     B, H, _, D = q.shape
     KV, S = k[0].shape[1], sum(segment.shape[2] for segment in k)
-    G = H // KV
-    heads = max(1, 2 * CHUNK_ELEMENTS["cpu"] // (S * D))
-    q, k, v = q.reshape(1, B * H, 1, D), *([x.view(1, B * KV, -1, D) for x in segments] for segments in (k, v))
-    empty = None if empty is None else empty.expand(B, KV, S).reshape(1, B * KV, S)
-    context, p = torch.empty_like(q), torch.empty(1, B * KV, S, dtype=torch.float32)
-    for a in range(0, B * KV, heads):
-        part, queries = slice(a, a + heads), slice(a * G, (a + heads) * G)
-        few_k, few_v = ([x[:, part].float() for x in segments] for segments in (k, v))
-        few_empty = None if empty is None else empty[:, part]
-        context[:, queries], p[:, part] = cached_attention(q[:, queries].float(), few_k, few_v, few_empty)
-    return context.view(B, H, 1, D), p.view(B, KV, S)
+    # every KV head as a sequence of its own
+    queries = q.reshape(B * KV, H // KV, 1, D)
+    k, v = ([x.view(B * KV, 1, -1, D) for x in segments] for segments in (k, v))
+    empty = None if empty is None else empty.expand(B, KV, S).reshape(B * KV, 1, S)
+    few = max(1, 2 * CHUNK_ELEMENTS["cpu"] // (S * D))
+    context, received = torch.empty_like(queries), torch.empty(B * KV, 1, S, dtype=torch.float32)
+    for begin in range(0, B * KV, few):
+        part = slice(begin, begin + few)
+        few_k, few_v = ([x[part].float() for x in segments] for segments in (k, v))
+        few_empty = None if empty is None else empty[part]
+        context[part], received[part] = cached_attention(queries[part].float(), few_k, few_v, few_empty)
+    return context.view(B, H, 1, D), received.view(B, KV, S)

@@ -47,14 +47,11 @@ def read_rope(
     if not 0 < dim <= head_dim or dim % 2:
         raise config.error(f"RoPE cannot rotate {dim} of {head_dim} elements of a head")
     scaling = {k: v for k, v in data.items() if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")}
-    longest = positions
+    original = positions
     if type_ in ("llama3", "yarn"):
-        original = config.data.get("original_max_position_embeddings") or positions
-        scaling.setdefault("original_max_position_embeddings", original)
-        if type_ == "yarn":
-            longest = int(given.number("factor") * given.size("original_max_position_embeddings", original))
-    elif type_ != "default":
-        longest = int(given.number("factor") * positions)
+        key = "original_max_position_embeddings"
+        original = scaling[key] = given.size(key, config.size(key, positions))
+    longest = positions if type_ in ("default", "llama3") else int(given.number("factor") * original)
     theta = given.number("rope_theta", config.number(theta_key, 10000.0))
     try:
         rope = Rope(type_, theta, dim, positions, tuple(sorted(scaling.items())))
