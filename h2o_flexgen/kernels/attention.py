@@ -23,7 +23,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # (T, T) matrices of a whole batch in bf16 on GPUs, and be up to twice as slow as matmuls of chunks in bf16 on CPUs
     flash = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= (8, 0)
     if not flash and (grouped or (q.dtype == torch.bfloat16 and not is_slow(q))):
-        return _chunked(q, k, v, None)
+        return _chunked(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
@@ -39,16 +39,14 @@ def causal_attention_with_scores(q: Tensor, k: Tensor, v: Tensor, lengths: Tenso
     """
     score = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
     real = torch.arange(q.shape[2]) < lengths[:, None]
-    if bool(real.all()):
-        return _chunked(q, k, v, score), score
     real = real.to(q.device, torch.float32, non_blocking=True).repeat_interleave(k.shape[1], 0)
     return _chunked(q, k, v, score, real), score
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor | None = None) -> Tensor:
+def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None = None, real: Tensor | None = None) -> Tensor:
     """Causal attention of a few KV heads and a chunk of queries at a time, over the keys up to the chunk's end: no
-    (T, T) matrix of a whole batch is ever held. Column sums of the probabilities go to `score`, over queries that are
-    `real` (B * KV, T) if that is given."""
+    (T, T) matrix of a whole batch is ever held. Column sums of the probabilities go to `score` (B, KV, T), each query's
+    times its weight in `real` (B * KV, T), if they are given."""
     B, H, T, D = q.shape
     KV = k.shape[1]
     G = H // KV
@@ -77,9 +75,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
             torch.bmm(queries * D**-0.5, few_k[:, :end].transpose(1, 2), out=logits)
             logits.view(b - a, G, n, end)[..., begin:end].masked_fill_(above[:n, :n], float("-inf"))
             torch.softmax(logits if as_they_are else p.copy_(logits), -1, dtype=torch.float32, out=p)
-            if score is not None and real is None:
-                score[a:b, :end] += p.sum(1)
-            elif score is not None:
+            if score is not None:
                 weight = real[a:b, None, begin:end].expand(-1, G, -1).reshape(b - a, 1, G * n)
                 score[a:b, :end] += torch.bmm(weight, p)[:, 0]
             p = p if narrow is in_fp32 else logits.copy_(p)

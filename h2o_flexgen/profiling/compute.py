@@ -86,7 +86,7 @@ def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
         "step_seconds": tiny + max(attention),
         "matmul": matmul_rates(device, dtype, scale, tiny / LAYER_MATMULS),
         "attention": {
-            phase: {rule: attention_rates(on, dtype, phase, rule, scale) for rule in RULES}
+            phase: {rule: attention_rates(on, dtype, phase, rule, scale if on is device else Scale()) for rule in RULES}
             for phase, on in devices.items()
         },
     }
