@@ -76,10 +76,10 @@ def embed(spec: ModelSpec, w: Weights, gather: Gather, ids: Tensor, positions: T
 
 def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
     """An MLP with matrices up and down, and gate if it is gated (GLU, arXiv 2002.05202): x (B, T, E) -> (B, T, E)."""
-    act = activation(spec.activation)
+    wide = activation(spec.activation)(project(w, "gate" if spec.gated else "up", x))
     if spec.gated:
-        return project(w, "down", act(project(w, "gate", x)).mul_(project(w, "up", x)))
-    return project(w, "down", act(project(w, "up", x)))
+        wide.mul_(project(w, "up", x))
+    return project(w, "down", wide)
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -32,17 +32,14 @@ def window(config: Config) -> int | None:
     return llama.sliding_window(config) if slides else None
 
 
+def qwen_spec(config: Config, **changes) -> LlamaSpec:
+    """Of any Qwen; `changes` as of `llama.spec`."""
+    eos = config.tokens("eos_token_id")
+    return llama.spec(config, kv_heads=32, default_positions=32768, eos=eos, window=window(config), **changes)
+
+
 def spec(config: Config) -> LlamaSpec:
-    return llama.spec(
-        config,
-        model_type="qwen2",
-        kv_heads=32,
-        default_positions=32768,
-        eos=config.tokens("eos_token_id"),
-        qkv_bias=True,
-        out_bias=False,
-        window=window(config),
-    )
+    return qwen_spec(config, model_type="qwen2", qkv_bias=True, out_bias=False)
 
 
 def named() -> dict[str, dict]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from h2o_flexgen.models import llama
 from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, tensors
-from h2o_flexgen.models.qwen2 import window
+from h2o_flexgen.models.qwen2 import qwen_spec
 from h2o_flexgen.models.spec import Config
 
 __all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
@@ -21,16 +21,7 @@ SIZES = {
 
 
 def spec(config: Config) -> LlamaSpec:
-    return llama.spec(
-        config,
-        model_type="qwen3",
-        kv_heads=32,
-        head_dim=128,
-        default_positions=32768,
-        eos=config.tokens("eos_token_id"),
-        head_norms=True,
-        window=window(config),
-    )
+    return qwen_spec(config, model_type="qwen3", head_dim=128, head_norms=True)
 
 
 def named() -> dict[str, dict]:

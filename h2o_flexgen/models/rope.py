@@ -98,15 +98,15 @@ def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Calla
         each, scale = _frequencies(rope, rope.positions)
     angles = (positions.float()[..., None] * each)[:, None]
     cos, sin = ((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
-    return lambda x: _rotate(x, cos, sin)
+    half = rope.dim // 2
 
+    def rotate(x: Tensor) -> Tensor:
+        """Each head's first `rope.dim` elements rotated, the rest as it is."""
+        out = torch.empty_like(x)
+        first, second = x[..., :half], x[..., half : rope.dim]
+        torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out[..., half : rope.dim]).addcmul_(first, sin)
+        out[..., rope.dim :] = x[..., rope.dim :]
+        return out
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each head's first `rope.dim` elements rotated, the rest as it is."""
-    half = cos.shape[-1]
-    out = torch.empty_like(x)
-    first, second = x[..., :half], x[..., half : 2 * half]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
-    out[..., 2 * half :] = x[..., 2 * half :]
-    return out
+    return rotate

@@ -16,8 +16,6 @@ from h2o_flexgen.kv_cache import RULES
 LINKS = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
 #: query heads to a KV head in the attention that `AttentionRates.grouped` is measured with
 GROUP = 4
-#: part of the time that a process may wait for a core while it measures: 0.03 at rest, 0.4 beside a busy program
-CROWDED = 0.2
 
 #: (out, in) of a matrix
 Shape = tuple[int, int]
@@ -105,11 +103,6 @@ class Profile:
     workspace_bytes: int = 0
     crowded: float = 0.0
     kernels: KernelRates | None = None
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether other programs took so much of the CPU that the rates are not the machine's."""
-        return self.crowded > CROWDED
 
     def matmul_seconds(self, shape: Shape, rows: int, resident: bool = False) -> float:
         """Of x @ W.T with x of `rows` rows and W of this (out, in) shape, at the rate of the measured shape that is

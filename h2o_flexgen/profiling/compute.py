@@ -72,15 +72,11 @@ CUDA = Scale(
 )
 
 
-def scale_for(device: Device) -> Scale:
-    return CUDA if device.is_cuda else Scale()
-
-
 def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
     """What a profile holds of compute, by the names of its fields."""
     tiny = call_seconds(device, layer_call(device, dtype, TINY_SHAPE, 1, 0), scale, cold=True)
-    smallest = [smallest_attention(rule, scale) for rule in RULES]
-    attention = [call_seconds(device, attention_call(device, dtype, case), scale, cold=True) for case in smallest]
+    calls = [attention_call(device, dtype, "decode", smallest_attention(rule, scale)) for rule in RULES]
+    attention = [call_seconds(device, call, scale, cold=True) for call in calls]
     devices = {"prefill": device, "decode": device} | ({"cpu": Device("cpu")} if device.is_cuda else {})
     return {
         "step_seconds": tiny + max(attention),
@@ -204,10 +200,9 @@ def smallest_attention(rule: str, scale: Scale) -> Attention:
 def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, scale: Scale) -> AttentionRates:
     """From attention at two lengths follow the seconds of its work, and those of each head whatever its work."""
     prefill = phase == "prefill"
-    call = prompt_attention_call if prefill else attention_call
 
     def seconds(case: Attention) -> float:
-        return call_seconds(device, call(device, dtype, case), scale, cold=not prefill)
+        return call_seconds(device, attention_call(device, dtype, phase, case), scale, cold=not prefill)
 
     def of_head(case: Attention) -> float:
         return beyond(seconds(case), dispatch) / (case.batch * case.heads)
@@ -227,26 +222,19 @@ def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, s
     return AttentionRates(rates, constant, grouped)
 
 
-def prompt_attention_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:
-    """Attention over prompts, of tensors as they come out of the matmuls."""
-    layout, rule = case.layout(dtype), case.rule
+def attention_call(device: Device, dtype: torch.dtype, phase: str, case: Attention) -> Callable[[], object]:
+    """Attention over prompts, of tensors as they come out of the matmuls, or of one token over a cache that is full."""
+    layout, rule, tokens = case.layout(dtype), case.rule, case.tokens if phase == "prefill" else 1
     kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
-    shape = (case.batch, case.tokens, case.heads, case.head_dim)
-    q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype).transpose(1, 2) for _ in range(3))
-    lengths = torch.full((case.batch,), case.tokens)
-    return lambda: rule.prefill(kv, q, k, v, lengths)
-
-
-def attention_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:
-    """Attention of one token per sequence over a cache that is full."""
-    layout, rule = case.layout(dtype), case.rule
-    kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
+    shapes = [(case.batch, tokens, heads, case.head_dim) for heads in (case.heads * case.group, case.heads, case.heads)]
+    q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype).transpose(1, 2) for shape in shapes)
+    if phase == "prefill":
+        lengths = torch.full((case.batch,), tokens)
+        return lambda: rule.prefill(kv, q, k, v, lengths)
     for x in (*kv.k, *kv.v):
         x.fill_(0.5)
     if rule.metadata:
         kv.score.uniform_()
         kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
-    shapes = [(case.batch, heads, 1, case.head_dim) for heads in (case.heads * case.group, case.heads, case.heads)]
-    q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype) for shape in shapes)
     lengths = torch.full((case.batch,), 4 * layout.slots if layout.growth == "fixed" else layout.slots - 1)
     return lambda: rule.decode(kv, q, k, v, lengths, 1)

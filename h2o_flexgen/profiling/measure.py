@@ -18,10 +18,10 @@ from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.linear import KernelRates, dtype_name
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.planning.profile import CROWDED, Profile
-from h2o_flexgen.profiling.compute import Scale, measure_compute, scale_for
+from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.profiling.compute import CUDA, Scale, measure_compute
 from h2o_flexgen.profiling.links import measure_links
-from h2o_flexgen.profiling.machine import crowding, here, keep, kept_file, mount_point, read_kept, scheduled
+from h2o_flexgen.profiling.machine import CROWDED, crowding, here, keep, kept_file, mount_point, read_kept, scheduled
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, prog
         profile = Profile.from_dict(read_kept(path, here(offload_root, device)) or {})
     except UserError:
         profile = measure(device, dtype, offload_root, progress)
-        if not profile.is_crowded:
+        if profile.crowded <= CROWDED:
             keep(path, profile.to_json())
     if profile.kernels is not None:
         linear.use(profile.kernels)
@@ -81,13 +81,15 @@ def measure(
     Raises:
         UserError: the offload folder cannot be written, or has no space for 0.3 GB; the GPU has too little memory.
     """
-    scale = scale or scale_for(device)
+    scale = scale or (CUDA if device.is_cuda else Scale())
     if device.is_cuda and not device.workspace_bytes:
         device.start(None)
     before, baseline = scheduled(), memory.baseline()
-    bar = tqdm(range(scale.passes), "measuring this machine", unit="pass", disable=not progress, leave=False)
+    passes = []
     try:
-        found = medians([_one_pass(device, dtype, offload_root, scale) for _ in bar])
+        for _ in tqdm(range(scale.passes), "measuring this machine", unit="pass", disable=not progress, leave=False):
+            links = {"links": measure_links(device, dtype, offload_root, scale)}
+            passes.append(measure_compute(device, dtype, scale) | links)
     except torch.OutOfMemoryError:
         raise UserError(
             f"{device} has too little memory left to measure its rates: end what else uses it; a job may need a higher "
@@ -102,24 +104,19 @@ def measure(
         device=device.torch_device.type,
         dtype=dtype_name(dtype),
         memory={"gpu": gpu, "cpu": ram, "disk": memory.disk_free(offload_root)},
-        **found,
+        **medians(passes),
         baseline_bytes=baseline,
         workspace_bytes=device.workspace_bytes,
         crowded=crowding(before, scheduled()),
         kernels=None if device.is_cuda or dtype == torch.float32 else linear.rates(),
     )
-    if profile.is_crowded:
+    if profile.crowded > CROWDED:
         log.warning(
             "other programs kept this one waiting for a CPU core %.0f%% of the time while the machine was measured: "
             "its rates may be too low, and a policy by them poor; close them and run the command again",
             100 * profile.crowded,
         )
     return profile
-
-
-def _one_pass(device: Device, dtype: torch.dtype, offload_root: Path, scale: Scale) -> dict:
-    """What a profile holds of compute and links, by the names of its fields."""
-    return measure_compute(device, dtype, scale) | {"links": measure_links(device, dtype, offload_root, scale)}
 
 
 def medians(passes: list):
