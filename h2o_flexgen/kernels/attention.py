@@ -38,8 +38,8 @@ def causal_attention_with_scores(q: Tensor, k: Tensor, v: Tensor, lengths: Tenso
         heads of the group.
     """
     score = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
-    real = torch.arange(q.shape[2]) < lengths[:, None]
-    real = real.to(q.device, torch.float32, non_blocking=True).repeat_interleave(k.shape[1], 0)
+    lengths = lengths.to(q.device, non_blocking=True)
+    real = (torch.arange(q.shape[2], device=q.device) < lengths[:, None]).float().repeat_interleave(k.shape[1], 0)
     return _chunked(q, k, v, score, real), score
 
 

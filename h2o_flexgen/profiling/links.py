@@ -19,18 +19,18 @@ from h2o_flexgen.planning.profile import LINKS, Link
 from h2o_flexgen.profiling.compute import Scale, layer_call
 from h2o_flexgen.sizes import requests
 
-#: for which calls of compute are counted, and small transfers made
+#: for so long calls of compute are counted while nothing else runs, and small transfers made
 ALONE_SECONDS, SMALL_SECONDS = 0.2, 0.2
-#: of the matmuls that compute beside transfers
+#: rows of the matmuls that run beside transfers
 COMPUTE_ROWS = 32
 
 
 class Times(NamedTuple):
-    """Seconds for each byte of large transfers, or for each small one.
+    """Seconds of a byte of large transfers, or of one small transfer.
 
     Attributes:
         alone, beside: while nothing else runs, and while something computes.
-        lost: of compute that it took away meanwhile.
+        lost: of compute, which the transfer took away from what runs beside it.
     """
 
     alone: float

@@ -120,7 +120,7 @@ def measure(
 
 
 def medians(passes: list):
-    """Of equal dicts, dataclasses or numbers: one with the median of each number."""
+    """The median of numbers; of dicts or dataclasses that are alike, one with the median of each number."""
     first = passes[0]
     if isinstance(first, dict):
         return {key: medians([found[key] for found in passes]) for key in first}
