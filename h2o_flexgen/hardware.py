@@ -14,8 +14,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
-from h2o_flexgen.profiling.kernels import job_dtype
-from h2o_flexgen.profiling.measure import measure
+from h2o_flexgen.profiling.measure import job_dtype, measure
 
 
 def make_parser() -> argparse.ArgumentParser:

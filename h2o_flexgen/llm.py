@@ -28,8 +28,7 @@ from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
-from h2o_flexgen.profiling.kernels import job_dtype
-from h2o_flexgen.profiling.measure import load_or_measure
+from h2o_flexgen.profiling.measure import job_dtype, load_or_measure
 from h2o_flexgen.sizes import Workload
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
@@ -47,7 +46,7 @@ class LLM:
             budget that costs no throughput (see `planning.budget`).
         device: "auto", "cpu", "cuda", "cuda:N".
         dtype: a float type's name, or "auto": on CUDA fp16, or bf16 for a checkpoint in bf16 where the GPU has it; on
-            the CPU the type whose matmuls are the fastest, by measuring (`kernels.rates`).
+            the CPU the type whose matmuls are the fastest, by measuring (`kernels.linear`).
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
         offload_dir: where cache, hidden states and random weights on disk go, in a private folder of its own.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).

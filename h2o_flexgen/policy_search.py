@@ -29,8 +29,7 @@ from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, gib
-from h2o_flexgen.profiling.kernels import job_dtype
-from h2o_flexgen.profiling.measure import load_or_measure
+from h2o_flexgen.profiling.measure import job_dtype, load_or_measure
 from h2o_flexgen.sizes import Workload
 
 #: a tier of which this much is needed keeps the block from growing

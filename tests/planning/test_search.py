@@ -16,7 +16,7 @@ from h2o_flexgen.policy import KVBudget, Policy
 few = settings(max_examples=5)
 #: where matrices that stay are packed, which doubles the rate of their matmuls
 PACKING = laptop(
-    matmul={"streamed": {(2048, 2048): [(1, 1e10), (128, 4e11)]}, "resident": {(2048, 2048): [(1, 1e10), (128, 8e11)]}}
+    matmul={"streamed": {(2048, 2048): {1: 1e10, 128: 4e11}}, "resident": {(2048, 2048): {1: 1e10, 128: 8e11}}}
 )
 jobs = st.fixed_dictionaries(
     {
