@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, TINY, last_line, percent, read_rows, write_prompts
 
-from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs.output import OutputFile
+from h2o_flexgen.jobs.output import OutputFile, open_output
 
 pytest_plugins = ["cli_tools"]
 
@@ -67,13 +66,13 @@ def test_rows_of_every_killed_job_are_kept(tmp_path, caplog):
         killed = OutputFile(str(tmp_path / "out.jsonl"))
         killed.add({"index": n})
         killed.file.close()  # and with it its lock
-    kept = [tmp_path / f"out.jsonl.partial{end}" for end in ("~", "~1", "")]
+    kept = [tmp_path / f"out.jsonl.partial{end}" for end in ("~", "~~", "")]
     assert [json.loads(path.read_text())["index"] for path in kept] == [0, 1, 2]
     assert str(kept[1]) in caplog.text
 
 
 @pytest.mark.parametrize("option", ["--output-file", "--report"])
-@pytest.mark.parametrize("where", ["no/such/folder/out", ".", "file/out", "x" * 300])
+@pytest.mark.parametrize("where", ["no/such/folder/out", ".", "file/out"])
 def test_an_output_that_cannot_be_written(refused, model, tmp_path, monkeypatch, option, where):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("a file")
@@ -88,16 +87,12 @@ def test_an_output_behind_a_link_that_cannot_be_written(refused, model, tmp_path
 
 
 def test_an_output_that_another_job_writes(refused, model, tmp_path):
-    first = OutputFile(str(tmp_path / "out.jsonl"))
-    first.add({"index": 0})
-    message = refused("--model", model, *SHORT, "--output-file", tmp_path / "out.jsonl", files=False)
-    assert message.endswith("another job is writing it")
-    first.finish(whole=True)
-    both = [OutputFile(str(tmp_path / "out.jsonl")) for _ in range(2)]  # started at once
-    both[0].add({"index": 0})
-    with pytest.raises(UserError, match="another job is writing it"):
-        both[1].add({"index": 0})
-    assert len(read_rows(both[0].partial)) == 1
+    with open_output(str(tmp_path / "out.jsonl")) as first:
+        for _ in range(2):
+            message = refused("--model", model, *SHORT, "--output-file", tmp_path / "out.jsonl", files=False)
+            assert message.endswith("another job is writing it")
+            first.add({"index": 0})
+    assert len(read_rows(tmp_path / "out.jsonl")) == 2
 
 
 def test_an_output_on_a_read_only_file_system(refused, model, read_only):
@@ -135,7 +130,7 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
     """And go to the partial file, whole, as soon as there is space."""
     file = OutputFile(str(tmp_path / "out.jsonl"))
     file.add({"index": 0, "text": "first"})
-    real, room = file.file, [0, 7]
+    real, room = file.file, [0, 7, 0]
 
     class Full:
         def __getattr__(self, name):
@@ -194,7 +189,7 @@ def test_an_error_in_the_run_keeps_the_finished_rows(cli, model, tmp_path, monke
     real = os.pwrite
 
     def full(fd, data, offset):
-        if (tmp_path / "out.jsonl.partial").exists():
+        if os.path.getsize(tmp_path / "out.jsonl.partial"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, data, offset)
 
