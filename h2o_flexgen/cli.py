@@ -14,7 +14,7 @@ from collections.abc import Callable
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
-from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, check_floor, largest_free
+from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
 from h2o_flexgen.policy import GIB, KVBudget, Policy
 
 
@@ -84,6 +84,8 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | N
     """The policy of --percent, if it is given."""
     if args.percent is None:
         return None
+    if args.max_latency is not None:
+        raise UserError("--percent contradicts --max-latency: give one of the two")
     size = args.gpu_batch_size or min(32, num_prompts or 4)
     on_cpu = bool(args.cpu_cache_compute)
     return Policy(size, args.num_gpu_batches or 1, tuple(args.percent), args.overlap is not False, on_cpu)
@@ -101,7 +103,7 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
     add("--hh-size", type=int, help="heavy hitters in slots")
     add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
-    add("--min-hh-ratio", type=float, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
+    add("--min-hh-ratio", type=amount, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
 
 
 def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
@@ -110,7 +112,6 @@ def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
     if args.hh_ratio == "auto":
         if any(value is not None for value in given[1:]):
             raise UserError("--hh-ratio auto sizes the whole KV budget: leave --recent-ratio and the sizes out")
-        check_floor(MIN_HH_RATIO if args.min_hh_ratio is None else args.min_hh_ratio)
         return "auto"
     if args.min_hh_ratio is not None:
         raise UserError("--min-hh-ratio is the floor of --hh-ratio auto")
@@ -165,7 +166,7 @@ def describe_curve(curve: list[BudgetPoint]) -> str:
     lines = ["   hh-ratio  slots       block  tokens/s"]
     for point in curve:
         mark = "=>" if point == chosen else "  "
-        ratio = "full" if point.ratio is None else f"{point.ratio:.3g}"
+        ratio = "full" if point.ratio is None else f"{point.ratio:g}"
         block = f"{point.gpu_batch_size} x {point.num_gpu_batches}"
         lines.append(f"{mark} {ratio:>8}{point.slots:>7}{block:>12}{point.tokens_per_s:>10.2f}")
     return "\n".join(lines)

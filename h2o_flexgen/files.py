@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import glob
 import json
 import os
 import shutil
@@ -12,9 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-
-#: seconds after which a folder without a lock has no owner who is about to lock it
-OLD = 60
 
 
 def read_json(what: str, path: str | Path):
@@ -49,17 +45,27 @@ def write_text(name: str, path: str, text: str) -> None:
 
 
 def sweep(root: Path, prefix: str) -> None:
-    """Remove folders under `root` whose owner no longer lives: nobody holds the file `lock` in them, or they are old
-    and have none."""
-    for name in glob.glob(f"{prefix}*", root_dir=root):
-        folder = root / name
+    """Remove folders under `root` whose owner no longer lives: that whose `lock` is not held, and old ones without."""
+    try:
+        folders = [root / name for name in os.listdir(root) if name.startswith(prefix)]
+    except OSError:
+        return  # no such folder, or another user's
+    for folder in folders:
         try:
-            with open(folder / "lock", "r+b") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+            lock = os.open(folder / "lock", os.O_RDWR)
         except FileNotFoundError:
+            # made, not yet locked: its owner may be about to; a dead one is swept once it is old
             with suppress(OSError):
-                if time.time() - folder.stat().st_mtime > OLD:
+                if time.time() - folder.stat().st_mtime > 60:
                     shutil.rmtree(folder, ignore_errors=True)
+            continue
         except OSError:
-            pass  # its owner lives, or is another user
+            continue  # another user's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)

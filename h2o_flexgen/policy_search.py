@@ -75,9 +75,6 @@ def run(args: argparse.Namespace) -> None:
         job = cli.describe_job(args.model, profile.dtype, machine, workload, choice.policy, result["kv_budget"])
         cli.say(f"{job}\n{describe(choice)}\nrun it     {result['command']}")
     choice.plan.check()
-    seconds = choice.prediction.block_seconds
-    if args.max_latency is not None and seconds > args.max_latency:
-        raise UserError(f"a block of this policy takes {seconds:.1f} s, more than --max-latency {args.max_latency:g}")
     if choice.curve:
         result["curve"] = [asdict(point) for point in choice.curve]
     if args.output is not None:

@@ -45,19 +45,14 @@ def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float |
     Raises:
         UserError: a floor outside (0, 0.5].
     """
-    check_floor(floor)
+    if not 0 < floor <= 0.5:  # above that half, heavy and recent tokens are the whole prompt
+        raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
     choices, ratio = [], floor
     while not choices or 2 * max(1, int(ratio * longest)) < total:  # an output may be longer than its prompt
         budget = KVBudget.from_ratio(ratio) if ratio <= 1 else KVBudget.from_size(int(ratio * longest))
         choices.append((ratio, budget))
         ratio = float(f"{GROWTH * ratio:.3g}")
     return [*choices, (None, None)]
-
-
-def check_floor(floor: float) -> None:
-    """Raises UserError for a floor outside (0, 0.5]: above that half, heavy and recent tokens are the whole prompt."""
-    if not 0 < floor <= 0.5:
-        raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
 
 
 def size_budget(

@@ -80,7 +80,7 @@ def test_a_profile_of_another_device_or_type_ends_the_job(refused, model, tmp_pa
 
 def test_a_latency_limit_contradicts_percentages(refused, model):
     line = refused("--model", model, "--max-latency", 3, "--percent", 100, 0, 100, 0, 100, 0)
-    assert "--max-latency: only for --policy" in line
+    assert "--percent contradicts --max-latency" in line
 
 
 def test_a_searched_policy_brings_its_budget(cli, model, tmp_path):
