@@ -51,14 +51,14 @@ def deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {s: signal.getsignal(s) for s in STOPPING}
-    taken = [s for s, handler in before.items() if handler is interrupt or (s == signal.SIGINT and callable(handler))]
+    handlers = {s: signal.getsignal(s) for s in STOPPING}
+    taken = [s for s, handler in handlers.items() if handler is interrupt or (s == signal.SIGINT and callable(handler))]
 
     def note(signum, frame) -> None:
         global _waiting
         _waiting = signum
         for s in taken:
-            signal.signal(s, signal.SIG_DFL if before[s] is interrupt else before[s])
+            signal.signal(s, signal.SIG_DFL if handlers[s] is interrupt else handlers[s])
 
     for s in taken:
         signal.signal(s, note)
@@ -67,5 +67,5 @@ def deferred() -> Iterator[None]:
     finally:
         for s in taken:
             if signal.getsignal(s) is note:
-                signal.signal(s, before[s])
+                signal.signal(s, handlers[s])
         check()

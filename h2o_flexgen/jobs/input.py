@@ -60,19 +60,19 @@ def builtin_prompts(tokenizer, vocab: int, count: int, length: int) -> list[list
     left = length - len(first)
     prompts = []
     for n in range(count):
-        which, module = divmod(n, len(PROMPT_MODULES))
-        text = _source_before_a_body(PROMPT_MODULES[module], which, 4 * length)[-8 * length - 2000 :]
+        function, module = divmod(n, len(PROMPT_MODULES))
+        text = _source_before_a_body(PROMPT_MODULES[module], function, 4 * length)[-8 * length - 2000 :]
         ids = tokenizer(text, verbose=False)["input_ids"][len(first) :]
         ids *= 1 + left // len(ids)
         prompts.append(first + ids[len(ids) - left :])
     return prompts
 
 
-def _source_before_a_body(module: str, which: int, least: int) -> str:
+def _source_before_a_body(module: str, function: int, least: int) -> str:
     """The text of a module up to the body of one of its functions, at least `least` characters long if it can be."""
     text = inspect.getsource(importlib.import_module(module))
     # up to the colon: the line's end and the indentation behind it may be one token, which is the model's to choose
     ends = [match.end() for match in re.finditer(r"^ *def [^\n]*:$", text, re.MULTILINE) if match.end() >= least]
     ends = ends or [len(text)]
-    again, at = divmod(which, len(ends))
-    return text[: ends[at] - 7 * again]  # more prompts than functions: end a little earlier
+    rounds, index = divmod(function, len(ends))
+    return text[: ends[index] - 7 * rounds]  # more prompts than functions: end a little earlier
