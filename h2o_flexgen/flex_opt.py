@@ -62,14 +62,12 @@ def describe(report: dict) -> str:
     model, dtype, device = report["model"], report["dtype"], report["device"]
     lines = [cli.describe_job(model, dtype, device, report["workload"], policy, report["kv_budget"])]
     for name in ("prefill", "decode"):
-        comparison = f" (predicted {predicted[f'{name}_seconds']:.2f} s)" if predicted else ""
+        forecast = f" (predicted {predicted[f'{name}_seconds']:.2f} s)" if predicted else ""
         phase = report[name]
-        lines.append(f"{name:<11}{phase['seconds']:.2f} s, {rate(phase['tokens_per_s'])} tokens/s{comparison}")
+        lines.append(f"{name:<11}{phase['seconds']:.2f} s, {rate(phase['tokens_per_s'])} tokens/s{forecast}")
     total = report["total"]
-    comparison = (
-        f" (predicted {rate(predicted['tokens_per_s'])}, bound by {predicted['bound_by']})" if predicted else ""
-    )
-    speed = f"{rate(total['tokens_per_s'])} tokens/s{comparison}"
+    forecast = f" (predicted {rate(predicted['tokens_per_s'])}, bound by {predicted['bound_by']})" if predicted else ""
+    speed = f"{rate(total['tokens_per_s'])} tokens/s{forecast}"
     lines.append(f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, {speed}")
     peaks, plans = report["peak_memory_bytes"], report["planned_memory_bytes"]
     used = [tier for tier in peaks if peaks[tier] or plans[tier]]
