@@ -14,7 +14,8 @@ from h2o_flexgen.errors import UserError
 #: modules of the standard library whose source text makes the built-in prompts
 PROMPT_MODULES = (
     "textwrap heapq json.decoder shlex fnmatch statistics calendar csv difflib queue sched string bisect "
-    "tempfile zipfile argparse ast base64 cmd code codecs configparser contextlib copy dataclasses functools inspect"
+    "tempfile zipfile argparse ast base64 cmd code codecs colorsys configparser contextlib copy dataclasses "
+    "decimal dis enum filecmp fileinput fractions functools getpass glob gzip hashlib hmac imaplib inspect"
 ).split()
 
 
