@@ -92,10 +92,11 @@ class LLM:
         if dtype != "auto":
             self.device.dtype(dtype)  # raises for one that is not known
         self.policy, self.kv_budget = given_policy(policy, kv_budget)
-        searched = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute, max_latency)
-        if self.policy != "auto" and any(x is not None for x in searched):
-            names = "batch sizes, overlap, cpu_cache_compute and max_latency"
-            raise UserError(f'{names} are for policy "auto": a policy has its own')
+        searched = dict(gpu_batch_size=gpu_batch_size, num_gpu_batches=num_gpu_batches, overlap=overlap)
+        searched |= dict(cpu_cache_compute=cpu_cache_compute, max_latency=max_latency)
+        given = [f"`{name}`" for name, value in searched.items() if value is not None]
+        if self.policy != "auto" and given:
+            raise UserError(f'{", ".join(given)}: only for `policy` "auto", a policy has its own')
         profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
         if max_latency is not None and not max_latency > 0:
             raise UserError(f"`max_latency` must be more than 0 s, not {max_latency}")
