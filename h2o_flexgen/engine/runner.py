@@ -37,7 +37,7 @@ class Runner:
     `run` takes a whole job: `begin`, `run_block` for each of its blocks, `end`. `close` gives everything back.
 
     Args:
-        offload_root: folder for the private folder of what is offloaded to disk.
+        offload_root: folder for the files of what is offloaded to disk.
         gpu_mem: the most bytes of device memory, with CUDA.
         direct_reads: read weights past the page cache (docs/benchmarks/disk.json).
         progress: show bars on stderr while weights load.
@@ -172,8 +172,7 @@ class Runner:
         """The job is done. Cache and activations go; the weights stay for the next job."""
         for store in (self.stores.caches, self.stores.activations):
             if store.file is not None:
-                store.file.close()
-                store.file.path.unlink(missing_ok=True)
+                store.file.close()  # and so free its space
         self.stores.caches = self.stores.activations = None
         self.device.unpin(self._pinned)
 
