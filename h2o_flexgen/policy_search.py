@@ -17,7 +17,7 @@ import torch
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import write_text
-from h2o_flexgen.models.registry import known_names, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.registry import known_names, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
 def find_spec(model: str) -> tuple[ModelSpec, str, bool]:
     """The sizes of a model, the type of its weights, and whether they are to be counted as random ones: those of a name
     need not be on this machine."""
-    spec, stored = named_spec(model), "float16"  # as facebook/opt publishes its weights
+    spec, stored = named_spec(model), named_dtype(model)
     if spec is not None:
         return spec, stored, True
     folder = Path(model).expanduser()

@@ -13,7 +13,7 @@ import torch
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.parts import activation
-from h2o_flexgen.models.registry import family, head_name, known_names, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer
 from h2o_flexgen.models.spec import Layer, ModelSpec
 from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
@@ -94,7 +94,7 @@ def load_model(
         UserError: there is no such model, its family or its format is not known, or its files are not whole.
     """
     if path == DUMMY:
-        spec, tokenizer, stored = _dummy_spec(model), None, None
+        spec, tokenizer, stored = _dummy_spec(model), None, named_dtype(model)
     else:
         weights, folder = find_model(model, path)
         spec, stored, tokenizer = read_spec(folder), stored_dtype(folder), load_tokenizer(folder)

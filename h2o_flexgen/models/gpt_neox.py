@@ -35,7 +35,7 @@ class NeoXSpec(ModelSpec):
 
 
 def spec(config: Config) -> NeoXSpec:
-    sizes = config.sizes()
+    sizes = config.sizes(grouped=False)
     rope, positions = read_rope(config, sizes["head_dim"], "rotary_emb_base", config.number("rotary_pct", 0.25))
     return NeoXSpec(
         model_type="gpt_neox",
@@ -45,6 +45,7 @@ def spec(config: Config) -> NeoXSpec:
         activation=config.text("hidden_act", "gelu"),
         eos=config.tokens("eos_token_id", 2),
         tied=config.flag("tie_word_embeddings", False),
+        window=config.window(),
         rope=rope,
         eps=config.number("layer_norm_eps", 1e-5),
         bias=config.flag("attention_bias", True),

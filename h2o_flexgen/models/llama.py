@@ -57,6 +57,7 @@ def spec(
         eos=config.tokens("eos_token_id", 2),
         gated=True,
         tied=config.flag("tie_word_embeddings", False),
+        window=config.window(),
         rope=rope,
         eps=config.number("rms_norm_eps", 1e-6),
         qkv_bias=bias,
@@ -66,17 +67,13 @@ def spec(
     return replace(spec, **changes)
 
 
-def sliding_window(config: Config) -> int | None:
-    """The window of a config, where null is none and 4096 the default."""
-    return None if config.data.get("sliding_window", 4096) is None else config.size("sliding_window", 4096)
-
-
 def configs(sizes: dict[str, tuple], **more) -> dict[str, dict]:
     """By name, the configs of rows like those of SIZES."""
     keys = (
         "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
         "max_position_embeddings rope_theta tie_word_embeddings"
     )
+    more = {"torch_dtype": "bfloat16"} | more
     return {name: dict(zip(keys.split(), row, strict=True)) | more for name, row in sizes.items()}
 
 
@@ -85,6 +82,8 @@ def named() -> dict[str, dict]:
     for name, config in found.items():
         if "Llama-3" in name:
             config["rope_scaling"] = LLAMA3_ROPE | {"factor": 32.0 if "3.2" in name else 8.0}
+        else:
+            config["torch_dtype"] = "float16"
     return found
 
 

@@ -15,8 +15,7 @@ SIZES = {
 
 
 def spec(config: Config) -> LlamaSpec:
-    window = llama.sliding_window(config)
-    return llama.spec(config, model_type="mistral", kv_heads=8, default_positions=131072, window=window)
+    return llama.spec(config, model_type="mistral", kv_heads=8, default_positions=131072, window=config.window(4096))
 
 
 def named() -> dict[str, dict]:

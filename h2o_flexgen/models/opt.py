@@ -39,12 +39,13 @@ def spec(config: Config) -> OptSpec:
     pre_norm = config.flag("do_layer_norm_before", True)
     return OptSpec(
         model_type="opt",
-        **config.sizes(),
+        **config.sizes(grouped=False),
         inner=config.size("ffn_dim"),
         positions=config.size("max_position_embeddings"),
         activation=config.text("activation_function", "relu"),
         eos=config.tokens("eos_token_id", 2),
         tied=config.flag("tie_word_embeddings", True),
+        window=config.window(),
         word_width=config.size("word_embed_proj_dim", config.size("hidden_size")),
         pre_norm=pre_norm,
         final_norm=pre_norm and not config.flag("_remove_final_layer_norm", False),

@@ -94,7 +94,9 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
         return lambda x: F.silu(x, inplace=True)
     from transformers.activations import ACT2FN
 
-    try:
-        return ACT2FN[name]
-    except KeyError:
-        raise UserError(f"unknown activation function {name!r} in the config") from None
+    if name not in ACT2FN:
+        raise UserError(f"unknown activation function {name!r} in the config")
+    found = ACT2FN[name]
+    if list(found.parameters()):
+        raise UserError(f"the activation function {name!r} in the config has weights, which is not supported")
+    return found

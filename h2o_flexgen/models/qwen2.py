@@ -29,7 +29,7 @@ def window(config: Config) -> int | None:
         raise config.error(f"layer_types must be a list, not {types!r}")
     full = config.size("max_window_layers", 28, least=0)
     slides = "sliding_attention" in types if types else config.size("num_hidden_layers") > full
-    return llama.sliding_window(config) if slides else None
+    return config.window(4096) if slides else None
 
 
 def qwen_spec(config: Config, **changes) -> LlamaSpec:

@@ -100,6 +100,11 @@ def named_spec(name: str) -> ModelSpec | None:
     return None if config is None else spec_of(config)
 
 
+def named_dtype(name: str) -> str:
+    """The type in which a model whose sizes are built in publishes its weights."""
+    return (named_config(name) or {}).get("torch_dtype", "float16")
+
+
 def known_names() -> list[str]:
     """The hub's names of all models whose sizes are built in."""
     return list(dict.fromkeys(name for name, _ in _named().values()))

@@ -50,7 +50,7 @@ def read_rope(
     original = positions
     if type_ in ("llama3", "yarn"):
         key = "original_max_position_embeddings"
-        original = scaling[key] = given.size(key, config.size(key, positions))
+        original = scaling[key] = config.size(key, given.size(key, positions))
     longest = positions if type_ in ("default", "llama3") else int(given.number("factor") * original)
     theta = given.number("rope_theta", config.number(theta_key, 10000.0))
     try:

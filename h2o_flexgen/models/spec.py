@@ -136,9 +136,17 @@ class Config:
         what = "a token id or a list of them"
         return frozenset(self._checked(key, ids, what, lambda ids: all(type(token) is int for token in ids)))
 
-    def sizes(self, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, int]:
+    def window(self, default: int | None = None) -> int | None:
+        """Tokens of the sliding window; null is none."""
+        return None if self.data.get("sliding_window", default) is None else self.size("sliding_window", default)
+
+    def sizes(self, kv_heads: int | None = None, head_dim: int | None = None, grouped: bool = True) -> dict[str, int]:
         """The sizes of a spec that all families call alike, with a family's defaults for heads of K and V and their
-        size if they are left out; null for `num_key_value_heads` is as many as query heads."""
+        size if they are left out; null for `num_key_value_heads` is as many as query heads. A family that is not
+        `grouped` reads neither of the two."""
+        if not grouped:
+            read = {k: v for k, v in self.data.items() if k not in ("num_key_value_heads", "head_dim")}
+            return Config(read, self.where).sizes()
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         left_out = "num_key_value_heads" not in self.data
         kv_heads = self.size("num_key_value_heads", (left_out and kv_heads) or heads)

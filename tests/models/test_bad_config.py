@@ -61,6 +61,12 @@ def test_another_key_of_the_config_of_a_wrong_type(refused, broken, key, value):
     assert key in message or "activation function" in message
 
 
+@pytest.mark.parametrize("name", ["prelu", "xielu"])
+def test_an_activation_with_weights_of_its_own(refused, broken, name):
+    (broken / "config.json").write_text(json.dumps(TINY | {"activation_function": name}))
+    assert f"'{name}' in the config has weights" in refused("--model", broken, *SHORT)
+
+
 def test_another_architecture(refused, broken):
     (broken / "config.json").write_text(json.dumps(TINY | {"model_type": "mamba"}))
     message = refused("--model", broken, *SHORT)

@@ -125,10 +125,18 @@ def test_null_is_a_width_left_out():
 
 
 @pytest.mark.parametrize("sliding", [None, 3, 100])
-def test_the_sliding_window_of_mistral(sliding):
-    config = config_of("mistral", sliding_window=sliding)
+@pytest.mark.parametrize("model_type", ["opt", "llama", "mistral", "gpt_neox"])
+def test_the_sliding_window(model_type, sliding):
+    """A family without one has it too where its config says so: transformers' caches keep no more."""
+    config = config_of(model_type, sliding_window=sliding)
     assert_means(spec_of(config), AutoConfig.for_model(**copy.deepcopy(config)))
     assert spec_of(config).window == sliding
+
+
+@pytest.mark.parametrize("model_type", ["opt", "gpt_neox"])
+def test_a_family_without_grouped_attention_reads_no_kv_heads(model_type):
+    spec = spec_of(config_of(model_type))
+    assert spec_of(config_of(model_type, num_key_value_heads=1, head_dim=64)) == spec
 
 
 @pytest.mark.parametrize(
@@ -144,8 +152,9 @@ def test_the_sliding_window_of_mistral(sliding):
         (dict(use_sliding_window=True, sliding_window=9, layer_types=["full_attention"] * 2), None),
     ],
 )
-def test_the_sliding_window_of_qwen2(changes, window):
-    config = config_of("qwen2", **changes)
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_the_sliding_window_of_qwen(model_type, changes, window):
+    config = config_of(model_type, **changes)
     assert spec_of(config).window == window
     assert_means(spec_of(config), AutoConfig.for_model(**copy.deepcopy(config)))
 
@@ -360,7 +369,7 @@ def test_a_size_that_is_none_is_refused(model_type, key, value):
 
 
 @pytest.mark.parametrize("kv_heads", [3, 5, 31, 33, 64])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_kv_heads_that_do_not_divide_the_heads_are_refused(model_type, kv_heads):
     says = refusal(config_of(model_type, num_key_value_heads=kv_heads))
     assert f"32 is not divisible by num_key_value_heads {kv_heads}" in says
@@ -526,7 +535,7 @@ def test_each_missing_tensor_is_named(tiny, altered, name):
 @pytest.mark.parametrize(
     "changes", [dict(num_key_value_heads=4), dict(num_key_value_heads=1), dict(head_dim=4)], ids=str
 )
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 def test_heads_that_are_not_the_checkpoints_are_refused(altered, name, changes):
     folder = altered(name)
     config = json.loads((folder / "config.json").read_text())
@@ -555,7 +564,12 @@ def test_a_tied_variant_of_each_family_is_tested():
 def test_a_tied_head_beside_another_one_is_refused(altered, name):
     """transformers would not tie them, and say other tokens."""
     words, head = embedding_and_head(name)
-    for other in (torch.randn_like, lambda x: x[:-1].clone(), lambda x: x + 1e-3):
+
+    def changed_in(row):
+        return lambda x: x.index_fill(0, torch.tensor([row % len(x)]), 0.5)
+
+    others = (torch.randn_like, lambda x: x[:-1].clone(), lambda x: x + 1e-3, torch.Tensor.char)
+    for other in (*others, changed_in(1), changed_in(-1)):
         with pytest.raises(UserError, match=f"'{re.escape(head)}'.*tie_word_embeddings"):
             load(altered(name, lambda state, other=other: state.update({head: other(state[words])})))
 
@@ -571,6 +585,8 @@ def test_a_tied_head_beside_its_copy_is_fine(altered, name):
     [
         ("mistral", dict(sliding_window=20)),
         ("qwen2", dict(use_sliding_window=True, max_window_layers=1, sliding_window=20)),
+        ("qwen3", dict(use_sliding_window=True, max_window_layers=1, sliding_window=20)),
+        ("gpt_neox", dict(sliding_window=20)),
     ],
 )
 def test_a_prompt_that_exceeds_the_sliding_window_is_refused_alone(tmp_path, name, changes):
