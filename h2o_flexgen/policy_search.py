@@ -98,7 +98,9 @@ def describe(choice: Choice, title: str, command: str) -> str:
     """The result for people."""
     policy, p, plan = choice.policy, choice.prediction, choice.plan
     full = [tier for tier in TIERS if plan.needed(tier) > _FULL * plan.limits[tier]]
-    room = f"; no room for a larger block on {' and '.join(full)}" if full and p.num_prompts > policy.block_size else ""
+    room = (
+        f"; no room for a larger block on {' and '.join(full)}" if full and p.num_prompts >= policy.block_size else ""
+    )
     lines = [
         title,
         f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {cli.describe_percent(policy)}"
