@@ -38,6 +38,14 @@ from h2o_flexgen.sizes import (
 
 #: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
+#: for messages: what a tier is called, and what helps if it is too small
+_NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier", "ram": "RAM (gpu and cpu together)"}
+_ADVICE = {
+    "gpu": "lower the gpu percentages, `gpu_batch_size` or the KV budget",
+    "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
+    "disk": "free disk space or name another `offload_dir`",
+    "ram": "move weights or cache to disk (`percent`), or lower the batch sizes or the KV budget",
+}
 
 
 @dataclass(frozen=True)
@@ -163,8 +171,7 @@ class Plan:
 
     def needed(self, tier: str) -> int:
         """Of a tier, or of "ram": gpu and cpu together."""
-        tiers = ("gpu", "cpu") if tier == "ram" else (tier,)
-        return sum(nbytes for t, _, nbytes in self.items if t in tiers)
+        return sum(nbytes for t, _, nbytes in self.items if t in _parts(tier))
 
     @property
     def ram(self) -> float:
@@ -173,37 +180,24 @@ class Plan:
             return float("inf")
         return min(self.limits["ram"], self.limits["gpu"] + self.needed("cpu"))
 
-    def shortfall(self) -> tuple[str, int, int] | None:
-        """The first tier that is too small, with the bytes needed and available, or None."""
-        for tier in ("ram", *TIERS):
-            needed = self.needed(tier)
-            if tier in self.limits and needed > self.limits[tier] and (tier != "ram" or self.shared):
-                return tier, needed, self.limits[tier]
-        return None
+    def missing(self) -> dict[str, int]:
+        """Bytes beyond the limit of each tier that is too small; without CUDA of "ram" too, gpu and cpu together."""
+        tiers = ("ram", *TIERS) if self.shared else TIERS
+        return {tier: n for tier in tiers if (n := self.needed(tier) - self.limits[tier]) > 0}
 
-    def missing(self) -> int:
-        """Bytes beyond the limits, of all tiers."""
-        limits = {tier: n for tier, n in self.limits.items() if tier != "ram" or self.shared}
-        return sum(max(0, self.needed(tier) - limit) for tier, limit in limits.items())
-
-    def check(self) -> None:
-        """Raises PlanError, naming the tier, the bytes needed and available, and what to change."""
-        short = self.shortfall()
-        if short is None:
-            return
-        tier, needed, limit = short
-        tiers = ("gpu", "cpu") if tier == "ram" else (tier,)
-        _, what, nbytes = max((item for item in self.items if item[0] in tiers), key=lambda item: item[2])
-        advice = {
-            "disk": "free disk space or name another `offload_dir`",
-            "gpu": "lower the gpu percentages, `gpu_batch_size` or the KV budget",
-            "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
-            "ram": "move weights or cache to disk (`percent`), or lower the batch sizes or the KV budget",
-        }[tier]
-        raise PlanError(
-            f"{tier_name(tier)} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
-            f"({limit} bytes); most goes to {what} ({gib(nbytes)}): {advice}"
-        )
+    def check(self, message: str = "") -> None:
+        """Raises PlanError, after a message, naming each tier that is too small, the bytes needed and available, and
+        what to change."""
+        tiers, short = self.missing(), []
+        for tier in ("ram",) if "ram" in tiers else tiers:
+            needed, limit = self.needed(tier), self.limits[tier]
+            _, what, nbytes = max((item for item in self.items if item[0] in _parts(tier)), key=lambda item: item[2])
+            short.append(
+                f"{_NAMES[tier]} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
+                f"({limit} bytes); most goes to {what} ({gib(nbytes)}): {_ADVICE[tier]}"
+            )
+        if short:
+            raise PlanError(message + "; ".join(short))
 
     def describe(self) -> str:
         """A table for people: every item, then each tier against its limit."""
@@ -215,23 +209,14 @@ class Plan:
         return "\n".join(lines)
 
 
-def tier_name(tier: str) -> str:
-    """For messages."""
-    return "RAM (the gpu and cpu tiers together)" if tier == "ram" else f"the {tier} tier"
+def _parts(tier: str) -> tuple[str, ...]:
+    return ("gpu", "cpu") if tier == "ram" else (tier,)
 
 
-def plan_policy(
-    policy: Policy,
-    shapes: Shapes,
-    workload: Workload,
-    resources: Resources,
-    weights: dict[str, str] | None = None,
-) -> tuple[Placement, Plan]:
-    """Where everything goes under a policy, and the bytes it takes at its peak against the limits. `weights`: their
-    tiers, if they are known from another policy with the same percentages."""
+def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: Resources) -> tuple[Placement, Plan]:
+    """Where everything goes under a policy, and the bytes it takes at its peak against the limits."""
     batches = batch_sizes(len(workload.prompt_lens), policy)
-    layers = [layer.shapes for layer in shapes.layers]
-    placement = Placement.of(policy, layers, shapes.spec.layers, len(batches), weights)
+    placement = Placement.of(policy, [layer.shapes for layer in shapes.layers], len(batches))
     plan = Plan(limits=resources.limits, shared=not shapes.cuda)
     host = "cpu" if shapes.cuda else "gpu"  # the tier whose RAM the process itself takes
     plan.add(host, "the process itself", resources.baseline)

@@ -6,18 +6,11 @@ They are not split: a percentage is met by spreading them, with what one layer c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from math import prod
 
-import numpy as np
-
 from h2o_flexgen.policy import TIERS, Policy
-
-#: a layer with more tensors than this is placed one by one instead of by trying every assignment
-_MOST_TRIED = 7
 
 
 @dataclass
@@ -35,24 +28,14 @@ class Placement:
     activations: list[str]
 
     @classmethod
-    def of(
-        cls,
-        policy: Policy,
-        layers: list[dict[str, tuple[int, ...]]],
-        num_decoder: int,
-        batches: int,
-        weights: dict[str, str] | None = None,
-    ) -> Placement:
-        """`layers`: {name: shape} of everything each layer needs, embedding first, head last. `weights`: their tiers,
-        if they are known from another policy with the same percentages."""
-        if weights is None:
-            matrices = [{n: prod(s) for n, s in layer.items() if len(s) > 1} for layer in layers]
-            weights = {n: "gpu" for layer in layers for n, s in layer.items() if len(s) == 1}
-            weights |= place_weights(matrices, policy.fractions("weights"))
-        keys = [(layer, k) for layer in range(num_decoder) for k in range(batches)]
-        cache = spread(keys, policy.fractions("cache"))
-        activations = spread(range(batches), policy.fractions("activations"))
-        return cls(weights, cache, [activations[k] for k in range(batches)])
+    def of(cls, policy: Policy, layers: list[dict[str, tuple[int, ...]]], batches: int) -> Placement:
+        """`layers`: {name: shape} of everything each layer needs, embedding first, head last."""
+        matrices = [{n: prod(s) for n, s in layer.items() if len(s) > 1} for layer in layers]
+        weights = {n: "gpu" for layer in layers for n, s in layer.items() if len(s) == 1}
+        weights |= place_weights(matrices, policy.fractions("weights"))
+        blocks = [(layer, k) for layer in range(len(layers) - 2) for k in range(batches)]
+        cache = spread(len(blocks), policy.fractions("cache"))
+        return cls(weights, dict(zip(blocks, cache)), list(spread(batches, policy.fractions("activations"))))
 
 
 class Diffusion:
@@ -63,47 +46,22 @@ class Diffusion:
         self.placed = [0.0, 0.0, 0.0]
 
     def place(self, sizes: list[float]) -> list[str]:
-        """Tiers for the tensors of one layer, chosen together."""
-        if len(sizes) > _MOST_TRIED:
-            return [tier for size in sizes for tier in self.place([size])]
+        """Tiers for the tensors of one layer: the largest first, each to the tier that most is due to."""
         total = sum(self.placed) + sum(sizes)
-        due = tuple(f * total - p for f, p in zip(self.fractions, self.placed))
-        unit = max(sizes, default=0) or 1  # rounding keeps equal layers equal
-        best = _nearest(tuple(s / unit for s in sizes), tuple(round(d / unit, 6) for d in due))
-        for size, tier in zip(sizes, best):
-            self.placed[tier] += size
-        return [TIERS[tier] for tier in best]
-
-
-@lru_cache(maxsize=4096)
-def _nearest(sizes: tuple[float, ...], due: tuple[float, ...]) -> tuple[int, ...]:
-    """The tier of each size so that the sums are nearest to `due`."""
-    assignments, got = _assignments(sizes)
-    return assignments[int(((got - due) ** 2).sum(1).argmin())]
-
-
-@lru_cache(maxsize=64)
-def _assignments(sizes: tuple[float, ...]) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Ways to put sizes on tiers, and the sums (n, 3); one way of those with equal sums."""
-    ways = {}
-    for assignment in product(range(3), repeat=len(sizes)):
-        got = [0.0, 0.0, 0.0]
-        for size, tier in zip(sizes, assignment):
-            got[tier] += size
-        ways.setdefault(tuple(got), assignment)
-    return list(ways.values()), np.array(list(ways)).reshape(-1, 3)
-
-
-def spread(keys: Iterable, fractions: tuple[float, float, float]) -> dict:
-    """{key: tier} of things of equal size, in order."""
-    keys = list(keys)
-    return dict(zip(keys, _pattern(len(keys), fractions)))
+        due = [f * total - p for f, p in zip(self.fractions, self.placed)]
+        used = [tier for tier, f in enumerate(self.fractions) if f > 0]
+        found, unit = [""] * len(sizes), max(sizes, default=0) or 1  # rounding keeps equal layers equal
+        for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+            tier = max(used, key=lambda tier: round(due[tier] / unit, 6))
+            due[tier] -= sizes[n]
+            self.placed[tier] += sizes[n]
+            found[n] = TIERS[tier]
+        return found
 
 
 @lru_cache(maxsize=1024)
-def _pattern(count: int, fractions: tuple[float, float, float]) -> tuple[str, ...]:
-    if 1 in fractions:
-        return (TIERS[fractions.index(1)],) * count
+def spread(count: int, fractions: tuple[float, float, float]) -> tuple[str, ...]:
+    """Tiers of so many things of equal size, in order."""
     diffusion = Diffusion(fractions)
     return tuple(diffusion.place([1])[0] for _ in range(count))
 
@@ -123,8 +81,6 @@ def place_weights(layers: list[dict[str, int]], fractions: tuple[float, float, f
     tiers: dict[str, str] = {}
     ends = {**layers[0], **layers[-1]}
     total = sum(ends.values()) + sum(sum(layer.values()) for layer in layers[1:-1])
-    if not total:
-        return tiers
     edge = Diffusion(fractions)
     for name, size in sorted(ends.items(), key=lambda item: (item[0] not in layers[-1], -item[1])):
         holding = [t for t, f in enumerate(fractions) if size <= f * total - edge.placed[t]]
@@ -133,11 +89,8 @@ def place_weights(layers: list[dict[str, int]], fractions: tuple[float, float, f
             tiers[name] = TIERS[holding[0]]
         else:
             tiers[name] = edge.place([size])[0]
-    inner = total - sum(ends.values())
-    if inner:
-        left = [max(0.0, f * total - p) for f, p in zip(fractions, edge.placed)]
-        left = [0.0 if f == 0 else x for f, x in zip(fractions, left)]
-        diffusion = Diffusion(tuple(x / sum(left) for x in left) if sum(left) else fractions)
-        for layer in layers[1:-1]:
-            tiers.update(zip(layer, diffusion.place(list(layer.values()))))
+    left = [max(0.0, f * total - p) for f, p in zip(fractions, edge.placed)]
+    diffusion = Diffusion(tuple(x / sum(left) for x in left) if any(left) else fractions)
+    for layer in layers[1:-1]:
+        tiers.update(zip(layer, diffusion.place(list(layer.values()))))
     return tiers

@@ -86,8 +86,7 @@ class Planner:
             choice.plan.check()
             p, size, batches = choice.prediction, choice.policy.gpu_batch_size, choice.policy.num_gpu_batches
             slots = choice.rule.budget or self.model.shapes(choice.rule, workload).kv.slots
-            speed = p.block_tokens_per_s if self.constraints.one_block else p.tokens_per_s
-            return BudgetPoint(ratio, slots, size, batches, speed), choice
+            return BudgetPoint(ratio, slots, size, batches, p.tokens_per_s), choice
 
         longest, total = workload.longest, workload.longest + workload.gen_len
         choice, curve = size_budget(self.constraints.min_hh_ratio, longest, total, find, self.progress)
@@ -103,7 +102,9 @@ class Planner:
         placement, plan = self.plan(policy, rule, workload, resources)
         prediction = None
         if self.profile is not None:
-            prediction = CostModel(self.profile, self.model.shapes(rule, workload), workload).predict(policy, placement)
+            planned = self.constraints.planned(workload, policy)
+            cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
+            prediction = cost.predict(policy, placement, planned.prompt_lens)
         return Choice(policy, kv_budget, rule, placement, plan, prediction)
 
     def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
@@ -116,7 +117,7 @@ class Planner:
         batches, on_cpu = given.num_gpu_batches or 1, bool(given.cpu_cache_compute)
         policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu)
         _, plan = self.plan(policy, rule, workload, resources)
-        return policy if plan.shortfall() is None else None
+        return None if plan.missing() else policy
 
     def search(self, rule: CacheRule, workload: Workload, resources: Resources) -> Search:
         """The search for a job, on this machine, which is measured if it has not been."""

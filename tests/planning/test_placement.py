@@ -38,7 +38,7 @@ def opt_shaped(num_layers, width, ends):
 
 @given(n=st.integers(1, 60), fractions=fractions())
 def test_equal_pieces_are_within_one_piece_of_their_share_at_every_point(n, fractions):
-    tiers = list(spread(range(n), fractions).values())
+    tiers = spread(n, fractions)
     for end in range(1, n + 1):
         count = Counter(tiers[:end])
         for tier, fraction in zip(TIERS, fractions):
@@ -62,7 +62,7 @@ def test_all_and_nothing_are_exact(num_layers, ends, tier):
     layers = opt_shaped(num_layers, 10, ends)
     one = tuple(float(t == tier) for t in range(3))
     assert set(place_weights(layers, one).values()) == {TIERS[tier]}
-    assert set(spread(range(num_layers), one).values()) == {TIERS[tier]}
+    assert set(spread(num_layers, one)) == {TIERS[tier]}
 
 
 @given(num_layers=st.integers(1, 40), width=st.integers(1, 50), ends=st.integers(1, 2000), fractions=fractions())
@@ -70,7 +70,7 @@ def test_a_tier_of_zero_percent_gets_nothing(num_layers, width, ends, fractions)
     layers = opt_shaped(num_layers, width, ends)
     for found in (
         set(place_weights(layers, fractions).values()),
-        set(spread(range(num_layers), fractions).values()),
+        set(spread(num_layers, fractions)),
     ):
         for tier, fraction in zip(TIERS, fractions):
             assert fraction > 0 or tier not in found
@@ -132,7 +132,7 @@ def test_a_placement_gives_every_piece_a_home(weights, cache, activations, batch
     sizes |= dict(max_position_embeddings=32, word_embed_proj_dim=8 if projected else 16, tie_word_embeddings=tied)
     shapes = [layer.shapes for layer in tensors(spec_of({"model_type": "opt", **sizes}))]
     percent = tuple(round(100 * f) for part in (weights, cache, activations) for f in part[:2])
-    placement = Placement.of(Policy(percent=percent), shapes, layers, batches)
+    placement = Placement.of(Policy(percent=percent), shapes, batches)
     assert set(placement.weights) == {name for layer in shapes for name in layer}
     assert set(placement.cache) == {(layer, k) for layer in range(layers) for k in range(batches)}
     assert len(placement.activations) == batches

@@ -34,7 +34,7 @@ def unmeasured(**constraints) -> tuple[Planner, list]:
 def test_what_fits_is_resident_and_nothing_is_measured():
     planner, measured = unmeasured()
     choice = planner.choose(JOB, resources())
-    assert choice.policy == Policy(40, 1, RESIDENT) and choice.plan.shortfall() is None
+    assert choice.policy == Policy(40, 1, RESIDENT) and not choice.plan.missing()
     assert choice.prediction is None and not measured
 
 
