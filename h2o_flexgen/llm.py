@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -234,7 +233,7 @@ class LLM:
         if sequences:
             sink = TeacherForcing(targets, every_position=prompt_len is None)
             gen_len = 1 if prompt_len is None else len(targets[sequences[0].index])
-            self._run(sequences, gen_len, sink, Observer(), prefill_only=prompt_len is None)
+            self._run(sequences, gen_len, sink, Observer())
         for s in sequences:
             output = outputs[s.index]
             if s.finish_reason == "error":
@@ -243,26 +242,33 @@ class LLM:
                 output.token_logprobs, output.is_greedy = s.logprobs, sink.is_greedy[s.index]
         return outputs
 
-    def _run(
-        self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer, prefill_only: bool = False
-    ) -> None:
+    def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""
         # longest first: what does not fit shows at once, and neighbours are alike in length
         sequences.sort(key=lambda s: -len(s.prompt))
-        workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len, prefill_only)
+        workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len)
         self.device.reset_peaks()
         self.device.reset_stalls()
         given = None if self.policy == "auto" else self.policy
         self.choice = choice = self.planner.choose(workload, self.resources(), given, self.kv_budget)
         self.observer.on_plan(choice)
         choice.plan.check()
+        placed = choice.placement
+        job = Job(
+            workload,
+            choice.rule,
+            choice.policy,
+            placed.weights,
+            placed.cache,
+            placed.activations,
+            planned={tier: choice.plan.needed(tier) for tier in TIERS},
+            ram=choice.plan.ram,
+            predicted=choice.prediction and choice.prediction.of_job(),
+        )
         bar = ProgressBar(len(sequences), gen_len, len(self.model.layers), self.progress)
-        observer = Observers(collector, bar, self.observer)
         try:
-            self.report = self.runner.run(Job.of(choice, workload), sequences, sink, observer).to_dict()
+            self.report = self.runner.run(job, sequences, sink, Observers(collector, bar, self.observer)).to_dict()
         except torch.OutOfMemoryError as e:
-            traceback.clear_frames(e.__traceback__)  # they hold tensors
-            self.close()
             raise UserError(
                 f"CUDA is out of memory, though the plan fits: give a smaller `gpu_mem` if other programs use the GPU; "
                 f"if not, its memory is too fragmented to use: give smaller batches; {e}"

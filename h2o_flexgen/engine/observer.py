@@ -35,7 +35,7 @@ class Observer:
         """All sequences of a block have finished."""
 
     def on_interrupt(self, sequences: list[Sequence]) -> None:
-        """The job was interrupted in this block, whose sequences hold what there is."""
+        """The job was interrupted; its sequences, those of all blocks, hold what there is."""
 
 
 class Observers:

@@ -44,12 +44,14 @@ class Prefetcher:
                 return
             self._next_step = next(self._steps, None)
 
-    def hidden(self, step: Step) -> None:
-        """The first micro-batch of the next step of prefill, if it has been stored already."""
-        if step.k + 1 < len(self.batches):
-            self.stores.activations.prefetch(step.k + 1, 0, 0)
-        elif step.j < self.last:
-            self.stores.activations.prefetch(0, 0, 0)
+    def hidden(self, j: int, k: int, m: int) -> None:
+        """What prefill needs after micro-batch m of batch k in layer j, if it has been stored already."""
+        if m + 1 < len(self.batches[k].micro):
+            self.stores.activations.prefetch(k, m + 1)
+        elif k + 1 < len(self.batches):
+            self.stores.activations.prefetch(k + 1, 0)
+        elif j < self.last:
+            self.stores.activations.prefetch(0, 0)
 
     def held(self, k: int, i: int) -> int:
         """Slots of a batch's cache in use before token step i."""

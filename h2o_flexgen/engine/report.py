@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from h2o_flexgen.engine.batch import Sequence
@@ -12,32 +11,30 @@ from h2o_flexgen.engine.stores import Job
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload.transport import Transport
 
 PHASES = ("prefill", "decode")
 
 
 class Meter:
-    """Seconds and bytes moved of each phase of a job. What is fetched ahead counts in the phase in which it came.
+    """Seconds and bytes moved of each phase of a job. What is fetched ahead counts in the phase in which it came."""
 
-    Args:
-        count: gives the bytes moved so far between tiers, by link.
-    """
-
-    def __init__(self, count: Callable[[], dict[str, int]]):
-        self._count, self._counted, self._since = count, count(), time.perf_counter()
+    def __init__(self, transport: Transport):
+        self._transport = transport
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.moved = {phase: dict.fromkeys(self._counted, 0) for phase in PHASES}
+        self.moved = {phase: dict.fromkeys(transport.moved_bytes(), 0) for phase in PHASES}
 
     def start(self) -> None:
-        self._since = time.perf_counter()
+        self._transport.device.synchronize()
+        self._since, self._counted = time.perf_counter(), self._transport.moved_bytes()
 
     def stop(self, phase: str) -> None:
         """Add what was measured since `start`, or the last `stop`, to a phase."""
-        now, counted = time.perf_counter(), self._count()
-        self.seconds[phase] += now - self._since
-        for link, nbytes in counted.items():
-            self.moved[phase][link] += nbytes - self._counted[link]
-        self._since, self._counted = now, counted
+        since, counted = self._since, self._counted
+        self.start()
+        self.seconds[phase] += self._since - since
+        for link, nbytes in self._counted.items():
+            self.moved[phase][link] += nbytes - counted[link]
 
 
 @dataclass

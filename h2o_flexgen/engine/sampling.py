@@ -70,7 +70,7 @@ class Sampler:
         self.params = params
         self.eos_ids = frozenset() if params.ignore_eos else eos_ids
 
-    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> bool:
+    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`. A sequence with a row that is not finite ends in an error."""
         tokens, logprobs = sample(logits, self.params, [s.index for s in sequences], i)
         for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist()):
@@ -79,7 +79,6 @@ class Sampler:
                     s.finish_reason = "stop"
                 elif len(s.tokens) == self.params.max_tokens:
                     s.finish_reason = "length"
-        return bool(logprobs.isfinite().all())  # also of sequences that have ended: their batch goes on
 
 
 def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:

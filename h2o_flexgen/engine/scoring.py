@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -44,7 +43,7 @@ class TeacherForcing:
         self.targets, self.every_position = targets, every_position
         self.is_greedy: dict[int, list[bool]] = defaultdict(list)
 
-    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> bool:
+    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`; with `every_position` a sequence stands once for each row that is its."""
         places = defaultdict(int)  # rows of a sequence in this call
         targets = []
@@ -59,7 +58,6 @@ class TeacherForcing:
                 self.is_greedy[s.index].append(is_greedy)
                 if len(s.tokens) == len(self.targets[s.index]):
                     s.finish_reason = "length"
-        return all(map(math.isfinite, logprobs))  # also of sequences that have ended: their batch goes on
 
 
 def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:

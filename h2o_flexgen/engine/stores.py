@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h2o_flexgen.kv_cache import CacheRule
+from h2o_flexgen.engine.model import LoadedModel
+from h2o_flexgen.kv_cache import CacheRule, KVLayout
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.policy import TIERS, Policy
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.policy import Policy
+from h2o_flexgen.sizes import Workload, batch_sizes, micro_tokens
 
 
 @dataclass(frozen=True)
@@ -23,38 +25,45 @@ class Job:
         ram: bytes that this process may hold; above them prefill gives gaps in the heap back within a layer too.
     """
 
+    workload: Workload
     rule: CacheRule
     policy: Policy
     weights: dict[str, str]
     cache: dict[tuple[int, int], str]
     activations: list[str]
-    workload: Workload
     planned: dict[str, int]
+    ram: float
     predicted: dict[str, float | str] | None = None
-    ram: float = float("inf")
-
-    @classmethod
-    def of(cls, choice, workload: Workload) -> Job:
-        """What a `planning.planner.Choice` comes to for the engine."""
-        placed, plan = choice.placement, choice.plan
-        return cls(
-            choice.rule,
-            choice.policy,
-            placed.weights,
-            placed.cache,
-            placed.activations,
-            workload,
-            planned={tier: plan.needed(tier) for tier in TIERS},
-            predicted=None if choice.prediction is None else choice.prediction.of_job(),
-            ram=plan.ram,
-        )
 
 
-@dataclass
 class Stores:
-    """The stores of a job. Whoever needs one looks it up in this object: an exception that is kept keeps the objects of
-    its traceback too, but not the stores that were taken out of it."""
+    """The stores of a running job. `weights` outlive it, caches and activations do not.
 
-    weights: WeightStore | None = None
-    caches: KVStore | None = None
-    activations: ActivationStore | None = None
+    Raises:
+        UserError: the disk is full, or RAM that cannot be pinned.
+    """
+
+    def __init__(self, model: LoadedModel, job: Job, weights: WeightStore, transport: Transport):
+        self.model, self.job, self.weights, self.device = model, job, weights, transport.device
+        self._pinned = self.device.pinned_count()
+        longest = job.workload.longest
+        sizes = batch_sizes(len(job.workload.prompt_lens), job.policy)
+        token = model.spec.hidden * model.dtype.itemsize
+        layouts = [self.layout(size, longest) for size in sizes]
+        micro_bytes = micro_tokens(job.policy, longest, sizes[0]) * token
+        transport.io.large_prefetches = "disk" not in job.cache.values()
+        self.caches = KVStore(transport, layouts, job.cache, job.policy.cpu_cache_compute)
+        batch_bytes = [size * longest * token for size in sizes]
+        self.activations = ActivationStore(transport, job.activations, batch_bytes, micro_bytes)
+
+    def layout(self, batch: int, longest: int) -> KVLayout:
+        """The KV blocks of so many sequences, whose prompts have up to `longest` tokens."""
+        return self.job.rule.layout(self.model.spec, self.model.dtype, batch, longest, self.job.workload.gen_len)
+
+    def close(self) -> None:
+        """Give back all but the weights."""
+        for store in (self.caches, self.activations):
+            if store.file is not None:
+                store.file.close()
+                store.file.path.unlink(missing_ok=True)
+        self.device.unpin(self._pinned)

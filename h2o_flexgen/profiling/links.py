@@ -14,9 +14,9 @@ from h2o_flexgen.offload.device import Device, as_numpy, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, wait
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.queues import TransferQueue
+from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.profiling.compute import HEAD_DIMS, Attention, layer_call
 from h2o_flexgen.profiling.scale import Scale
-from h2o_flexgen.sizes import KV_BUFFERS
 
 #: for which calls of compute are counted, small transfers made, and KV blocks fetched and stored
 ALONE_SECONDS, SMALL_SECONDS, VISIT_SECONDS = 0.2, 0.2, 0.3
@@ -43,7 +43,7 @@ def links(device: Device, dtype: torch.dtype, offload_root: Path, scale: Scale) 
             yield ("beside", *key), beside
             yield ("lost", *key), beside * max(0.0, 1 - calls / alone)
         alone = _calls_per_second(device, work, _after(ALONE_SECONDS))
-        beside = _calls_between_visits(device, dtype, work, io, folder.file, scale)
+        beside = _calls_between_visits(device, dtype, work, offload_root, scale)
         yield ("visit",), max(0.0, 1 / beside - 1 / alone)
     finally:
         queue.close()
@@ -125,16 +125,16 @@ def visit_attention(scale: Scale) -> Attention:
 
 
 def _calls_between_visits(
-    device: Device, dtype: torch.dtype, work: Callable[[], object], io: DiskIO, make_file: Callable, scale: Scale
+    device: Device, dtype: torch.dtype, work: Callable[[], object], offload_root: Path, scale: Scale
 ) -> float:
     """Calls per second of `work` while a KV block of a full cache comes from disk before each and goes back after."""
     layout, held = visit_attention(scale).layout(dtype), scale.short - 1
-    queues = [TransferQueue(device, "cache", workers=KV_BUFFERS), TransferQueue(device, "store")]
+    transport = Transport(device, offload_root)
     blocks = [(0, 0), (0, 1)]
     slots = torch.full((layout.batch, layout.heads), held, device=device.torch_device)
     k = torch.zeros(*slots.shape, layout.head_dim, dtype=dtype, device=device.torch_device)
     try:
-        store = KVStore(device, [layout] * 2, dict.fromkeys(blocks, "disk"), io, *queues, make_file)
+        store = KVStore(transport, [layout] * 2, dict.fromkeys(blocks, "disk"))
         store.begin_block([layout] * 2)
         for block in blocks:
             store.blank(*block)
@@ -152,5 +152,4 @@ def _calls_between_visits(
         store.drain()
         return rate
     finally:
-        for queue in queues:
-            queue.close()
+        transport.close()

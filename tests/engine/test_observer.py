@@ -87,7 +87,7 @@ def test_what_an_observer_raises_ends_the_job(model, event):
     assert watch.seen[-1][0] == event  # and an error is no interrupt
 
 
-def test_an_interrupt_says_how_far_the_block_is(model):
+def test_an_interrupt_says_how_far_the_job_is(model):
     class Interrupting(Watch):
         def on_progress(self, i, j, tokens):
             if (i, j) == (1, 2):
@@ -96,4 +96,4 @@ def test_an_interrupt_says_how_far_the_block_is(model):
     watch = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         watched(model, watch)
-    assert watch.seen[-1] == ("interrupt", [1, 1])
+    assert watch.seen[-1] == ("interrupt", [1, 1, 0])
