@@ -19,10 +19,6 @@ class CompletionOutput:
     logprobs: list[float]
     finish_reason: str
 
-    @property
-    def cumulative_logprob(self) -> float:
-        return sum(self.logprobs)
-
 
 @dataclass
 class RequestOutput:

@@ -6,8 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.engine.model import LoadedModel
-from h2o_flexgen.engine.stores import Job
+from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
@@ -61,9 +60,8 @@ class Report:
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
 
     @classmethod
-    def of(
-        cls, model: LoadedModel, job: Job, sequences: list[Sequence], meter: Meter, device: Device, disk_bytes: int
-    ) -> Report:
+    def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
+        model, job, device = stores.model, stores.job, stores.device
         work, rule, stalls = job.workload, job.rule, device.stall_seconds
         generated = sum(len(s.tokens) for s in sequences)
         tokens = {"prefill": sum(work.prompt_lens), "decode": generated - sum(1 for s in sequences if s.tokens)}
@@ -81,7 +79,7 @@ class Report:
             kv_budget=None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
             **phases,
             total={"seconds": seconds, "generated_tokens": generated, "tokens_per_s": _rate(generated, seconds)},
-            peak_memory_bytes=_peak_bytes(device, job.planned["cpu"], disk_bytes),
+            peak_memory_bytes=_peak_bytes(device, job.planned["cpu"], stores.transport.disk_bytes()),
             planned_memory_bytes=job.planned,
             bytes_moved={link: prefill[link] + decode[link] for link in prefill},
             stall_seconds={

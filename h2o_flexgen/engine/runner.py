@@ -6,13 +6,11 @@ import traceback
 from pathlib import Path
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.engine.batch import Sequence, make_batches
+from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
-from h2o_flexgen.engine.prefetch import Prefetcher
 from h2o_flexgen.engine.report import Meter, Report
-from h2o_flexgen.engine.schedule import ZigZag
-from h2o_flexgen.engine.step import LayerSteps, LogitsSink
+from h2o_flexgen.engine.step import BlockRun, LogitsSink
 from h2o_flexgen.engine.stores import Job, Stores
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import memory
@@ -93,14 +91,14 @@ class Runner:
         observer.on_begin()
         for n, block in enumerate(blocks):
             observer.on_block(n, len(blocks), block)
-            self._run_block(block, stores, meter, sink, observer, is_last=n + 1 == len(blocks))
+            BlockRun(stores, block, sink, observer, is_last=n + 1 == len(blocks)).run(meter)
             if all(s.finish_reason == "error" for s in sequences):
                 raise UserError(
                     "the model gives NaN for every prompt: its hidden states overflow (use `dtype` bfloat16 or "
                     "float32), or the checkpoint is broken"
                 )
             observer.on_block_end(block)
-        report = Report.of(self.model, job, sequences, meter, self.device, self.transport.disk_bytes())
+        report = Report.of(stores, sequences, meter)
         stores.close()
         return report
 
@@ -118,33 +116,6 @@ class Runner:
             self.transport, self.model.dtype, streamed, gathered, job.weights, self.model.source, self.progress
         )
         self._placed = placed
-
-    def _run_block(
-        self,
-        sequences: list[Sequence],
-        stores: Stores,
-        meter: Meter,
-        sink: LogitsSink,
-        observer: Observer,
-        is_last: bool,
-    ) -> None:
-        """Take a block through prefill and decode; `sink` gets the logits, the sequences hold the result."""
-        policy, gen_len = stores.job.policy, stores.job.workload.gen_len
-        batches = make_batches(sequences, policy.gpu_batch_size, policy.prefill_tokens)
-        stores.caches.begin_block([stores.layout(len(b.sequences), b.longest) for b in batches])
-        schedule = ZigZag(gen_len, len(self.model.layers), len(batches))
-        prefetch = Prefetcher(stores, schedule, batches, is_last)
-        steps = LayerSteps(stores, batches, prefetch, sink, observer)
-        meter.start()
-        for i, j, active in schedule.layers():
-            interrupts.check()
-            if (i, j) == (1, 0):
-                meter.stop("prefill")
-            before = sum(len(s.tokens) for s in sequences)
-            steps.run(i, j, active)
-            observer.on_progress(i, j, sum(len(s.tokens) for s in sequences) - before)
-        stores.caches.drain()
-        meter.stop("prefill" if i == 0 else "decode")
 
     def close(self) -> None:
         """Give memory, threads and files back; the next `run` starts anew."""

@@ -41,17 +41,12 @@ class TeacherForcing:
 
     def __init__(self, targets: dict[int, list[int]], every_position: bool):
         self.targets, self.every_position = targets, every_position
+        self._next = {index: iter(tokens) for index, tokens in targets.items()}
         self.is_greedy: dict[int, list[bool]] = defaultdict(list)
 
     def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`; with `every_position` a sequence stands once for each row that is its."""
-        places = defaultdict(int)  # rows of a sequence in this call
-        targets = []
-        for s in sequences:
-            place = len(s.tokens) + places[s.index]
-            places[s.index] += 1
-            text = self.targets[s.index]
-            targets.append(text[min(place, len(text) - 1)])  # one that has ended is computed until its batch leaves
+        targets = [next(self._next[s.index], 0) for s in sequences]  # 0: one that has ended runs until its batch leaves
         logprobs, greedy = score_rows(logits, torch.tensor(targets))
         for s, target, logprob, is_greedy in zip(sequences, targets, logprobs, greedy):
             if s.append(target, logprob):

@@ -1,4 +1,4 @@
-"""What one layer does: prefill of a batch in micro-batches, a decode step of a group of batches."""
+"""A block of sequences in the zig-zag schedule: prefill by micro-batches, decode steps by groups of batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.engine.batch import Batch, Sequence, prompt_positions
+from h2o_flexgen.engine.batch import Sequence, make_batches, prompt_positions
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.prefetch import Prefetcher
-from h2o_flexgen.engine.schedule import Step
+from h2o_flexgen.engine.report import Meter
+from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.models.parts import Weights
 from h2o_flexgen.models.registry import family
@@ -41,31 +42,51 @@ class LogitsSink(Protocol):
         """
 
 
-class LayerSteps:
-    """The steps of one block. Layer 0 is the embedding, the last one the head, those between transformer blocks."""
+class BlockRun:
+    """One block of sequences on its way through the model. Layer 0 is the embedding, the last one the head, those
+    between transformer blocks.
 
-    def __init__(
-        self, stores: Stores, batches: list[Batch], prefetch: Prefetcher, sink: LogitsSink, observer: Observer
-    ):
+    Args:
+        sequences: as many as the policy's block at most, the longest first; they hold the result.
+        sink: gets the logits.
+        is_last: no block follows, so that no weights need be fetched at the end.
+    """
+
+    def __init__(self, stores: Stores, sequences: list[Sequence], sink: LogitsSink, observer: Observer, is_last: bool):
         self.spec, self.job, self.device = stores.model.spec, stores.job, stores.device
         self.weights, self.caches, self.activations = stores.weights, stores.caches, stores.activations
-        self.batches, self.prefetch, self.sink, self.observer = batches, prefetch, sink, observer
+        self.sink, self.observer = sink, observer
         self.family = family(self.spec.model_type)
         self.token_bytes = self.spec.hidden * stores.model.dtype.itemsize
-        self.last = prefetch.last
+        policy, layers = self.job.policy, len(stores.model.layers)
+        self.last = layers - 1
+        self.batches = make_batches(sequences, policy.gpu_batch_size, policy.prefill_tokens)
+        self.schedule = ZigZag(self.job.workload.gen_len, layers, len(self.batches))
+        self.prefetch = Prefetcher(stores, self.schedule, self.batches, is_last)
+        self.caches.begin_block([stores.layout(len(b.sequences), b.longest) for b in self.batches])
         self._gaps_released = time.perf_counter()
         self._hidden: dict[int, Tensor] = {}  # by batch, (B, 1, E): decode's hidden states stay on the device
 
-    def run(self, i: int, j: int, active: list[int]) -> None:
-        """Token step i of layer j, for the batches that have not finished."""
+    def run(self, meter: Meter) -> None:
+        """Prefill and decode."""
+        meter.start()
+        for i, j, active in self.schedule.layers():
+            interrupts.check()
+            if (i, j) == (1, 0):
+                meter.stop("prefill")
+            self._run_layer(i, j, active)
+            self.observer.on_progress(i, j, active)
+        self.caches.drain()
+        meter.stop("prefill" if i == 0 else "decode")
+
+    def _run_layer(self, i: int, j: int, active: list[int]) -> None:
         self.prefetch.weights(i, j)
         w = self.weights.get(j)
         for group in [[k] for k in active] if i == 0 else self._groups(active):
-            self.observer.on_step(i, j, group)
             if i == 0:
-                self.prefill(j, *group, w)
+                self._prefill(j, *group, w)
             else:
-                self.decode(i, j, group, w)
+                self._decode(i, j, group, w)
             if j == self.last:
                 self._retire(group)
         self.weights.release(j)
@@ -83,7 +104,7 @@ class LayerSteps:
     # prefill
 
     @torch.inference_mode()
-    def prefill(self, j: int, k: int, w: Weights) -> None:
+    def _prefill(self, j: int, k: int, w: Weights) -> None:
         """Layer j of batch k, micro-batch by micro-batch."""
         batch, cache = self.batches[k], None
         if 0 < j < self.last and self.job.workload.gen_len > 1:
@@ -139,7 +160,7 @@ class LayerSteps:
         return [active[begin:end] for begin, end in matmul_groups(sizes)]
 
     @torch.inference_mode()
-    def decode(self, i: int, j: int, group: list[int], w: Weights) -> None:
+    def _decode(self, i: int, j: int, group: list[int], w: Weights) -> None:
         """One layer of one token step: matmuls of all rows at once, attention batch by batch as KV blocks arrive."""
         self.prefetch.caches(Step(i, j, group[0]))
         batches = [self.batches[k] for k in group]

@@ -44,7 +44,8 @@ class Stores:
     """
 
     def __init__(self, model: LoadedModel, job: Job, weights: WeightStore, transport: Transport):
-        self.model, self.job, self.weights, self.device = model, job, weights, transport.device
+        self.model, self.job, self.weights = model, job, weights
+        self.transport, self.device = transport, transport.device
         self._pinned = self.device.pinned_count()
         longest = job.workload.longest
         sizes = batch_sizes(len(job.workload.prompt_lens), job.policy)

@@ -112,8 +112,8 @@ class KVLayout:
         return kv.view(np.dtype((np.void, self.head_dim * self.dtype.itemsize)))
 
     def places(self, slots: np.ndarray) -> np.ndarray:
-        """Where a token's k and v (2, B, H, D) lie among the `vectors` of a cache if it is in slots (..., B, H), or
-        (..., B, 1) for all heads: (..., 2 B H)."""
+        """Where a token's k and v (2, B, H, D) lie among the `vectors` of a cache if it is in slots (..., B, H):
+        (..., 2 B H)."""
         ends = np.cumsum(self.segments)
         segment = np.searchsorted(ends, slots, side="right")
         size = np.array(self.segments)[segment]

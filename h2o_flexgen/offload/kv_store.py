@@ -152,14 +152,14 @@ class KVStore:
         self.device.stall_on(last_job, "cache")
         return self._view(block, index)
 
-    def store_all(self, layer: int, batch: int, held: int, first: int = 0) -> None:
-        """Write a cache of `blank` or `get` back whole, of which `held` slots are in use. Of a block on disk those
-        before `first` are unchanged."""
+    def store_all(self, layer: int, batch: int, held: int, slots: Tensor | None = None) -> None:
+        """Write a cache of `blank` or `get`, of which `held` slots are in use, back: all of it, or of a block on disk
+        what its log and the newest token, in `slots`, have changed."""
         block = self.blocks[layer, batch]
         if block.tier == "gpu":
             return
         index = self._staged.pop((layer, batch))
-        part = slice(0, block.layout.used_bytes(held)) if block.disk is None else block.disk.dirty(first, held)
+        part = slice(0, block.layout.used_bytes(held)) if block.disk is None else block.disk.dirty(held, slots)
         computed = self.device.record()
         block.stored = self._store_queue.submit(lambda: self.store_block(block, index, part), after=computed)
         self._staging.give_back(index, block.stored)
@@ -198,7 +198,7 @@ class KVStore:
             return
         key, block = (layer, batch), self.blocks[layer, batch]
         if block.disk is not None and block.disk.is_due(held):
-            self.store_all(layer, batch, held, block.disk.first_changed(slots))
+            self.store_all(layer, batch, held, slots)
             return
         index, computed, scores = self._staged.pop(key), self.device.record(), None
         if self.device.is_cuda:  # a job of its own: the buffer is free while the token is still being written
@@ -251,8 +251,6 @@ class KVStore:
         row = self._row[: layout.row_bytes]
         for target, source in zip(row.view(layout.dtype).view(2, *k.shape), (k, v)):
             self.transport.to_cpu(target, source)
-        if layout.growth == "append":  # all heads have one slot
-            slots = slots[:, :1]
         slots = slots.to("cpu").numpy()
         finish(self.device.record())
         if block.disk is None:
