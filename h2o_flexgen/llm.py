@@ -11,12 +11,10 @@ import torch
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
-from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput
+from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreOutput
 from h2o_flexgen.engine.runner import Runner
-from h2o_flexgen.engine.sampling import Sampler, SamplingParams
-from h2o_flexgen.engine.scoring import ScoreOutput, TeacherForcing
+from h2o_flexgen.engine.sampling import Sampler, SamplingParams, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
-from h2o_flexgen.engine.stores import Job
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload.convert import sweep_conversions
@@ -253,21 +251,9 @@ class LLM:
         self.choice = choice = self.planner.choose(workload, self.resources(), given, self.kv_budget)
         self.observer.on_plan(choice)
         choice.plan.check()
-        placed = choice.placement
-        job = Job(
-            workload,
-            choice.rule,
-            choice.policy,
-            placed.weights,
-            placed.cache,
-            placed.activations,
-            planned={tier: choice.plan.needed(tier) for tier in TIERS},
-            ram=choice.plan.ram,
-            predicted=choice.prediction and choice.prediction.of_job(),
-        )
         bar = ProgressBar(len(sequences), gen_len, len(self.model.layers), self.progress)
         try:
-            self.report = self.runner.run(job, sequences, sink, Observers(collector, bar, self.observer)).to_dict()
+            self.report = self.runner.run(choice, sequences, sink, Observers(collector, bar, self.observer)).to_dict()
         except torch.OutOfMemoryError as e:
             raise UserError(
                 f"CUDA is out of memory, though the plan fits: give a smaller `gpu_mem` if other programs use the GPU; "

@@ -31,6 +31,25 @@ class RequestOutput:
     error: str | None = None
 
 
+@dataclass
+class ScoreOutput:
+    """The score of one text.
+
+    Attributes:
+        index: place among the texts.
+        token_ids: of the whole text.
+        token_logprobs: natural logarithm of the probability of each scored token, the last ones of the text.
+        is_greedy: whether each of them was the most likely token.
+        error: why the text could not be scored, and then there is nothing else; or None.
+    """
+
+    index: int
+    token_ids: list[int]
+    token_logprobs: list[float] = field(default_factory=list)
+    is_greedy: list[bool] = field(default_factory=list)
+    error: str | None = None
+
+
 class OutputCollector(Observer):
     """Gathers the outputs of a job, and hands each on as soon as its batch is done.
 

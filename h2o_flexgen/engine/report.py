@@ -11,6 +11,7 @@ from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.transport import Transport
+from h2o_flexgen.policy import TIERS
 
 PHASES = ("prefill", "decode")
 
@@ -63,6 +64,7 @@ class Report:
     def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
         model, job, device = stores.model, stores.job, stores.device
         work, rule, stalls = job.workload, job.rule, device.stall_seconds
+        planned = {tier: job.plan.needed(tier) for tier in TIERS}
         generated = sum(len(s.tokens) for s in sequences)
         tokens = {"prefill": sum(work.prompt_lens), "decode": generated - sum(1 for s in sequences if s.tokens)}
         seconds, (prefill, decode) = sum(meter.seconds.values()), meter.moved.values()
@@ -79,15 +81,15 @@ class Report:
             kv_budget=None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
             **phases,
             total={"seconds": seconds, "generated_tokens": generated, "tokens_per_s": _rate(generated, seconds)},
-            peak_memory_bytes=_peak_bytes(device, job.planned["cpu"], stores.transport.disk_bytes()),
-            planned_memory_bytes=job.planned,
+            peak_memory_bytes=_peak_bytes(device, planned["cpu"], stores.transport.disk_bytes()),
+            planned_memory_bytes=planned,
             bytes_moved={link: prefill[link] + decode[link] for link in prefill},
             stall_seconds={
                 "weights": stalls.get("weights", 0.0),
                 # hidden states share a transfer queue with the cache
                 "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
             },
-            predicted=job.predicted,
+            predicted=job.prediction and job.prediction.of_job(),
         )
 
     def to_dict(self) -> dict:

@@ -11,7 +11,7 @@ from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.report import Meter, Report
 from h2o_flexgen.engine.step import BlockRun, LogitsSink
-from h2o_flexgen.engine.stores import Job, Stores
+from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
@@ -63,11 +63,14 @@ class Runner:
         now = memory.baseline() if self.weights is None else memory.held() - self.weights.held_bytes(cuda=False)
         return max(self._at_start, now)
 
-    def run(self, job: Job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
+    def run(self, job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
         """Take all sequences, the longest first, through the job, block by block; returns its report.
 
         After an exception nothing is left: no threads, no weights, no files; who keeps the exception, as an interactive
         session does, keeps none of them either.
+
+        Args:
+            job: a `planning.planner.Choice`, which says what to run and where everything goes.
 
         Raises:
             UserError: weights that cannot be read, or hold NaN; RAM that cannot be pinned; the disk is full or cannot
@@ -83,7 +86,7 @@ class Runner:
                 observer.on_interrupt(sequences)
             raise
 
-    def _run(self, job: Job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
+    def _run(self, job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
         size = job.policy.block_size
         blocks = [sequences[at : at + size] for at in range(0, len(sequences), size)]
         self._load_weights(job)
@@ -102,9 +105,9 @@ class Runner:
         stores.close()
         return report
 
-    def _load_weights(self, job: Job) -> None:
+    def _load_weights(self, job) -> None:
         """Unless those that are loaded are placed as the job wants them."""
-        placed = (job.weights, job.policy.overlap)
+        placed = (job.placement.weights, job.policy.overlap)
         if placed == self._placed:
             return
         self.close()
@@ -113,7 +116,13 @@ class Runner:
         gathered = {short: tensor for layer in layers for short, tensor in layer.gathered.items()}
         streamed = [layer.streamed for layer in layers]
         self.weights = WeightStore(
-            self.transport, self.model.dtype, streamed, gathered, job.weights, self.model.source, self.progress
+            self.transport,
+            self.model.dtype,
+            streamed,
+            gathered,
+            job.placement.weights,
+            self.model.source,
+            self.progress,
         )
         self._placed = placed
 

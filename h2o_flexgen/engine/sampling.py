@@ -1,7 +1,8 @@
-"""From logits to tokens."""
+"""From logits to tokens: sampled ones, or those of a text that is scored."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +82,30 @@ class Sampler:
                     s.finish_reason = "length"
 
 
+class TeacherForcing:
+    """A sink of logits that continues each sequence with the tokens of its text, and scores them.
+
+    Args:
+        targets: the tokens to score by the index of the sequence; each is also the input of the next step.
+        every_position: the logits behind every token of the prompt are wanted, not only those behind the last.
+    """
+
+    def __init__(self, targets: dict[int, list[int]], every_position: bool):
+        self.targets, self.every_position = targets, every_position
+        self._next = {index: iter(tokens) for index, tokens in targets.items()}
+        self.is_greedy: dict[int, list[bool]] = defaultdict(list)
+
+    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
+        """As `step.LogitsSink`; with `every_position` a sequence stands once for each row that is its."""
+        targets = [next(self._next[s.index], 0) for s in sequences]  # 0: one that has ended runs until its batch leaves
+        logprobs, greedy = score_rows(logits, torch.tensor(targets))
+        for s, target, logprob, is_greedy in zip(sequences, targets, logprobs, greedy):
+            if s.append(target, logprob):
+                self.is_greedy[s.index].append(is_greedy)
+                if len(s.tokens) == len(self.targets[s.index]):
+                    s.finish_reason = "length"
+
+
 def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:
     """Choose one token per row.
 
@@ -125,3 +150,14 @@ def _draw(logits: Tensor, params: SamplingParams, indices: list[int], step: int)
 def _uniform(seed: int, index: int, step: int) -> float:
     """A number in [0, 1) from a counter: the same for the same three arguments, whatever was drawn before."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, index, step])).random(dtype=np.float32))
+
+
+def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
+    """For each row of logits (B, V) the log-probability of its target (B,), in fp32, and whether no token has more."""
+    logprobs, greedy = [], []
+    for rows, target in zip(logits.split(SAMPLE_ROWS), targets.to(logits.device).split(SAMPLE_ROWS)):
+        rows = rows.float()
+        chosen = rows.gather(1, target[:, None])[:, 0]
+        logprobs += (chosen - rows.logsumexp(-1)).tolist()
+        greedy += (rows.argmax(-1) == target).tolist()
+    return logprobs, greedy

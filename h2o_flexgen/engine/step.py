@@ -12,21 +12,19 @@ from torch import Tensor
 from h2o_flexgen import interrupts
 from h2o_flexgen.engine.batch import Sequence, make_batches, prompt_positions
 from h2o_flexgen.engine.observer import Observer
-from h2o_flexgen.engine.prefetch import Prefetcher
 from h2o_flexgen.engine.report import Meter
 from h2o_flexgen.engine.schedule import Step, ZigZag
-from h2o_flexgen.engine.stores import Stores
+from h2o_flexgen.engine.stores import Prefetcher, Stores
 from h2o_flexgen.models.parts import Weights
 from h2o_flexgen.models.registry import family
-from h2o_flexgen.offload import memory
 from h2o_flexgen.sizes import HEAD_ROWS, matmul_groups
 
 #: least time between two times that prefill gives back gaps in the heap
-GAPS_SECONDS = 0.25
+GAPS_SECONDS = 0.5
 
 
 class LogitsSink(Protocol):
-    """What becomes of a step's logits: `sampling.Sampler` makes tokens of them, `scoring.TeacherForcing` scores a text.
+    """What becomes of a step's logits: a `Sampler` makes tokens of them, `TeacherForcing` scores a text.
 
     Attributes:
         every_position: prefill gives the logits behind every token of a prompt but the last, one after the other.
@@ -90,8 +88,8 @@ class BlockRun:
             if j == self.last:
                 self._retire(group)
         self.weights.release(j)
-        if i == 0 and (j == self.last or self._gaps_are_due):
-            self._release_gaps()
+        if (i, j) == (0, self.last):
+            self.device.release_gaps()
 
     def _retire(self, group: list[int]) -> None:
         """Batches whose sequences have all finished leave the schedule."""
@@ -127,8 +125,7 @@ class BlockRun:
                 attend = partial(self.job.rule.prefill, cache and cache.rows(begin, end), lengths=lengths)
                 hidden = self.family.block(self.spec, w, hidden, prompt_positions(lengths, hidden.shape[1]), attend)
             self.activations.put(k, m, begin * batch.longest * self.token_bytes, hidden)
-            if j > 0 and self._gaps_are_due and memory.resident() > self.job.ram:  # a layer may take seconds
-                self._release_gaps()
+            self._release_gaps()
         if cache is not None:
             self.caches.store_all(j - 1, k, batch.longest)
 
@@ -142,15 +139,12 @@ class BlockRun:
         rows, columns = (torch.tensor(each) for each in zip(*places))
         self._logits(0, w, [sequences[row] for row, _ in places], hidden[rows, columns])
 
-    @property
-    def _gaps_are_due(self) -> bool:
+    def _release_gaps(self) -> None:
         """Micro-batches leave gaps in the heap, several times as large as one of them. Giving the pages back and taking
         new ones costs time, so it is done seldom."""
-        return time.perf_counter() - self._gaps_released > GAPS_SECONDS
-
-    def _release_gaps(self) -> None:
-        self.device.release_gaps()
-        self._gaps_released = time.perf_counter()
+        if time.perf_counter() - self._gaps_released > GAPS_SECONDS:
+            self.device.release_gaps()
+            self._gaps_released = time.perf_counter()
 
     # decode
 

@@ -1,49 +1,29 @@
-"""What the engine must know of a job, and the stores that hold the job's data."""
+"""The stores that hold a job's data, and the transfers that start ahead of the step that needs them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from h2o_flexgen.engine.batch import Batch
 from h2o_flexgen.engine.model import LoadedModel
-from h2o_flexgen.kv_cache import CacheRule, KVLayout
+from h2o_flexgen.engine.schedule import Step, ZigZag
+from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.policy import Policy
-from h2o_flexgen.sizes import Workload, batch_sizes, micro_tokens
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to run, and on which tiers.
-
-    Attributes:
-        weights, cache, activations: the tier of each tensor by name, of each KV block by (layer, batch), and of each
-            batch's hidden states, as `planning.placement` spreads them.
-        planned: bytes of each tier that the plan counts; predicted: times by the cost model, for the report.
-        ram: bytes that this process may hold; above them prefill gives gaps in the heap back within a layer too.
-    """
-
-    workload: Workload
-    rule: CacheRule
-    policy: Policy
-    weights: dict[str, str]
-    cache: dict[tuple[int, int], str]
-    activations: list[str]
-    planned: dict[str, int]
-    ram: float
-    predicted: dict[str, float | str] | None = None
+from h2o_flexgen.sizes import batch_sizes, micro_tokens
 
 
 class Stores:
     """The stores of a running job. `weights` outlive it, caches and activations do not.
 
+    Args:
+        job: a `planning.planner.Choice`.
+
     Raises:
         UserError: the disk is full, or RAM that cannot be pinned.
     """
 
-    def __init__(self, model: LoadedModel, job: Job, weights: WeightStore, transport: Transport):
+    def __init__(self, model: LoadedModel, job, weights: WeightStore, transport: Transport):
         self.model, self.job, self.weights = model, job, weights
         self.transport, self.device = transport, transport.device
         self._pinned = self.device.pinned_count()
@@ -52,10 +32,10 @@ class Stores:
         token = model.spec.hidden * model.dtype.itemsize
         layouts = [self.layout(size, longest) for size in sizes]
         micro_bytes = micro_tokens(job.policy, longest, sizes[0]) * token
-        transport.io.large_prefetches = "disk" not in job.cache.values()
-        self.caches = KVStore(transport, layouts, job.cache, job.policy.cpu_cache_compute)
+        transport.io.large_prefetches = "disk" not in job.placement.cache.values()
+        self.caches = KVStore(transport, layouts, job.placement.cache, job.policy.cpu_cache_compute)
         batch_bytes = [size * longest * token for size in sizes]
-        self.activations = ActivationStore(transport, job.activations, batch_bytes, micro_bytes)
+        self.activations = ActivationStore(transport, job.placement.activations, batch_bytes, micro_bytes)
 
     def layout(self, batch: int, longest: int) -> KVLayout:
         """The KV blocks of so many sequences, whose prompts have up to `longest` tokens."""
@@ -68,3 +48,60 @@ class Stores:
                 store.file.close()
                 store.file.path.unlink(missing_ok=True)
         self.device.unpin(self._pinned)
+
+
+class Prefetcher:
+    """Starts the transfers of one block ahead of compute: weights, KV blocks, hidden states.
+
+    Args:
+        is_last: no block follows, so that no weights are fetched at its end.
+    """
+
+    def __init__(self, stores: Stores, schedule: ZigZag, batches: list[Batch], is_last: bool):
+        self.stores, self.schedule, self.batches, self.is_last = stores, schedule, batches, is_last
+        self.last = schedule.num_layers - 1
+        self._streaming = [j for j in range(schedule.num_layers) if stores.weights.streams(j)]
+        blocks = ((j, k) for j in range(1, self.last) for k in range(len(batches)))
+        self._steps = schedule.decode_steps([(j, k) for j, k in blocks if stores.caches.streams(j - 1, k)])
+        self._next_step = next(self._steps, None)  # whose KV block is fetched next
+
+    def weights(self, i: int, j: int) -> None:
+        """Those of layer j, and of the next layer that streams."""
+        if not self._streaming:
+            return
+        self.stores.weights.prefetch(j)  # queued before the next, whatever compute waits for
+        following = next((x for x in self._streaming if x > j), None)
+        if following is None:
+            if i + 1 == self.schedule.num_tokens and self.is_last:
+                return
+            following = self._streaming[0]
+        if following != j:
+            self.stores.weights.prefetch(following)
+
+    def caches(self, step: Step) -> None:
+        """The KV blocks of this decode step and of those that follow, while staging buffers are free."""
+        while self._next_step is not None:
+            i, j, k = self._next_step
+            needed = self._next_step >= step and k in self.schedule.batches
+            if needed and not self.stores.caches.prefetch(j - 1, k, self.held(k, i)):
+                return
+            self._next_step = next(self._steps, None)
+
+    def hidden(self, j: int, k: int, m: int) -> None:
+        """What prefill needs after micro-batch m of batch k in layer j, if it has been stored already."""
+        if m + 1 < len(self.batches[k].micro):
+            self.stores.activations.prefetch(k, m + 1)
+        elif k + 1 < len(self.batches):
+            self.stores.activations.prefetch(k + 1, 0)
+        elif j < self.last:
+            self.stores.activations.prefetch(0, 0)
+
+    def held(self, k: int, i: int) -> int:
+        """Slots of a batch's cache in use before token step i."""
+        return self.batches[k].longest + i - 1
+
+    def finish(self, k: int) -> None:
+        """A batch leaves the schedule: fetch nothing more for it."""
+        self.schedule.finish(k)
+        for layer in range(self.last - 1):
+            self.stores.caches.drop(layer, k)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import accumulate, cycle
 from typing import NamedTuple
 
@@ -35,11 +36,14 @@ def activation_bytes(tiers: list[str], micro_bytes: int, overlap: bool, cuda: bo
     return ActivationBytes(double_buffers(overlap), micro_bytes * streamed, micro_bytes * (cuda and "disk" in tiers))
 
 
-class _Stored(NamedTuple):
-    job: Future  # its write-back
+@dataclass
+class _Hidden:
+    """Of a micro-batch: `tensor` is on the device, unless they are written back; then `loading` brings them again."""
+
     offset: int  # in bytes, within the hidden states of its batch
-    shape: torch.Size
-    dtype: torch.dtype
+    tensor: Tensor  # on the device "meta" while they are away: the shape and the dtype alone
+    stored: Future | None = None
+    loading: Future | None = None
 
 
 class ActivationStore:
@@ -57,9 +61,7 @@ class ActivationStore:
     def __init__(self, transport: Transport, tiers: list[str], batch_bytes: list[int], micro_bytes: int):
         self.transport, self.device, self.tiers = transport, transport.device, tiers
         self._load_queue, self._store_queue = transport.queues["activations"], transport.queues["store"]
-        self._resident: dict[Key, Tensor] = {}
-        self._stored: dict[Key, _Stored] = {}
-        self._loading: dict[Key, tuple[Future, Tensor]] = {}
+        self._hidden: dict[Key, _Hidden] = {}
         self._storing: deque[Future] = deque()  # write-backs, the oldest first
 
         device = self.device
@@ -74,43 +76,38 @@ class ActivationStore:
         self._load_host, self._store_host = device.host_buffer(sizes.host), device.host_buffer(sizes.host)
         self._load_host_free = None  # event
 
-    def put(self, batch: int, micro: int, offset: int, hidden: Tensor) -> None:
+    def put(self, batch: int, micro: int, offset: int, tensor: Tensor) -> None:
         """Keep the hidden states of a micro-batch, any shape, which begin `offset` bytes into those of its batch."""
-        key = (batch, micro)
+        hidden = self._hidden[batch, micro] = _Hidden(offset, tensor)
         if self.tiers[batch] == "gpu":
-            self._resident[key] = hidden
             return
         self.device.hold_back(self._storing, WRITE_BACKS, "activations")
         computed = self.device.record()
-        job = self._store_queue.submit(lambda: self.store(batch, offset, hidden.contiguous()), after=computed)
-        self._storing.append(job)
-        self._stored[key] = _Stored(job, offset, hidden.shape, hidden.dtype)
+        hidden.stored = self._store_queue.submit(lambda: self.store(batch, offset, tensor.contiguous()), after=computed)
+        hidden.tensor = tensor.to("meta")
+        self._storing.append(hidden.stored)
 
     def prefetch(self, batch: int, micro: int) -> None:
         """Start to stage a micro-batch on the device, if there is overlap and `put` has been called for it."""
-        if self.transport.overlap:
-            self._fetch(batch, micro)
+        hidden = self._hidden.get((batch, micro))
+        if self.transport.overlap and hidden is not None:
+            self._fetch(batch, hidden)
 
-    def _fetch(self, batch: int, micro: int) -> None:
-        key = (batch, micro)
-        if key in self._loading or key not in self._stored:
+    def _fetch(self, batch: int, hidden: _Hidden) -> None:
+        if hidden.stored is None or hidden.loading is not None:
             return
-        stored = self._stored[key]
-        buffer = next(self._staging)[: stored.shape.numel() * stored.dtype.itemsize]
+        buffer = next(self._staging)[: hidden.tensor.nbytes]
+        hidden.tensor = buffer.view(hidden.tensor.dtype).view(hidden.tensor.shape)
         # whatever computes with what is in this buffer now is queued already
-        job = self._load_queue.submit(lambda: self.load(batch, stored, buffer), after=self.device.record())
-        self._loading[key] = (job, buffer.view(stored.dtype).view(stored.shape))
+        computed = self.device.record()
+        hidden.loading = self._load_queue.submit(lambda: self.load(batch, hidden, buffer), after=computed)
 
     def get(self, batch: int, micro: int) -> Tensor:
         """Take the hidden states of a micro-batch out, on the device; compute waits until they are loaded."""
-        key = (batch, micro)
-        if key in self._resident:
-            return self._resident.pop(key)
-        self._fetch(batch, micro)
-        job, hidden = self._loading.pop(key)
-        self.device.stall_on(job, "activations")
-        del self._stored[key]
-        return hidden
+        hidden = self._hidden.pop((batch, micro))
+        self._fetch(batch, hidden)
+        self.device.stall_on(hidden.loading, "activations")
+        return hidden.tensor
 
     def store(self, batch: int, offset: int, hidden: Tensor) -> None:
         """Write contiguous hidden states to RAM or disk."""
@@ -123,15 +120,15 @@ class ActivationStore:
         if batch not in self._ram:
             wait(self.transport.io.write(self.file, as_numpy(flat), self._offset[batch] + offset))
 
-    def load(self, batch: int, stored: _Stored, buffer: Tensor) -> None:
+    def load(self, batch: int, hidden: _Hidden, buffer: Tensor) -> None:
         """Fill a staging buffer once the write-back is done."""
-        self.device.wait_for(stored.job)
+        self.device.wait_for(hidden.stored)
         if batch in self._ram:
-            self.transport.to_gpu(buffer, self._ram[batch][stored.offset :][: buffer.nbytes])
+            self.transport.to_gpu(buffer, self._ram[batch][hidden.offset :][: buffer.nbytes])
             return
         finish(self._load_host_free)
         target = self._load_host[: buffer.nbytes] if self.device.is_cuda else buffer
-        wait(self.transport.io.read(self.file, target.numpy(), self._offset[batch] + stored.offset))
+        wait(self.transport.io.read(self.file, target.numpy(), self._offset[batch] + hidden.offset))
         if self.device.is_cuda:
             self.transport.to_gpu(buffer, target)
             self._load_host_free = self.device.record()

@@ -71,6 +71,8 @@ class _KVBlock:
     meta: Tensor | None = None
     disk: LoggedBlock | None = None
     layout: KVLayout | None = None
+    staged: int | None = None  # its staging buffer
+    loading: Future | None = None  # the transfer to it that was prefetched
     stored: Future | None = None  # the last write-back
 
 
@@ -84,17 +86,14 @@ class KVStore:
 
     Attributes:
         file: of the blocks on disk, or None.
-        loading: the transfer to the device of each block that is prefetched.
+        blocks: by (layer, batch).
         storing: write-backs of decode steps, the oldest first.
     """
 
     def __init__(self, transport: Transport, layouts: list[KVLayout], tiers: dict[Key, str], cpu_compute: bool = False):
         self.transport, self.device, self.cpu_compute = transport, transport.device, cpu_compute
         self._load_queue, self._store_queue = transport.queues["cache"], transport.queues["store"]
-        self.loading: dict[Key, Future] = {}
         self.storing: deque[Future] = deque()
-        self._staged: dict[Key, int] = {}  # the staging buffer of each block that has one
-
         device = self.device
         sizes = kv_bytes(layouts, tiers, transport.overlap, device.is_cuda)
         self.file = transport.file("kv_cache", sizes.tiers["disk"])
@@ -147,10 +146,9 @@ class KVStore:
         block = self.blocks[layer, batch]
         if block.tier == "gpu":
             return block.layout.view(block.kv, block.meta)
-        index, last_job = self._staging.take()
-        self._staged[layer, batch] = index
+        block.staged, last_job = self._staging.take()
         self.device.stall_on(last_job, "cache")
-        return self._view(block, index)
+        return self._view(block)
 
     def store_all(self, layer: int, batch: int, held: int, slots: Tensor | None = None) -> None:
         """Write a cache of `blank` or `get`, of which `held` slots are in use, back: all of it, or of a block on disk
@@ -158,7 +156,7 @@ class KVStore:
         block = self.blocks[layer, batch]
         if block.tier == "gpu":
             return
-        index = self._staged.pop((layer, batch))
+        index, block.staged = block.staged, None
         part = slice(0, block.layout.used_bytes(held)) if block.disk is None else block.disk.dirty(held, slots)
         computed = self.device.record()
         block.stored = self._store_queue.submit(lambda: self.store_block(block, index, part), after=computed)
@@ -167,49 +165,50 @@ class KVStore:
     def prefetch(self, layer: int, batch: int, held: int) -> bool:
         """Start to stage a streamed block of which `held` slots are in use. False if that is not possible yet: no
         staging buffer is free, the block has one already, or there is no overlap."""
-        key = (layer, batch)
-        if not self.transport.overlap or not self._staging.any_free or key in self._staged:
+        block = self.blocks[layer, batch]
+        if not self.transport.overlap or not self._staging.any_free or block.staged is not None:
             return False
-        self._fetch(key, held)
+        self._fetch(block, held)
         return True
 
-    def _fetch(self, key: Key, held: int) -> None:
-        (index, last_job), block = self._staging.take(), self.blocks[key]
-        self._staged[key] = index
-        self.loading[key] = self._load_queue.submit(lambda: self.load_block(block, index, last_job, held))
+    def _fetch(self, block: _KVBlock, held: int) -> None:
+        block.staged, last_job = self._staging.take()
+        block.loading = self._load_queue.submit(lambda: self.load_block(block, last_job, held))
 
     def get(self, layer: int, batch: int, held: int) -> KVTensors:
         """A block on the device with `held` slots in use, to be changed in place; compute waits until it is loaded."""
-        key, block = (layer, batch), self.blocks[layer, batch]
+        block = self.blocks[layer, batch]
         if not self.streams(layer, batch):
             self.device.stall_on(block.stored, "cache")  # of prefill, if the block is used on the cpu tier
             block.stored = None
             return block.layout.view(block.kv, block.meta)
         self.device.hold_back(self.storing, len(self._staging.buffers), "cache")
-        if key not in self.loading:
-            self._fetch(key, held)
-        self.device.stall_on(self.loading.pop(key), "cache")
-        return self._view(block, self._staged[key])
+        if block.loading is None:
+            self._fetch(block, held)
+        self.device.stall_on(block.loading, "cache")
+        block.loading = None
+        return self._view(block)
 
     def store_step(self, layer: int, batch: int, held: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write back what a decode step changed: the scores, and the token k and v (B, H, D) in `slots` (B, H).
         `held` slots are in use after the step."""
         if not self.streams(layer, batch):
             return
-        key, block = (layer, batch), self.blocks[layer, batch]
+        block = self.blocks[layer, batch]
         if block.disk is not None and block.disk.is_due(held):
             self.store_all(layer, batch, held, slots)
             return
-        index, computed, scores = self._staged.pop(key), self.device.record(), None
+        index, block.staged = block.staged, None
+        computed, scores = self.device.record(), None
         if self.device.is_cuda:  # a job of its own: the buffer is free while the token is still being written
             scores = self._store_queue.submit(lambda: self.store_scores(block, index), after=computed)
         self._staging.give_back(index, scores)
         block.stored = self._store_queue.submit(lambda: self.store_token(block, scores, slots, k, v), after=computed)
         self.storing.append(block.stored)
 
-    def load_block(self, block: _KVBlock, index: int, last_job: Future | None, held: int) -> None:
-        """Fill a staging buffer that `last_job` has used before."""
-        used, source = block.layout.used_bytes(held), block.kv
+    def load_block(self, block: _KVBlock, last_job: Future | None, held: int) -> None:
+        """Fill the block's staging buffer, which `last_job` has used before."""
+        used, source, index = block.layout.used_bytes(held), block.kv, block.staged
         self.device.wait_for(block.stored)
         if not self.device.is_cuda:  # the disk reads into the staging buffer
             self.device.wait_for(last_job)
@@ -258,20 +257,20 @@ class KVStore:
         else:
             block.disk.append(self._row[: aligned(layout.row_bytes)].numpy(), slots)
 
-    def _view(self, block: _KVBlock, index: int) -> KVTensors:
-        meta = self._meta[index] if self.device.is_cuda else block.meta
-        return block.layout.view(self._staging.buffers[index], meta)
+    def _view(self, block: _KVBlock) -> KVTensors:
+        meta = self._meta[block.staged] if self.device.is_cuda else block.meta
+        return block.layout.view(self._staging.buffers[block.staged], meta)
 
     def drop(self, layer: int, batch: int) -> None:
         """Give up a block that was prefetched for a step that will not be computed."""
-        if job := self.loading.pop((layer, batch), None):
+        block = self.blocks[layer, batch]
+        if block.loading is not None:
             # `exception` waits: no read may go on into a buffer that another block takes
-            self._staging.give_back(self._staged.pop((layer, batch)), None if job.exception() else job)
+            self._staging.give_back(block.staged, None if block.loading.exception() else block.loading)
+            block.staged = block.loading = None
 
     def drain(self) -> None:
         """Wait for all transfers and raise what failed."""
-        for key in list(self.loading):
-            self.drop(*key)
         self.storing.clear()
         for block in self.blocks.values():
             if block.stored is not None:

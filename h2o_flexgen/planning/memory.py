@@ -166,13 +166,6 @@ class Plan:
         tiers = ("gpu", "cpu") if tier == "ram" else (tier,)
         return sum(nbytes for t, _, nbytes in self.items if t in tiers)
 
-    @property
-    def ram(self) -> float:
-        """Bytes of RAM that the process may hold in a job on the CPU; infinite with CUDA."""
-        if not self.shared:
-            return float("inf")
-        return min(self.limits["ram"], self.limits["gpu"] + self.needed("cpu"))
-
     def shortfall(self) -> tuple[str, int, int] | None:
         """The first tier that is too small, with the bytes needed and available, or None."""
         for tier in ("ram", *TIERS):

@@ -66,7 +66,7 @@ def test_as_many_blocks_are_loaded_at_once_as_there_are_staging_buffers(store, g
     reads, _ = gates
     reads.clear()
     assert [store.prefetch(0, k, HELD) for k in range(BLOCKS)] == [True] * KV_BUFFERS + [False] * (BLOCKS - KV_BUFFERS)
-    assert not any(future.done() for future in store.loading.values())
+    assert not any(block.loading.done() for block in store.blocks.values() if block.loading is not None)
     reads.set()
     for k in range(KV_BUFFERS):
         assert number(store.get(0, k, HELD)) == {k}
