@@ -355,7 +355,7 @@ class Search:
             if short is None:
                 break
             tier, needed, limit = short
-            steps = [min(100, ceil(100 * (needed - limit) / nbytes)) for nbytes in totals]
+            steps = [min(100, ceil(100 * (needed - limit) / max(1, nbytes))) for nbytes in totals]
             tiers = ("gpu", "cpu") if tier == "ram" else (tier,)
             slower = [
                 m for m, a, b in self._moves(found.policy, steps) if a in tiers and TIERS.index(b) > TIERS.index(a)
