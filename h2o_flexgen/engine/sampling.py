@@ -28,7 +28,8 @@ class SamplingParams:
             arXiv 1904.09751, section 3.1); 1: all.
         max_tokens: output length.
         ignore_eos: go on after the end-of-sequence token.
-        seed: random numbers depend on it, on a prompt's place in the job and on the step, and on nothing else.
+        seed: random numbers depend on it (modulo 2**64), on a prompt's place in the job and on the step, and on nothing
+            else.
 
     Raises:
         UserError: a value out of range.
@@ -42,20 +43,14 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("top_k", "max_tokens", "seed"):
+        for name, least in {"top_k": 0, "max_tokens": 1, "seed": 0}.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise UserError(f"{name} must be a whole number, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UserError(f"{name} must be a whole number, {least} or more, not {value!r}")
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise UserError(f"temperature must be 0 or more, not {self.temperature}")
-        if self.top_k < 0:
-            raise UserError(f"top_k must be 0 (all) or more, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
-        if self.max_tokens < 1:
-            raise UserError(f"the output length must be 1 or more, not {self.max_tokens}")
-        if not 0 <= self.seed < 1 << 64:
-            raise UserError(f"seed must lie between 0 and 2**64 - 1, not {self.seed}")
 
 
 class Sampler:
@@ -149,7 +144,9 @@ def _draw(logits: Tensor, params: SamplingParams, indices: list[int], step: int)
 
 def _uniform(seed: int, index: int, step: int) -> float:
     """A number in [0, 1) from a counter: the same for the same three arguments, whatever was drawn before."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, index, step])).random(dtype=np.float32))
+    return float(
+        np.random.Generator(np.random.Philox(key=seed % 2**64, counter=[0, 0, index, step])).random(dtype=np.float32)
+    )
 
 
 def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
