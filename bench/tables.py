@@ -42,10 +42,16 @@ def version_text(data: dict) -> str:
     return ", ".join(f"{name} {version}" for name, version in data["versions"].items())
 
 
-def where(data: dict) -> str:
+def command_text(data: dict) -> str:
+    """The command of a result, and the commit that has it if it is gone since."""
+    commit = re.match(r"git show (\w+):", data.get("raw", ""))
+    return f"`{data['command']}`" + (f" (at commit {commit[1]})" if commit else "")
+
+
+def provenance(data: dict) -> str:
     """The machine, versions, date and command of a result."""
     cap = f", capped at {data['cap_gib']:g} GiB with page cache" if data.get("cap_gib") else ""
-    return f"{machine_text(data['machine'])}{cap}; {version_text(data)}; {data['date']}; `{data['command']}`"
+    return f"{machine_text(data['machine'])}{cap}; {version_text(data)}; {data['date']}; {command_text(data)}"
 
 
 def job_text(job: dict) -> str:
@@ -115,7 +121,7 @@ def throughput_machines(rows: list[dict]) -> str:
         days = sorted({day for s in data["systems"].values() for day in s["dates"]})
         days = days[:1] if len(days) == 1 else [days[0], days[-1]]
         found.append([job_text(data["job"]), machine_text(data["machine"]), version_text(data), " to ".join(days)])
-        found[-1].append(f"`{data['command']}`")
+        found[-1].append(command_text(data))
     return markdown(["job", "machine", "versions", "days", "command"], found)
 
 
@@ -231,10 +237,10 @@ def table(name: str) -> str:
     if name == "peer_settings":
         return peer_settings(data)
     if name in OTHERS:
-        return f"{OTHERS[name](data)}\n\n{where(data)}"
+        return f"{OTHERS[name](data)}\n\n{provenance(data)}"
     above, key, header, template = TABLES[name]
     rows = [row | readable(row) for row in data[key]]
-    return f"{above.format(**data)}{columns(rows, header, template)}\n\n{where(data)}"
+    return f"{above.format(**data)}{columns(rows, header, template)}\n\n{provenance(data)}"
 
 
 def readable(row: dict) -> dict:

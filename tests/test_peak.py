@@ -20,12 +20,27 @@ pytest_plugins = ["cli_tools"]
 LARGE = wide(1024, vocab_size=30000, num_hidden_layers=6, num_attention_heads=16, max_position_embeddings=128)
 
 
+#: with grouped-query attention, a gated MLP and a vocabulary head that is a third of all weights
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=40000,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.mark.parametrize("config", [LARGE, LLAMA], ids=["opt", "llama"])
 @pytest.mark.parametrize("budget", [(), ("--hh-ratio", 0.2)], ids=["full", "h2o"])
 @pytest.mark.parametrize(
     "placement", [ON_GPU, ("100", "0", "0", "0", "100", "0"), ON_DISK], ids=["ram", "cache", "disk"]
 )
-def test_the_peak_stays_near_the_plan(tmp_path, placement, budget):
-    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+def test_the_peak_stays_near_the_plan(tmp_path, placement, budget, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
     report = tmp_path / "report.json"
     # two blocks: what the plan counts is all in use at once from the second on
     job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 96, "--gen-len", 4, "--num-prompts", 48)
