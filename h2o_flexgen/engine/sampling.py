@@ -28,8 +28,7 @@ class SamplingParams:
             arXiv 1904.09751, section 3.1); 1: all.
         max_tokens: output length.
         ignore_eos: go on after the end-of-sequence token.
-        seed: random numbers depend on it (modulo 2**64), on a prompt's place in the job and on the step, and on nothing
-            else.
+        seed: random numbers depend on it, on a prompt's place in the job and on the step, and on nothing else.
 
     Raises:
         UserError: a value out of range.
@@ -51,6 +50,8 @@ class SamplingParams:
             raise UserError(f"temperature must be 0 or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
+        if self.seed >= 1 << 64:
+            raise UserError(f"seed must be less than 2**64, not {self.seed}")
 
 
 class Sampler:
@@ -144,9 +145,7 @@ def _draw(logits: Tensor, params: SamplingParams, indices: list[int], step: int)
 
 def _uniform(seed: int, index: int, step: int) -> float:
     """A number in [0, 1) from a counter: the same for the same three arguments, whatever was drawn before."""
-    return float(
-        np.random.Generator(np.random.Philox(key=seed % 2**64, counter=[0, 0, index, step])).random(dtype=np.float32)
-    )
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, index, step])).random(dtype=np.float32))
 
 
 def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
