@@ -110,7 +110,7 @@ class LLM:
         self.model = load_model(model, path, lambda stored: _job_dtype(self.device, dtype, stored, profile), progress)
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
-        self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress=progress)
+        self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
         self.planner = Planner(
             ModelData.of(
                 self.spec,

@@ -29,14 +29,7 @@ class Runner:
         progress: show bars on stderr while weights load.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        device: Device,
-        offload_root: Path,
-        gpu_mem: int | None = None,
-        progress: bool = True,
-    ):
+    def __init__(self, model: LoadedModel, device: Device, offload_root: Path, gpu_mem: int | None, progress: bool):
         self.model, self.device, self.offload_root, self.progress = model, device, offload_root, progress
         self.transport: Transport | None = None
         self.weights: WeightStore | None = None

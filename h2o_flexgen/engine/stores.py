@@ -67,16 +67,10 @@ class Prefetcher:
 
     def weights(self, i: int, j: int) -> None:
         """Those of layer j, and of the next layer that streams."""
-        if not self._streaming:
-            return
-        self.stores.weights.prefetch(j)  # queued before the next, whatever compute waits for
-        following = next((x for x in self._streaming if x > j), None)
-        if following is None:
-            if i + 1 == self.schedule.num_tokens and self.is_last:
-                return
-            following = self._streaming[0]
-        if following != j:
-            self.stores.weights.prefetch(following)
+        at_end = self.is_last and i + 1 == self.schedule.num_tokens
+        upcoming = [x for x in self._streaming if x > j] + ([] if at_end else self._streaming)
+        for layer in (j, *upcoming[:1]):  # layer j is queued first, whatever compute waits for
+            self.stores.weights.prefetch(layer)
 
     def caches(self, step: Step) -> None:
         """The KV blocks of this decode step and of those that follow, while staging buffers are free."""

@@ -241,21 +241,19 @@ class WeightStore:
 
     def rows(self, short: str, ids: Tensor) -> Tensor:
         """Rows `ids` (any shape, int64, on the CPU) of a gathered tensor: ids.shape + (width,), on the device."""
-        name, shape = self.gathered[short]
+        name, _ = self.gathered[short]
         device, stored = self.device.torch_device, self.stored.get(name)
         if self.tiers[name] == "gpu":
             return F.embedding(ids.to(device), self.resident[name])
         unique, inverse = torch.unique(ids, return_inverse=True)
-        rows = self.resident[name][unique] if stored is None else self._read_rows(stored, unique.tolist(), shape[1])
+        rows = self.resident[name][unique] if stored is None else self._read_rows(stored, unique.tolist())
         self.transport.count("cpu_to_gpu", rows.nbytes)
         return F.embedding(inverse.to(device), rows.to(device=device, dtype=self.dtype))
 
-    def _read_rows(self, stored: Stored, ids: list[int], width: int) -> Tensor:
-        rows = torch.empty((len(ids), width), dtype=stored.dtype)
-        row_bytes = width * stored.dtype.itemsize
-        reads = []
+    def _read_rows(self, stored: Stored, ids: list[int]) -> Tensor:
+        rows, reads = torch.empty((len(ids), stored.shape[1]), dtype=stored.dtype), []
         for row, index in zip(as_numpy(rows), ids):
-            reads += self.transport.io.read(stored.file, row, stored.offset + index * row_bytes)
+            reads += self.transport.io.read(stored.file, row, stored.offset + index * row.nbytes)
         with self.device.stalling("weights"):
             wait(reads)
         return rows
