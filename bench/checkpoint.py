@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.models.registry import family, named_config, spec_of
-from h2o_flexgen.offload.random_weights import DummyCheckpoint
+from h2o_flexgen.offload.checkpoint import DummyCheckpoint
 
 #: bytes of a shard
 SHARD = 1 << 30

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,6 @@ from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
-from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.disk import OffloadFolder
 from h2o_flexgen.profiling import machine as profiled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +22,8 @@ RESULTS = ROOT / "docs" / "benchmarks"
 GIB = 1 << 30
 #: the command line that measures a machine
 PROFILER = "h2o_flexgen.hardware"
+#: begins the names of scratch folders
+SCRATCH = "h2o_flexgen-bench-"
 #: packages whose versions stand in a result
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "flexgen")
 
@@ -130,20 +131,25 @@ def scratch() -> Iterator[Path]:
     lock = os.open(tempfile.gettempdir(), os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder = OffloadFolder(Path(os.environ.get("H2O_FLEXGEN_SCRATCH") or tempfile.gettempdir()))
     except BlockingIOError:
         os.close(lock)
         sys.exit("error: another benchmark runs on this machine, and would disturb this one's timings")
-    except UserError as e:
+    root = Path(os.environ.get("H2O_FLEXGEN_SCRATCH") or tempfile.gettempdir())
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(f"{SCRATCH}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        folder = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=root)
+    except OSError as e:
         os.close(lock)
-        sys.exit(f"error: {str(e).replace('offload_dir', 'folder in H2O_FLEXGEN_SCRATCH')}")
+        sys.exit(f"error: cannot write to {root} ({e.strerror}): name another folder in H2O_FLEXGEN_SCRATCH")
     try:
         mounts = dict(line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
-        if mounts.get(profiled.mount_point(folder.path)) in ("tmpfs", "ramfs"):
-            sys.exit(f"error: {folder.root} is in RAM: name a folder on a disk in H2O_FLEXGEN_SCRATCH")
-        yield folder.path
+        if mounts.get(profiled.mount_point(Path(folder.name))) in ("tmpfs", "ramfs"):
+            sys.exit(f"error: {root} is in RAM: name a folder on a disk in H2O_FLEXGEN_SCRATCH")
+        yield Path(folder.name)
     finally:
-        folder.close()
+        folder.cleanup()
         os.close(lock)
 
 

@@ -1,29 +1,24 @@
 """Generates text in large batches with models that do not fit in memory."""
 
+from importlib import import_module
+
 __version__ = "0.1.0"
 
-__all__ = [
-    "LLM",
-    "CompletionOutput",
-    "KVBudget",
-    "Policy",
-    "RequestOutput",
-    "SamplingParams",
-    "ScoreOutput",
-    "UserError",
-]
+_MODULES = {
+    "LLM": "llm",
+    "CompletionOutput": "llm",
+    "KVBudget": "policy",
+    "Policy": "policy",
+    "RequestOutput": "llm",
+    "SamplingParams": "engine.sampling",
+    "ScoreOutput": "llm",
+    "UserError": "errors",
+}
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str):
     # torch takes seconds to import: not before it is needed
-    if name in ("LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"):
-        from h2o_flexgen import llm as module
-    elif name == "SamplingParams":
-        from h2o_flexgen.engine import sampling as module
-    elif name in ("KVBudget", "Policy"):
-        from h2o_flexgen import policy as module
-    elif name == "UserError":
-        from h2o_flexgen import errors as module
-    else:
+    if name not in _MODULES:
         raise AttributeError(f"module 'h2o_flexgen' has no attribute {name!r}")
-    return getattr(module, name)
+    return getattr(import_module(f"h2o_flexgen.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""What the commands share: options, checks, and how they end."""
+"""What the commands share: options, what they print, and how they end."""
 
 from __future__ import annotations
 
@@ -10,31 +10,25 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, check_floor, largest_free
-from h2o_flexgen.policy import GIB, TIERS, KVBudget, Policy
+from h2o_flexgen.files import check_writable
+from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
+from h2o_flexgen.policy import GIB, KVBudget, Policy
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are the user's, and end as all of those do."""
+    """Of a command. Errors are the user's, and end as all of those do."""
+
+    def __init__(self, command: str, description: str):
+        super().__init__(prog=f"python -m h2o_flexgen.{command}", description=description, allow_abbrev=False)
 
     def error(self, message: str):
         raise UserError(f"{message} (--help lists the options)")
 
 
-def add_limit_options(add) -> None:
-    """What may be used of each tier; `add` is a group's `add_argument`."""
-    add("--gpu-mem", type=float, metavar="GIB", help="use at most this much of the device's memory (RAM without CUDA)")
-    add("--cpu-mem", type=float, metavar="GIB", help="use at most this much RAM for the cpu tier, with CUDA")
-    add("--disk-mem", type=float, metavar="GIB", help="use at most this much disk")
-
-
-def add_switch(add, option: str, text: str) -> None:
-    """An option and its opposite (--no-...); None where neither is given."""
-    add(option, action=argparse.BooleanOptionalAction, default=None, help=text)
+# options
 
 
 def option(name: str) -> str:
@@ -42,23 +36,59 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def limits(args: argparse.Namespace) -> dict[str, int | None]:
-    """The bytes that `add_limit_options` allow on each tier, or None."""
-    given = {tier: getattr(args, f"{tier}_mem") for tier in TIERS}
-    return {tier: None if gibibytes is None else int(gibibytes * GIB) for tier, gibibytes in given.items()}
+def count(text: str) -> int:
+    """The value of an option that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
+    return value
 
 
-def check_sizes(args: argparse.Namespace) -> None:
-    """Raises UserError for counts below 1, and limits that are not positive."""
-    for name in ("prompt_len", "gen_len", "num_prompts", "gpu_batch_size", "num_gpu_batches"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"{option(name)} must be 1 or more, not {value}")
-    for name in ("gpu_mem", "cpu_mem", "disk_mem", "max_latency"):
-        value = getattr(args, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            unit = "s" if name == "max_latency" else "GiB"
-            raise UserError(f"{option(name)} must be more than 0 {unit}, not {value:g}")
+def amount(text: str) -> float:
+    """The value of an option that measures something."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be more than 0, not {text}")
+    return value
+
+
+def gibibytes(text: str) -> int:
+    """The value of an option in GiB, in bytes."""
+    return int(amount(text) * GIB)
+
+
+def add_machine_options(add) -> None:
+    """Where a job runs, and what it may use of each tier; `add` is a group's `add_argument`."""
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    add("--dtype", default="auto", help="auto (CUDA: fp16 or bf16; CPU: the fastest), float16, bfloat16, float32")
+    add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
+    add("--gpu-mem", type=gibibytes, metavar="GIB", help="use at most this much device memory (RAM without CUDA)")
+    add("--cpu-mem", type=gibibytes, metavar="GIB", help="use at most this much RAM for the cpu tier, with CUDA")
+    add("--disk-mem", type=gibibytes, metavar="GIB", help="use at most this much disk")
+    add("--hardware", help="a profile by python -m h2o_flexgen.hardware (default: this machine, measured once)")
+
+
+def add_policy_options(add) -> None:
+    """The policy; what is not given is searched. `make_policy` reads them."""
+    tiers = "weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk"
+    add("--percent", nargs=6, type=float, metavar="P", help=f"do not search: {tiers}")
+    add("--gpu-batch-size", type=count, help="sequences per batch (with --percent by default up to 32)")
+    add("--num-gpu-batches", type=count, help="batches per block (with --percent by default 1)")
+    on_off = argparse.BooleanOptionalAction
+    add("--overlap", action=on_off, help="move data while computing (default: on)")
+    add("--cpu-cache-compute", action=on_off, help="attention on the CPU for KV blocks in its RAM")
+    add("--max-latency", type=amount, metavar="SECONDS", help="the most that a block may take")
+
+
+def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | None:
+    """The policy of --percent, if it is given."""
+    if args.percent is None:
+        return None
+    if args.max_latency is not None:
+        raise UserError("--percent contradicts --max-latency: give one of the two")
+    size = args.gpu_batch_size or min(32, num_prompts or 4)
+    on_cpu = bool(args.cpu_cache_compute)
+    return Policy(size, args.num_gpu_batches or 1, tuple(args.percent), args.overlap is not False, on_cpu)
 
 
 def add_budget_options(parser: argparse.ArgumentParser) -> None:
@@ -73,30 +103,61 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
     add("--hh-size", type=int, help="heavy hitters in slots")
     add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
-    add("--min-hh-ratio", type=float, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
+    add("--min-hh-ratio", type=amount, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
 
 
 def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
     """The KV budget, "auto", or None for a full cache."""
     given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
-    if args.min_hh_ratio is not None and args.hh_ratio != "auto":
-        raise UserError("--min-hh-ratio is the floor of --hh-ratio auto")
     if args.hh_ratio == "auto":
         if any(value is not None for value in given[1:]):
             raise UserError("--hh-ratio auto sizes the whole KV budget: leave --recent-ratio and the sizes out")
-        if args.min_hh_ratio is not None:
-            check_floor(args.min_hh_ratio)
         return "auto"
+    if args.min_hh_ratio is not None:
+        raise UserError("--min-hh-ratio is the floor of --hh-ratio auto")
     return None if all(value is None for value in given) else KVBudget(*given)
 
 
-def describe_budget(slots: dict[str, int] | None) -> str:
-    """`slots`: "heavy" and "recent"; None for a full cache."""
-    return f"{slots['heavy']} heavy + {slots['recent']} recent slots (H2O)" if slots else "full"
+def check_files(args: argparse.Namespace, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
+    """Raises UserError for options that name a file that cannot be written, or the same file: the second to be written
+    would destroy the first."""
+    seen = {}
+    for name in reads + writes:
+        given = getattr(args, name)
+        if given is None:
+            continue
+        path = os.path.realpath(given)
+        if path in seen:
+            raise UserError(f"{seen[path]} and {option(name)} name the same file: {path}")
+        seen[path] = option(name)
+        if name in writes:
+            check_writable(option(name), given)
 
 
-def describe_percent(policy: Policy) -> str:
-    return " ".join(f"{x:g}" for x in policy.percent)
+# output
+
+
+def describe_job(model: str, dtype: str, machine: str, workload: dict, policy: Policy, kv_budget: dict | None) -> str:
+    """What a job is, for people.
+
+    Args:
+        workload: num_prompts, prompt_len and gen_len.
+        kv_budget: slots, "heavy" and "recent"; None for a full cache.
+    """
+    prompts = f"{workload['num_prompts']} prompts of up to {workload['prompt_len']} tokens"
+    percent = " ".join(f"{x:g}" for x in policy.percent)
+    switches = f"overlap {'on' if policy.overlap else 'off'}"
+    if policy.cpu_cache_compute:
+        switches += ", attention on the CPU"
+    cache = "full"
+    if kv_budget is not None:
+        cache = f"{kv_budget['heavy']} heavy + {kv_budget['recent']} recent slots (H2O)"
+    return (
+        f"model      {model}, {dtype} on {machine}\n"
+        f"workload   {prompts}, {workload['gen_len']} tokens each\n"
+        f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {percent}, {switches}\n"
+        f"KV cache   {cache}"
+    )
 
 
 def describe_curve(curve: list[BudgetPoint]) -> str:
@@ -111,72 +172,20 @@ def describe_curve(curve: list[BudgetPoint]) -> str:
     return "\n".join(lines)
 
 
-def check_distinct(args: argparse.Namespace, *names: str) -> None:
-    """No two of the files may be one: the second to be written would destroy the first."""
-    seen = {}
-    for name in names:
-        if getattr(args, name) is None:
-            continue
-        path = os.path.realpath(getattr(args, name))
-        if path in seen:
-            raise UserError(f"{seen[path]} and {option(name)} name the same file: {path}")
-        seen[path] = option(name)
-
-
-def say(*parts: str) -> None:
-    """To stdout, whose reader may have gone."""
+def say(text: str) -> None:
+    """A text to stdout."""
     try:
-        print(*parts, sep="", end="", flush=True)
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
     except OSError as e:
         _discard(sys.stdout)
-        if not isinstance(e, BrokenPipeError):
-            raise UserError(f"cannot write to stdout: {e.strerror}") from None
+        raise UserError(f"cannot write to stdout: {e.strerror}") from None
 
 
 def _discard(stream) -> None:
-    """What is buffered, too: it would fail again at exit."""
+    """What is buffered would fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def warn(text: str) -> None:
-    """To stderr, if anybody reads it."""
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except OSError:
-        pass
-
-
-class _ToStderr(logging.Handler):
-    """What the library has to say, as the commands' own warnings."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        warn(self.format(record))
-
-
-class Lossy:
-    """A stream whose disk may be full: what it has no room for is lost, and ends no job."""
-
-    def __init__(self, stream):
-        self._stream = stream
-
-    def __getattr__(self, name: str):
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    @staticmethod
-    def _try(act: Callable, *args) -> None:
-        try:
-            act(*args)
-        except BrokenPipeError:  # nobody reads it any more: `main` ends
-            raise
-        except OSError:
-            pass
 
 
 def name_options(text: str, parser: argparse.ArgumentParser) -> str:
@@ -192,32 +201,17 @@ def name_options(text: str, parser: argparse.ArgumentParser) -> str:
 def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
     """Run a command to its end; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
     interrupts.take_over()
-    logger = logging.getLogger("h2o_flexgen")
-    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
-        logger.addHandler(_ToStderr())
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 must not end a job
-    stderr = sys.stderr or open(os.devnull, "w")
-    with redirect_stderr(Lossy(stderr)):
-        code = _exit_code(parser, run, argv)
-    try:
-        stderr.flush()
-    except OSError:
-        _discard(stderr)
-    return code
-
-
-def _exit_code(parser: argparse.ArgumentParser, run: Callable, argv: list[str] | None) -> int:
+    logging.getLogger("h2o_flexgen").addHandler(logging.lastResort)  # warnings go to stderr as they are
     try:
         run(parser.parse_args(argv))
     except UserError as e:
-        warn(f"error: {name_options(' '.join(str(e).split()), parser)}")
+        print(f"error: {name_options(' '.join(str(e).split()), parser)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as e:
-        warn("interrupted")
+        print("interrupted", file=sys.stderr)
         return 128 + getattr(e, "signum", signal.SIGINT)
-    except BrokenPipeError:  # who read stderr has gone: end as other programs do
+    except BrokenPipeError:  # who read the output has gone: end quietly, as other programs do
+        _discard(sys.stdout)
         _discard(sys.stderr)
         return 128 + signal.SIGPIPE
     return 0

@@ -18,3 +18,8 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signum: int):
         super().__init__(f"interrupted by signal {signum}")
         self.signum = signum
+
+
+def reason(error: Exception) -> str:
+    """What an error of a library says, in one line."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

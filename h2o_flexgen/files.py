@@ -1,13 +1,9 @@
-"""Reading and writing files that a user names, and removing folders of processes that died."""
+"""Reading and writing files that a user names."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
-import time
-from contextlib import suppress
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
@@ -23,70 +19,22 @@ def read_json(what: str, path: str | Path):
         raise UserError(f"{what} {path} is not JSON: {e}") from None
 
 
-def check_writable(name: str, path: Path) -> None:
+def check_writable(name: str, path: str) -> None:
     """Raises UserError, which calls the file `name`, if it could not be written at the end of a job. A link is
     followed."""
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
-    written = [path] if os.path.exists(path) else []
-    if os.path.isdir(path):
+    if os.path.isdir(target):
         raise UserError(f"{name} {path} is a folder")
-    if not written or os.path.isfile(path):  # not a device or a pipe
-        if not os.path.isdir(folder):
-            raise UserError(f"{name} {path}: the folder {folder} does not exist")
-        try:
-            os.lstat(f"{target}.partial")
-        except FileNotFoundError:
-            pass
-        except OSError as e:
-            raise UserError(f"{name} {path} cannot be written: {e.strerror}") from None
-        written.append(folder)
-    if not all(os.access(each, os.W_OK) for each in written):
+    if not os.path.isdir(folder):
+        raise UserError(f"{name} {path}: the folder {folder} does not exist")
+    if not os.access(target if os.path.exists(target) else folder, os.W_OK):
         raise UserError(f"{name} {path} cannot be written")
 
 
-def write_text(path: str, text: str, name: str | None = None) -> None:
-    """Raises UserError, which calls the file `name`, or by its path."""
+def write_text(name: str, path: str, text: str) -> None:
+    """Raises UserError, which calls the file `name`."""
     try:
         Path(path).write_text(text)
     except OSError as e:
-        raise UserError(f"cannot write {name or path}: {e.strerror}") from None
-
-
-def is_held(path: Path) -> bool:
-    """Whether a process that lives has locked a file."""
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass  # no such file, or a file system without locks
-    return False
-
-
-def sweep(root: Path, prefix: str) -> None:
-    """Remove folders under `root` whose owner no longer lives: that whose `lock` is not held, and old ones without."""
-    try:
-        folders = [root / name for name in os.listdir(root) if name.startswith(prefix)]
-    except OSError:
-        return  # no such folder, or another user's
-    for folder in folders:
-        try:
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except FileNotFoundError:
-            # made, not yet locked: its owner may be about to; a dead one is swept once it is old
-            with suppress(OSError):
-                if time.time() - folder.stat().st_mtime > 60:
-                    shutil.rmtree(folder, ignore_errors=True)
-            continue
-        except OSError:
-            continue  # another user's
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)
+        raise UserError(f"cannot write {name} {path}: {e.strerror}") from None

@@ -9,39 +9,34 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_writable, write_text
-from h2o_flexgen.jobs.builtin import builtin_prompts
-from h2o_flexgen.jobs.input import read_prompts
-from h2o_flexgen.jobs.output import OutputFile, row_of
+from h2o_flexgen.files import write_text
+from h2o_flexgen.jobs.input import builtin_prompts, read_prompts
+from h2o_flexgen.jobs.output import open_output, row_of
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.policy import Policy, gib
 
-#: what policy "auto" searches, unless it is given
-SEARCHED = ("gpu_batch_size", "num_gpu_batches", "overlap", "cpu_cache_compute", "max_latency")
+#: options that LLM takes as they are
+PASSED = "model device dtype path offload_dir gpu_mem cpu_mem disk_mem hardware max_latency".split()
+#: options of a search, and of the policy that --percent makes
+SEARCHED = "gpu_batch_size num_gpu_batches overlap cpu_cache_compute".split()
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = cli.Parser(
-        prog="python -m h2o_flexgen.flex_opt",
-        description="Generate text in large batches with a model that need not fit into memory.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument_group("model").add_argument
+    parser = cli.Parser("flex_opt", "Generate text in large batches with a model that need not fit into memory.")
+    add = parser.add_argument_group("model and machine").add_argument
     add("--model", help="folder or Hugging Face name; the demo model if left out")
     add("--path", help="folder of the weights; _DUMMY_ for random weights of the named size, without download")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    add("--dtype", default="auto", help="auto (fp16; on a CPU bf16 or fp32), float16, bfloat16, float32")
+    cli.add_machine_options(add)
 
     add = parser.add_argument_group("prompts and outputs").add_argument
     add("--input-file", help='JSON lines, each {"prompt": "text"} or {"prompt_token_ids": [..]}')
     add("--output-file", help='JSON lines in input order; what an interrupt cut short says "abort"')
-    add("--num-prompts", type=int, help="how many built-in prompts (default: one block, or 4 if that is searched)")
-    add("--prompt-len", type=int, help="tokens of a built-in prompt (default: 512)")
-    add("--gen-len", type=int, default=32, help="output tokens per prompt (default: 32)")
+    add("--num-prompts", type=cli.count, help="built-in prompts (default: one block, or 4 if that is searched)")
+    add("--prompt-len", type=cli.count, help="tokens of a built-in prompt (default: 512)")
+    add("--gen-len", type=cli.count, default=32, help="output tokens per prompt (default: 32)")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     add("--temperature", type=float, default=0.0, help="0 takes the most likely token")
     add("--top-k", type=int, default=0, help="sample among the k most likely tokens; 0: all")
@@ -51,43 +46,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--verbose", action="store_true", help="print the policy and the memory plan before the run")
 
     cli.add_budget_options(parser)
-    add = parser.add_argument_group("placement").add_argument
-    add("--policy", help="a policy as JSON, or auto (default): what the search finds fastest on this machine")
-    add("--hardware", help="for auto: a profile by python -m h2o_flexgen.hardware (default: measured once)")
-    add("--max-latency", type=float, metavar="SECONDS", help="for auto: the most that a block may take")
-    tiers = "weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk"
-    add("--percent", nargs=6, type=float, metavar="P", help=tiers)
-    add("--gpu-batch-size", type=int, help="sequences per batch (default: searched; with --percent up to 32)")
-    add("--num-gpu-batches", type=int, help="batches per block (default: searched; with --percent 1)")
-    cli.add_switch(add, "--overlap", "move data while computing (default: on)")
-    attention = "attention on the CPU for KV blocks in its RAM (default: searched; with --percent off)"
-    cli.add_switch(add, "--cpu-cache-compute", attention)
-    for what in ("weight", "cache"):
-        add(f"--compress-{what}", action="store_true", help="not built yet: ends with an error")
-    cli.add_limit_options(add)
-    add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
+    add = parser.add_argument_group("policy; what is not given is searched").add_argument
+    add("--policy", help="a policy as JSON, or auto (default): the fastest found for this machine")
+    cli.add_policy_options(add)
     return parser
-
-
-def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | str:
-    """The policy that the options spell out, the file it is in, or "auto"."""
-    if args.policy not in (None, "auto"):
-        for name in ("percent", *SEARCHED):
-            if getattr(args, name) is not None:
-                raise UserError(f"{cli.option(name)} contradicts --policy {args.policy}: give one of the two")
-        return args.policy
-    if args.percent is None:
-        return "auto"
-    for name in ("policy", "max_latency"):
-        if getattr(args, name) is not None:
-            raise UserError(f"--percent contradicts {cli.option(name)}: give one of the two")
-    return Policy(
-        gpu_batch_size=args.gpu_batch_size if args.gpu_batch_size is not None else min(32, num_prompts or 4),
-        num_gpu_batches=args.num_gpu_batches if args.num_gpu_batches is not None else 1,
-        percent=tuple(args.percent),
-        overlap=args.overlap is not False,
-        cpu_cache_compute=bool(args.cpu_cache_compute),
-    )
 
 
 def rate(tokens_per_s: float) -> str:
@@ -96,21 +58,16 @@ def rate(tokens_per_s: float) -> str:
 
 def describe(report: dict) -> str:
     """The report for people."""
-    job, policy, predicted = report["workload"], Policy(**report["policy"]), report.get("predicted")
-    lines = [
-        f"model      {report['model']}, {report['dtype']} on {report['device']}",
-        f"workload   {job['num_prompts']} prompts of up to {job['prompt_len']} tokens, {job['gen_len']} tokens each",
-        f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {cli.describe_percent(policy)}, "
-        f"overlap {'on' if policy.overlap else 'off'}" + (", attention on the CPU" if policy.cpu_cache_compute else ""),
-        f"KV cache   {cli.describe_budget(report['kv_budget'])}",
-    ]
+    policy, predicted = Policy(**report["policy"]), report.get("predicted")
+    model, dtype, device = report["model"], report["dtype"], report["device"]
+    lines = [cli.describe_job(model, dtype, device, report["workload"], policy, report["kv_budget"])]
     for name in ("prefill", "decode"):
-        beside = f" (predicted {predicted[f'{name}_seconds']:.2f} s)" if predicted else ""
+        forecast = f" (predicted {predicted[f'{name}_seconds']:.2f} s)" if predicted else ""
         phase = report[name]
-        lines.append(f"{name:<11}{phase['seconds']:.2f} s, {rate(phase['tokens_per_s'])} tokens/s{beside}")
+        lines.append(f"{name:<11}{phase['seconds']:.2f} s, {rate(phase['tokens_per_s'])} tokens/s{forecast}")
     total = report["total"]
-    beside = f" (predicted {rate(predicted['tokens_per_s'])}, bound by {predicted['bound_by']})" if predicted else ""
-    speed = f"{rate(total['tokens_per_s'])} tokens/s{beside}"
+    forecast = f" (predicted {rate(predicted['tokens_per_s'])}, bound by {predicted['bound_by']})" if predicted else ""
+    speed = f"{rate(total['tokens_per_s'])} tokens/s{forecast}"
     lines.append(f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, {speed}")
     peaks, plans = report["peak_memory_bytes"], report["planned_memory_bytes"]
     used = [tier for tier in peaks if peaks[tier] or plans[tier]]
@@ -126,7 +83,7 @@ def describe(report: dict) -> str:
 def show(tokenizer, outputs: list) -> str:
     """The first three completions, each after the end of its prompt."""
     parts = []
-    bold = sys.stdout and sys.stdout.isatty()
+    bold = sys.stdout.isatty()
     for output in [o for o in outputs if o.error is None][:3]:
         done = output.outputs[0]
         if tokenizer is None:
@@ -140,18 +97,14 @@ def show(tokenizer, outputs: list) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.compress_weight or args.compress_cache:
-        raise UserError("compression of weights and cache is not built yet: leave --compress-weight and -cache out")
-    cli.check_sizes(args)
     for name in ("num_prompts", "prompt_len"):
         if args.input_file is not None and getattr(args, name) is not None:
             raise UserError(f"{cli.option(name)} is for built-in prompts; --input-file brings its own")
-    cli.check_distinct(args, "input_file", "policy", "hardware", "output_file", "report")
+    if args.percent is not None and args.policy is not None:
+        raise UserError("--percent contradicts --policy: give one of the two")
+    cli.check_files(args, reads=("input_file", "policy", "hardware"), writes=("output_file", "report"))
     rows = read_prompts(args.input_file) if args.input_file is not None else None
-    policy, budget = make_policy(args, len(rows) if rows else args.num_prompts), cli.make_budget(args)
-    output_file = OutputFile(args.output_file) if args.output_file is not None else None
-    if args.report is not None:
-        check_writable("--report", Path(args.report))
+    policy, budget = cli.make_policy(args, len(rows) if rows else args.num_prompts), cli.make_budget(args)
 
     from h2o_flexgen.engine.observer import Observer
     from h2o_flexgen.engine.sampling import SamplingParams
@@ -168,50 +121,43 @@ def run(args: argparse.Namespace) -> None:
             if args.verbose:
                 print(f"policy: {choice.policy.to_json()}\n{choice.plan.describe()}", file=sys.stderr)
 
-    searched = {name: getattr(args, name) for name in SEARCHED} if policy == "auto" else {}
-    with LLM(
-        args.model,
-        policy,
-        budget,
-        args.device,
-        args.dtype,
-        path=args.path,
-        offload_dir=args.offload_dir,
-        **{f"{tier}_mem": nbytes for tier, nbytes in cli.limits(args).items()},
-        hardware=args.hardware,
-        min_hh_ratio=args.min_hh_ratio or MIN_HH_RATIO,
-        observer=Planned(),
-        **searched,
-    ) as llm:
-        if rows is None:
-            block = (args.gpu_batch_size or 4) * (args.num_gpu_batches or 1)
-            block = block if policy == "auto" else llm.policy.block_size
-            length = args.prompt_len or min(512, max(1, llm.spec.positions - args.gen_len))
-            llm.spec.check_length(length, args.gen_len)
-            rows = builtin_prompts(llm.tokenizer, llm.spec.vocab, args.num_prompts or block, length)
-        _generate(llm, rows, params, output_file, args)
-
-
-def _generate(llm, rows: list, params, output_file: OutputFile | None, args: argparse.Namespace) -> None:
-    def keep(output) -> None:
-        if output_file is not None:
-            output_file.add(row_of(output))
-
-    with nullcontext() if output_file is None else output_file.finished():
+    options = {name: getattr(args, name) for name in (PASSED if policy else PASSED + SEARCHED)}
+    options |= {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "observer": Planned()}
+    with (
+        nullcontext() if args.output_file is None else open_output(args.output_file) as output_file,
+        LLM(policy=policy or args.policy or "auto", kv_budget=budget, **options) as llm,
+    ):
+        keep = None if output_file is None else lambda output: output_file.add(row_of(output))
+        prompts = builtin_rows(llm, args) if rows is None else rows
         # a bad row keeps its place: what the others get must not depend on it
-        outputs = llm.generate(rows, params, skip_errors=args.input_file is not None, on_output=keep)
-        if output_file is not None:
-            llm.close()  # what takes the space on disk may be the offload folder
-    errors = [output for output in outputs if output.error is not None]
+        outputs = llm.generate(prompts, params, skip_errors=rows is not None, on_output=keep)
+    tell(llm, outputs, args)
+
+
+def builtin_rows(llm, args: argparse.Namespace) -> list[list[int]]:
+    """The prompts of a job without an input file."""
+    block = (args.gpu_batch_size or 4) * (args.num_gpu_batches or 1)
+    if llm.policy != "auto":
+        block = llm.policy.block_size
+    length = args.prompt_len or min(512, max(1, llm.spec.positions - args.gen_len))
+    llm.spec.check_length(length, args.gen_len)
+    return builtin_prompts(llm.tokenizer, llm.spec.vocab, args.num_prompts or block, length)
+
+
+def tell(llm, outputs: list, args: argparse.Namespace) -> None:
+    """Report a job that has ended."""
+    errors = [f"row {output.index}: {output.error}" for output in outputs if output.error is not None]
     if errors and not llm.report:
-        raise UserError(f"none of the {len(rows)} rows can be run; row {errors[0].index}: {errors[0].error}")
+        raise UserError(f"none of the {len(outputs)} rows of --input-file can be run; {errors[0]}")
     if errors:
-        cli.warn(f"{len(errors)} rows could not be run; row {errors[0].index}: {errors[0].error}")
+        print(f"{len(errors)} rows could not be run; {errors[0]}", file=sys.stderr)
     try:
-        cli.say("" if output_file is not None else show(llm.tokenizer, outputs) + "\n", describe(llm.report) + "\n")
+        if args.output_file is None:
+            cli.say(show(llm.tokenizer, outputs))
+        cli.say(describe(llm.report))
     finally:
         if args.report is not None:
-            write_text(args.report, json.dumps(llm.report, indent=2) + "\n", f"--report {args.report}")
+            write_text("--report", args.report, json.dumps(llm.report, indent=2) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,16 +10,14 @@ import sys
 from pathlib import Path
 
 from h2o_flexgen import cli
-from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_writable
+from h2o_flexgen.files import write_text
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
-from h2o_flexgen.profiling.kernels import job_dtype
-from h2o_flexgen.profiling.measure import measure
+from h2o_flexgen.profiling.measure import job_dtype, measure
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = cli.Parser(prog="python -m h2o_flexgen.hardware", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = cli.Parser("hardware", "Measure this machine for the policy search, in under a minute.")
     parser.add_argument("-o", "--output", help="write the profile here (default: print it)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--dtype", default="auto", help="that jobs compute in: auto, float16, bfloat16, float32")
@@ -28,20 +26,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.output is not None:
-        check_writable("--output", Path(args.output))
+    cli.check_files(args, reads=(), writes=("output",))
     device = Device(args.device)
     root = Path(args.offload_dir) if args.offload_dir else default_root()
-    try:
-        text = measure(device, job_dtype(device, args.dtype), root).to_json() + "\n"
-        if args.output is not None:
-            Path(args.output).write_text(text)
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        raise UserError(f"{e.strerror}: {e.filename or args.output}") from None
+    text = measure(device, job_dtype(device, args.dtype), root).to_json()
     if args.output is None:
         cli.say(text)
+    else:
+        write_text("--output", args.output, text + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

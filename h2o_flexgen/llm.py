@@ -17,17 +17,15 @@ from h2o_flexgen.engine.sampling import Sampler, SamplingParams, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import dtype_name
-from h2o_flexgen.offload.convert import sweep_conversions
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import OffloadFolder, default_root
+from h2o_flexgen.offload.disk import default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.memory import ModelData, Resources
 from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
-from h2o_flexgen.profiling.kernels import job_dtype
-from h2o_flexgen.profiling.measure import load_or_measure
+from h2o_flexgen.profiling.measure import job_dtype, load_or_measure
 from h2o_flexgen.sizes import Workload
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
@@ -45,7 +43,7 @@ class LLM:
             budget that costs no throughput (see `planning.budget`).
         device: "auto", "cpu", "cuda", "cuda:N".
         dtype: a float type's name, or "auto": on CUDA fp16, or bf16 for a checkpoint in bf16 where the GPU has it; on
-            the CPU the type whose matmuls are the fastest, by measuring (`kernels.rates`).
+            the CPU the type whose matmuls are the fastest, by measuring (`kernels.linear`).
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
         offload_dir: where cache, hidden states and random weights on disk go, in a private folder of its own.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
@@ -91,18 +89,17 @@ class LLM:
         if dtype != "auto":
             self.device.dtype(dtype)  # raises for one that is not known
         self.policy, self.kv_budget = given_policy(policy, kv_budget)
-        searched = (gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute, max_latency)
-        if self.policy != "auto" and any(x is not None for x in searched):
-            names = "batch sizes, overlap, cpu_cache_compute and max_latency"
-            raise UserError(f'{names} are for policy "auto": a policy has its own')
+        searched = dict(gpu_batch_size=gpu_batch_size, num_gpu_batches=num_gpu_batches, overlap=overlap)
+        searched |= dict(cpu_cache_compute=cpu_cache_compute, max_latency=max_latency)
+        given = [f"`{name}`" for name, value in searched.items() if value is not None]
+        if self.policy != "auto" and given:
+            raise UserError(f'{", ".join(given)}: only for `policy` "auto", a policy has its own')
         profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
         if max_latency is not None and not max_latency > 0:
             raise UserError(f"`max_latency` must be more than 0 s, not {max_latency}")
         self.caps = dict(zip(TIERS, (gpu_mem, cpu_mem, disk_mem)))
         check_cpu_cap(self.caps, not self.device.is_cuda, self.policy == "auto")
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
-        OffloadFolder.sweep(self.offload_root)  # before free space is counted
-        sweep_conversions()
         self.progress, self.observer = progress, observer or Observer()
         self.choice: Choice | None = None
         self.report: dict = {}
@@ -245,8 +242,7 @@ class LLM:
         # longest first: what does not fit shows at once, and neighbours are alike in length
         sequences.sort(key=lambda s: -len(s.prompt))
         workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len)
-        self.device.reset_peaks()
-        self.device.reset_stalls()
+        self.device.reset_meters()
         given = None if self.policy == "auto" else self.policy
         self.choice = choice = self.planner.choose(workload, self.resources(), given, self.kv_budget)
         self.observer.on_plan(choice)

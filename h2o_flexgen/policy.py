@@ -108,17 +108,20 @@ class Policy:
     def __post_init__(self):
         for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UserError(f"{name} must be a whole number, 1 or more, not {value}")
-        object.__setattr__(self, "percent", tuple(self.percent))
-        if len(self.percent) != 6:
+            if type(value) is not int or value < 1:
+                raise UserError(f"{name} must be a whole number, 1 or more, not {value!r}")
+        for name in ("overlap", "cpu_cache_compute"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        percent = self.percent
+        numbers = isinstance(percent, (tuple, list)) and all(isinstance(x, (int, float)) for x in percent)
+        if not numbers or len(percent) != 6:
             order = "weights gpu cpu, cache gpu cpu, activations gpu cpu"
-            raise UserError(f"percent takes six numbers ({order}), not {len(self.percent)}")
-        for kind, gpu, cpu in zip(KINDS, self.percent[::2], self.percent[1::2]):
-            if not (0 <= gpu <= 100 and 0 <= cpu <= 100):
-                raise UserError(f"percent of {kind} must lie between 0 and 100: {gpu} {cpu}")
-            if gpu + cpu > 100:
-                raise UserError(f"percent of {kind} exceeds 100: {gpu} + {cpu}")
+            raise UserError(f"percent takes six numbers ({order}), not {percent!r}")
+        object.__setattr__(self, "percent", tuple(percent))
+        for kind, gpu, cpu in zip(KINDS, percent[::2], percent[1::2]):
+            if not (gpu >= 0 and cpu >= 0 and gpu + cpu <= 100):
+                raise UserError(f"percent of {kind}: gpu and cpu must be 0 or more, together at most 100: {gpu} {cpu}")
 
     def fractions(self, kind: str) -> tuple[float, float, float]:
         """(gpu, cpu, disk) of "weights", "cache" or "activations", each in [0, 1]."""
@@ -135,53 +138,38 @@ class Policy:
 
     @classmethod
     def from_dict(cls, data: dict) -> Policy:
+        """From plain data, or from the "policy" in it. Raises UserError."""
         data = data.get("policy", data) if isinstance(data, dict) else data
         if not isinstance(data, dict):
             raise UserError("a policy is a JSON object")
-        types = {f.name: type(f.default) for f in fields(cls)} | {"percent": list}
-        for name, value in data.items():
-            if name not in types:
-                raise UserError(f"unknown policy field {name!r}; known: {', '.join(sorted(types))}")
-            if type(value) is not types[name]:
-                raise UserError(f"policy field {name!r} must be of type {types[name].__name__}, not {value!r}")
-        if not all(type(x) in (int, float) for x in data.get("percent", [])):
-            raise UserError("policy field 'percent' must hold six numbers")
+        known = [f.name for f in fields(cls)]
+        for name in data:
+            if name not in known:
+                raise UserError(f"unknown policy field {name!r}; known: {', '.join(known)}")
         return cls(**data)
 
 
-def read_policy(path: str | Path) -> tuple[Policy, KVBudget | None]:
-    """A policy written by `Policy.to_json` or by the policy search, and the KV budget that the search wrote beside it:
-    its block is as large as that budget allows. The budget is None if the file has none.
-
-    Raises:
-        UserError: no such file, not JSON, not a policy.
-    """
-    data = read_json("the policy", path)
-    try:
-        policy = Policy.from_dict(data)
-    except UserError as e:
-        raise UserError(f"the policy {path}: {e}") from None
-    budget = data.get("kv_budget")
-    if budget is None:
-        return policy, None
-    if not isinstance(budget, dict) or {n: type(x) for n, x in budget.items()} != {"heavy": int, "recent": int}:
-        raise UserError(f'the policy {path}: \'kv_budget\' must hold "heavy" and "recent" slots, or be null')
-    return policy, KVBudget.from_size(budget["heavy"], budget["recent"])
-
-
 def given_policy(
-    policy: Policy | str | Path, kv_budget: KVBudget | str | None
+    policy: Policy | str | Path, kv_budget: KVBudget | str | None = None
 ) -> tuple[Policy | str, KVBudget | str | None]:
-    """The policy or "auto", and the KV budget, from what a user may give for them; a policy's file may bring a budget.
+    """The policy or "auto", and the KV budget, from what a user may give for them. A file is one that `Policy.to_json`
+    or the policy search wrote, which writes beside the policy the KV budget that makes room for its block.
 
     Raises:
-        UserError: anything else, or a file that cannot be read.
+        UserError: anything else, or a file that cannot be read or is no policy.
     """
+    if isinstance(policy, (str, Path)) and policy != "auto":
+        path, data = policy, read_json("the policy", policy)
+        try:
+            policy, slots = Policy.from_dict(data), data.get("kv_budget")
+            if slots is not None:
+                kv_budget = kv_budget or KVBudget.from_size(slots["heavy"], slots["recent"])
+        except UserError as e:
+            raise UserError(f"the policy {path}: {e}") from None
+        except (TypeError, KeyError):
+            raise UserError(f"the policy {path}: kv_budget must be null or hold the slots heavy and recent") from None
+    if policy != "auto" and not isinstance(policy, Policy):
+        raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
     if kv_budget not in (None, "auto") and not isinstance(kv_budget, KVBudget):
         raise UserError(f'kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), or "auto", not {kv_budget!r}')
-    if isinstance(policy, (str, Path)) and policy != "auto":
-        policy, budget = read_policy(policy)
-        return policy, budget if kv_budget is None else kv_budget
-    if not isinstance(policy, Policy) and policy != "auto":
-        raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
     return policy, kv_budget

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from h2o_flexgen.kernels.rates import HALF_TYPES, ROWS, KernelRates
+from h2o_flexgen.kernels.linear import HALF_TYPES, ROWS, KernelRates
 from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.models.registry import named_spec
 from h2o_flexgen.planning.memory import ModelData, Resources
 from h2o_flexgen.planning.planner import Planner
-from h2o_flexgen.planning.profile import Link, Profile
+from h2o_flexgen.planning.profile import AttentionRates, Link, Profile
 from h2o_flexgen.planning.search import Constraints, Search
 from h2o_flexgen.policy import GIB, TIERS, KVBudget
 from h2o_flexgen.sizes import Workload
@@ -58,11 +58,12 @@ def laptop(**changes) -> Profile:
             "cpu_to_gpu": Link(5e9, 1e-10),
             "gpu_to_cpu": Link(5e9, 1e-10),
         },
-        "matmul": dict.fromkeys(("streamed", "resident"), {(2048, 2048): [(1, 1e10), (32, 3e11), (128, 8e11)]}),
-        "prefill_attention": {"full": {64: 2e11}, "h2o": {64: 1e11}},
-        "decode_attention": {"full": {64: 2e10}, "h2o": {64: 1.5e10}},
+        "matmul": {"streamed": {(2048, 2048): {1: 1e10, 32: 3e11, 128: 8e11}}},
+        "attention": {
+            "prefill": {"full": AttentionRates({64: 2e11}), "h2o": AttentionRates({64: 1e11})},
+            "decode": {"full": AttentionRates({64: 2e10}), "h2o": AttentionRates({64: 1.5e10})},
+        },
         "step_seconds": 5e-4,
-        "logit_seconds": 1e-9,
         "baseline_bytes": GIB // 4,
     }
     return Profile(**(values | changes))

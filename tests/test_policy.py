@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from h2o_flexgen import KVBudget, Policy, UserError
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.planning.memory import Plan
-from h2o_flexgen.policy import GIB, gib, read_policy
+from h2o_flexgen.policy import GIB, gib, given_policy
 
 
 @st.composite
@@ -54,9 +54,9 @@ def test_block_size_is_batch_size_times_batches(policy):
 def test_a_policy_is_read_from_a_file(tmp_path):
     policy = Policy(7, 3, (10, 20, 30, 40, 50, 50), False, True, 99)
     (tmp_path / "p.json").write_text(policy.to_json())
-    assert read_policy(tmp_path / "p.json") == (policy, None)
+    assert given_policy(tmp_path / "p.json") == (policy, None)
     (tmp_path / "searched.json").write_text(json.dumps({"policy": json.loads(policy.to_json())}))
-    assert read_policy(str(tmp_path / "searched.json")) == (policy, None)
+    assert given_policy(str(tmp_path / "searched.json")) == (policy, None)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +103,18 @@ def test_a_policy_that_cannot_be_is_refused(changes):
 def test_a_policy_file_that_makes_no_sense_is_refused(data, tmp_path):
     (tmp_path / "p.json").write_text(json.dumps(data))
     with pytest.raises(UserError):
-        read_policy(tmp_path / "p.json")
+        given_policy(tmp_path / "p.json")
 
 
 def test_a_policy_file_that_is_no_json_or_not_there_is_refused(tmp_path):
     (tmp_path / "p.json").write_text("{")
     with pytest.raises(UserError, match="not JSON"):
-        read_policy(tmp_path / "p.json")
+        given_policy(tmp_path / "p.json")
     (tmp_path / "q.json").write_bytes(b"\xff\xfe\x00garbage\x80")
     with pytest.raises(UserError):
-        read_policy(tmp_path / "q.json")
+        given_policy(tmp_path / "q.json")
     with pytest.raises(UserError, match="cannot read"):
-        read_policy(tmp_path / "missing.json")
+        given_policy(tmp_path / "missing.json")
 
 
 # the KV budget

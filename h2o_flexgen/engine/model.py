@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer
 from h2o_flexgen.models.spec import Layer, ModelSpec
-from h2o_flexgen.offload.checkpoint import Checkpoint
-from h2o_flexgen.offload.random_weights import DummyCheckpoint
+from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
 
 #: the path that stands for random weights
 DUMMY = "_DUMMY_"
@@ -40,7 +39,7 @@ class LoadedModel:
     layers: list[Layer]
     source: Checkpoint | DummyCheckpoint
     tokenizer: object | None
-    stored_dtypes: set[torch.dtype] = field(default_factory=set)
+    stored_dtypes: set[torch.dtype]
 
     @property
     def is_dummy(self) -> bool:
@@ -67,10 +66,9 @@ class LoadedModel:
         if not ids:
             raise UserError("the prompt is empty")
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, Integral):  # numpy's are welcome
-                raise UserError(f"token ids are whole numbers, not {token!r}")
-            if not 0 <= token < self.spec.vocab:
-                raise UserError(f"token id {token} is outside the vocabulary of {self.spec.vocab}")
+            is_number = isinstance(token, Integral) and not isinstance(token, bool)  # numpy's are welcome
+            if not is_number or not 0 <= token < self.spec.vocab:
+                raise UserError(f"token ids are whole numbers below {self.spec.vocab}, the vocabulary, not {token!r}")
         return list(map(int, ids))
 
     def _tokenize(self, text: str) -> list[int]:
@@ -104,10 +102,13 @@ def load_model(
     activation(spec.activation)  # raises for one that is not known
     layers = family(spec.model_type).tensors(spec)
     shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
-    source = DummyCheckpoint(shapes, dtype) if path == DUMMY else Checkpoint(weights, progress)
-    source.check(shapes)
-    if spec.tied and path != DUMMY:
-        source.check_tied(*(head_name(replace(spec, tied=tied)) for tied in (True, False)))
+    if path == DUMMY:
+        source = DummyCheckpoint(shapes, dtype)
+    else:
+        source = Checkpoint(weights, progress)
+        source.check(shapes)
+        if spec.tied:
+            source.check_tied(head_name(spec), head_name(replace(spec, tied=False)))
     stored_dtypes = {source.stored_dtype(name) for name, shape in shapes.items() if len(shape) > 1}
     name = model or (path if path not in (None, DUMMY) else "demo_model")
     return LoadedModel(name, spec, dtype, layers, source, tokenizer, stored_dtypes)

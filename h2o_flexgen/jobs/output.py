@@ -2,146 +2,128 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import itertools
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
+from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_writable, is_held
 
 log = logging.getLogger(__name__)
 
 
 class OutputFile:
-    """The output file of a job.
-
-    Rows go to PATH.partial as they finish. At the end, or on an interrupt, PATH is put in place whole and in the order
-    of the input. So a killed job leaves the rows that it had, and an error leaves PATH as it was. Rows that a full disk
-    does not take wait in memory.
+    """The output file of a job: rows go to PATH.partial as they finish, and to PATH at the end (`open_output`).
 
     Attributes:
-        rows: what has finished, by index; waiting: of these, lines that are not written yet.
-        file: PATH.partial while it is open.
+        rows: all that have finished; written: how many of them are in PATH.partial. The others wait for space on disk.
+        file: PATH.partial, which this job has locked.
 
     Raises:
         UserError: PATH cannot be written, or another job writes it.
     """
 
     def __init__(self, path: str):
-        check_writable("`output_file`", Path(path))
         if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(f"`output_file` {path} is not a file")
         self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
-        self.partial = self.path.with_name(self.path.name + ".partial")
-        self._check_free()
-        self.rows: dict[int, dict] = {}
-        self.waiting: dict[int, bytes] = {}
-        self.file = None
-        self._warned = self._whole = False
-
-    def _check_free(self) -> None:
-        if is_held(self.partial):
-            raise UserError(f"`output_file` {self.path}: another job is writing it")
+        self.partial = Path(f"{self.path}.partial")
+        self.rows: list[dict] = []
+        self.written = 0
+        try:
+            self.file = open(self.partial, "ab", buffering=0)
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.getsize(self.partial):
+                _keep(self.partial, "rows of a job that was killed are kept in")
+                self.file.truncate(0)
+        except BlockingIOError:
+            raise UserError(f"`output_file` {path}: another job is writing it") from None
+        except OSError as e:
+            raise UserError(f"`output_file` {path} cannot be written: {e.strerror}") from None
 
     def add(self, row: dict) -> None:
-        self.rows[row["index"]] = row
-        self.waiting[row["index"]] = json.dumps(row).encode() + b"\n"
+        self.rows.append(row)
         self.flush()
 
     def flush(self) -> None:
         """Write the rows that wait, if the disk takes them."""
-        if not self.waiting:
-            return
         try:
-            if self.file is None:
-                self._check_free()
-                self._set_aside(self.partial, "rows of a job that was killed are kept in")
-                self.file = open(self.partial, "wb", buffering=0)
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for index in list(self.waiting):
-                self._write(self.waiting[index])
-                del self.waiting[index]
+            for row in self.rows[self.written :]:
+                self._write(json.dumps(row).encode() + b"\n")
+                self.written += 1
         except OSError as e:
-            if not self._warned:
+            if self.written == len(self.rows) - 1:  # the first one that waits
                 log.warning("cannot write %s: %s; the job goes on, its rows wait in memory", self.partial, e.strerror)
-            self._warned = True
 
     def _write(self, line: bytes) -> None:
-        size = self.file.tell()
+        size = self.file.seek(0, os.SEEK_END)
         try:
-            if self.file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while line:
+                line = line[self.file.write(line) :]
         except OSError:
             self.file.truncate(size)  # half a row is none
-            self.file.seek(size)
-            raise
-
-    @contextmanager
-    def finished(self) -> Iterator[None]:
-        """Inside, a job adds its rows; at the end they are put in place. After an interrupt those that there are, too;
-        after an error they stay in the partial file, and an error of the user says so."""
-        try:
-            yield
-            self.finish(whole=True)
-        except (KeyboardInterrupt, BrokenPipeError):
-            self.finish(whole=False)
-            raise
-        except UserError as e:
-            if self.rows and str(self.partial) not in str(e):
-                raise UserError(f"{e}; {self.where()}") from None
-            raise
-        except Exception:
-            self.flush()  # the offload folder, which may have taken the space, has gone
             raise
 
     def where(self) -> str:
-        """For an error: how many rows are in the partial file."""
+        """For an error: how many rows are in the partial file. Those that wait are tried again: the offload folder,
+        which may have taken the space, has gone."""
         self.flush()
-        return f"{len(self.rows) - len(self.waiting)} of {len(self.rows)} finished rows are in {self.partial}"
-
-    @staticmethod
-    def _set_aside(path: Path, why: str) -> None:
-        """Rename a file that would be overwritten, if it exists."""
-        if path.exists():
-            names = (path.with_name(f"{path.name}~{n or ''}") for n in itertools.count())
-            kept = next(name for name in names if not name.exists())
-            os.replace(path, kept)
-            log.warning("%s %s", why, kept)
+        return f"{self.written} of {len(self.rows)} finished rows are in {self.partial}"
 
     def finish(self, whole: bool) -> None:
-        """Put the finished rows in place, if there are any. May be called again after an interrupt.
+        """Put the finished rows in place, in the order of the input, if there are any.
 
         Args:
-            whole: all rows are finished. If not, a file of an earlier job is not replaced but renamed.
+            whole: all rows are finished. If not, a file of an earlier job is kept under another name.
 
         Raises:
             UserError: the disk is full; the message says where the rows are.
         """
         if not self.rows:
             return
-        self._whole |= whole
-        sorted_file = self.path.with_name(self.path.name + ".sorted")
+        new = Path(f"{self.path}.sorted")
+        rows = sorted(self.rows, key=lambda row: row["index"])
         try:
-            text = "".join(json.dumps(self.rows[index]) + "\n" for index in sorted(self.rows))
-            sorted_file.write_text(text, encoding="utf-8")
-            if not self._whole:
-                self._set_aside(self.path, "the output file of an earlier job is kept in")
-            os.replace(sorted_file, self.path)
+            with interrupts.deferred():
+                new.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+                if not whole and self.path.exists():
+                    _keep(self.path, "the output file of an earlier job is kept in")
+                os.replace(new, self.path)
+                self.partial.unlink()
         except OSError as e:
-            sorted_file.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
             raise UserError(f"cannot write {self.path}: {e.strerror}; {self.where()}") from None
-        self.waiting.clear()
-        with suppress(OSError):
-            if self.file is not None:
-                self.file.close()
-            self.partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def open_output(path: str) -> Iterator[OutputFile]:
+    """The output file of a job. At the end, or on an interrupt, its rows are put in place; after another error PATH is
+    as it was, the rows are in PATH.partial, and a UserError says so.
+
+    Raises:
+        UserError: as `OutputFile` and its `finish`.
+    """
+    output = OutputFile(path)
+    try:
+        yield output
+    except (KeyboardInterrupt, BrokenPipeError):
+        output.finish(whole=False)
+        raise
+    except UserError as e:
+        if not output.rows:
+            raise
+        raise UserError(f"{e}; {output.where()}") from None
+    else:
+        output.finish(whole=True)
+    finally:
+        output.file.close()
+        if not output.rows:
+            output.partial.unlink(missing_ok=True)
 
 
 def row_of(output) -> dict:
@@ -150,3 +132,12 @@ def row_of(output) -> dict:
         return {"index": output.index, "error": output.error}
     done = output.outputs[0]
     return {"index": output.index, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
+
+
+def _keep(path: Path, why: str) -> None:
+    """Copy a file that will be overwritten; the copy has as many ~ at its end as make its name new."""
+    kept = path
+    while kept.exists():
+        kept = Path(f"{kept}~")
+    shutil.copyfile(path, kept)
+    log.warning("%s %s", why, kept)

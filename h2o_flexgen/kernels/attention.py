@@ -23,7 +23,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # (T, T) matrices of a whole batch in bf16 on GPUs, and be up to twice as slow as matmuls of chunks in bf16 on CPUs
     flash = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= (8, 0)
     if not flash and (grouped or (q.dtype == torch.bfloat16 and not is_slow(q))):
-        return _chunked(q, k, v, None)
+        return _chunked(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
@@ -38,17 +38,15 @@ def causal_attention_with_scores(q: Tensor, k: Tensor, v: Tensor, lengths: Tenso
         heads of the group.
     """
     score = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
-    real = torch.arange(q.shape[2]) < lengths[:, None]
-    if bool(real.all()):
-        return _chunked(q, k, v, score), score
-    real = real.to(q.device, torch.float32, non_blocking=True).repeat_interleave(k.shape[1], 0)
+    lengths = lengths.to(q.device, non_blocking=True)
+    real = (torch.arange(q.shape[2], device=q.device) < lengths[:, None]).float().repeat_interleave(k.shape[1], 0)
     return _chunked(q, k, v, score, real), score
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor | None = None) -> Tensor:
+def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None = None, real: Tensor | None = None) -> Tensor:
     """Causal attention of a few KV heads and a chunk of queries at a time, over the keys up to the chunk's end: no
-    (T, T) matrix of a whole batch is ever held. Column sums of the probabilities go to `score`, over queries that are
-    `real` (B * KV, T) if that is given."""
+    (T, T) matrix of a whole batch is ever held. Column sums of the probabilities go to `score` (B, KV, T), each query's
+    times its weight in `real` (B * KV, T), if they are given."""
     B, H, T, D = q.shape
     KV = k.shape[1]
     G = H // KV
@@ -57,7 +55,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
     context = torch.empty_like(q)
     score = score if score is None else score.view(B * KV, T)
     chunk = min(QUERY_CHUNK, T)
-    heads = min(B * KV, max(1, CHUNK_ELEMENTS.get(q.device.type, 1 << 25) // (G * chunk * T)))
+    heads = min(B * KV, max(1, CHUNK_ELEMENTS[q.device.type] // (G * chunk * T)))
     slow = is_slow(q)
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     # taken once: blocks of ever-changing sizes would leave gaps in the heap
@@ -77,9 +75,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None, real: Tensor
             torch.bmm(queries * D**-0.5, few_k[:, :end].transpose(1, 2), out=logits)
             logits.view(b - a, G, n, end)[..., begin:end].masked_fill_(above[:n, :n], float("-inf"))
             torch.softmax(logits if as_they_are else p.copy_(logits), -1, dtype=torch.float32, out=p)
-            if score is not None and real is None:
-                score[a:b, :end] += p.sum(1)
-            elif score is not None:
+            if score is not None:
                 weight = real[a:b, None, begin:end].expand(-1, G, -1).reshape(b - a, 1, G * n)
                 score[a:b, :end] += torch.bmm(weight, p)[:, 0]
             p = p if narrow is in_fp32 else logits.copy_(p)
@@ -103,6 +99,7 @@ def cached_attention(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor 
         context (B, H, 1, D), and per KV head the attention that each slot receives from the heads of its group
         (B, KV, sum of S) in fp32.
     """
+    # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
     if q.device.type == "cpu" and q.dtype == torch.float16:
         return _cached_attention_in_fp32(q, k, v, empty)
     B, H, _, D = q.shape
@@ -122,17 +119,18 @@ def cached_attention(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor 
 
 
 def _cached_attention_in_fp32(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None):
-    """The same on a CPU, which is slow in fp16: a few KV heads at a time, to keep the fp32 copies in its caches."""
+    """The same through fp32: a few KV heads at a time, to keep the copies in the CPU's caches."""
     B, H, _, D = q.shape
     KV, S = k[0].shape[1], sum(segment.shape[2] for segment in k)
-    G = H // KV
-    heads = max(1, 2 * CHUNK_ELEMENTS["cpu"] // (S * D))
-    q, k, v = q.reshape(1, B * H, 1, D), *([x.view(1, B * KV, -1, D) for x in segments] for segments in (k, v))
-    empty = None if empty is None else empty.expand(B, KV, S).reshape(1, B * KV, S)
-    context, p = torch.empty_like(q), torch.empty(1, B * KV, S, dtype=torch.float32)
-    for a in range(0, B * KV, heads):
-        part, queries = slice(a, a + heads), slice(a * G, (a + heads) * G)
-        few_k, few_v = ([x[:, part].float() for x in segments] for segments in (k, v))
-        few_empty = None if empty is None else empty[:, part]
-        context[:, queries], p[:, part] = cached_attention(q[:, queries].float(), few_k, few_v, few_empty)
-    return context.view(B, H, 1, D), p.view(B, KV, S)
+    # every KV head as a sequence of its own
+    queries = q.reshape(B * KV, H // KV, 1, D)
+    k, v = ([x.view(B * KV, 1, -1, D) for x in segments] for segments in (k, v))
+    empty = None if empty is None else empty.expand(B, KV, S).reshape(B * KV, 1, S)
+    few = max(1, 2 * CHUNK_ELEMENTS["cpu"] // (S * D))
+    context, received = torch.empty_like(queries), torch.empty(B * KV, 1, S, dtype=torch.float32)
+    for begin in range(0, B * KV, few):
+        part = slice(begin, begin + few)
+        few_k, few_v = ([x[part].float() for x in segments] for segments in (k, v))
+        few_empty = None if empty is None else empty[part]
+        context[part], received[part] = cached_attention(queries[part].float(), few_k, few_v, few_empty)
+    return context.view(B, H, 1, D), received.view(B, KV, S)

@@ -15,16 +15,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import product
+from math import log
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.kernels.rates import HALF_TYPES, ROWS, KernelRates
 from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS
 
+#: rows (tokens) of the matmuls that are timed: a decode step of one sequence up to the prefill of a micro-batch
+ROWS = (1, 8, 32, 128, 512)
+#: rows by which types and layouts are compared, as if as many tokens went through the model at each of them
+MIX = ROWS[1:]
+#: what is less than this many times faster is no reason to leave the plain kernel
+MARGIN = 1.1
+#: types in which a matmul has more than one exact kernel
+HALF_TYPES = ("bfloat16", "float16")
 #: `widened` has W, not x, as the left operand of its matmul up to so many rows
 LEFT_ROWS = 256
 #: (out, in) of the matrices that are timed: with few rows so large that they come from RAM, as those of a model do
@@ -33,10 +42,8 @@ FEW_ROWS_SHAPE, MANY_ROWS_SHAPE = (4096, 1024), (1024, 1024)
 MANY_ROWS = 128
 #: (heads, queries, head size) of the attention that is timed
 ATTENTION_SHAPE = (8, 256, 64)
-#: times that each kernel runs, of which the fastest counts
-ROUNDS = 8
-#: a kernel that has taken so long does not run again, and none a third time once all together have taken so long
-SECONDS_EACH, MOST_SECONDS = 0.05, 0.5
+#: times that each kernel runs, of which the fastest counts; one that has taken so long does not run again
+ROUNDS, SECONDS_EACH = 8, 0.03
 
 _HALVES = tuple(getattr(torch, name) for name in HALF_TYPES)
 _rates: KernelRates | None = None
@@ -112,14 +119,12 @@ def pack(weight: Tensor) -> Tensor:
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether `pack` works here in this type: its operators are those of torch's compiler, not public ones, and oneDNN
     has fp16 on few CPUs."""
+    rows, out, width = 33, 70, 48
+    # small integers, so that every order of adding up is exact
+    x, weight = (torch.arange(n * width).remainder(7).to(dtype).view(n, width) for n in (rows, out))
+    bias = torch.arange(out).to(dtype)
     try:
-        for rows, out, width in ((1, 64, 64), (33, 70, 48), (3, 5, 7)):
-            # small integers, so that every order of adding up is exact
-            x, weight = (torch.arange(n * width).remainder(7).to(dtype).view(n, width) for n in (rows, out))
-            bias = torch.arange(out).to(dtype)
-            if not torch.equal(packed(x, pack(weight), bias), F.linear(x, weight, bias)):
-                return False
-        return True
+        return torch.equal(packed(x, pack(weight), bias), F.linear(x, weight, bias))
     except (AttributeError, RuntimeError):
         return False
 
@@ -129,6 +134,72 @@ KERNELS: dict[str, Callable] = {"native": F.linear, "widened": widened}
 
 
 # the choice
+
+
+@dataclass(frozen=True)
+class KernelRates:
+    """Measured rates of one CPU, as `measure` finds them.
+
+    Attributes:
+        linear: {dtype: {kernel: {rows: flops per second}}}. A kernel that cannot run here is not in it.
+        attention: {dtype: flops per second} of the batched matmuls in attention over a prompt.
+    """
+
+    linear: dict[str, dict[str, dict[int, float]]]
+    attention: dict[str, float]
+
+    @classmethod
+    def from_dict(cls, data: dict) -> KernelRates:
+        """What `dataclasses.asdict` and JSON made of one. Raises KeyError, TypeError, ValueError or AttributeError if
+        it is none."""
+        linear = {
+            dtype: {kernel: {n: float(table[str(n)]) for n in ROWS} for kernel, table in kernels.items()}
+            for dtype, kernels in data["linear"].items()
+        }
+        return cls(linear, {dtype: float(rate) for dtype, rate in data["attention"].items()})
+
+    def kernel(self, dtype: str, rows: int) -> str:
+        """The kernel for a matrix that is not packed: "native", or "widened" where that is clearly faster."""
+        rates = self.linear[dtype]
+        if "widened" not in rates:
+            return "native"
+        nearest = min(ROWS, key=lambda n: abs(log(n / rows)))
+        return "widened" if rates["widened"][nearest] > MARGIN * rates["native"][nearest] else "native"
+
+    def packs(self, dtype: str) -> bool:
+        """Whether a matrix that stays in RAM is better kept packed: it then has no other kernel."""
+        packed = self.linear[dtype].get("packed")
+        return packed is not None and MARGIN * _seconds(packed) < self._unpacked_seconds(dtype)
+
+    def is_slow(self, dtype: str) -> bool:
+        """Whether attention in this 16-bit type is better computed in fp32."""
+        return dtype in HALF_TYPES and self.attention[dtype] < MARGIN * self.attention["float32"]
+
+    def dtype(self, stored: str | None = None) -> str:
+        """The type to compute in: the 16-bit one with the least seconds over MIX, or float32 if that is faster still.
+
+        Of types within MARGIN of each other, the one the checkpoint is stored in comes first, then bfloat16 for its
+        range, and float32 last for its memory. A checkpoint in bfloat16 is never computed in float16, whose range
+        is too small for it.
+
+        Args:
+            stored: of the checkpoint, if that is known.
+        """
+        order = [stored] if stored in HALF_TYPES else []
+        order += [t for t in HALF_TYPES if t not in order and not (t == "float16" and stored == "bfloat16")]
+        seconds = {t: self.seconds(t) for t in (*order, "float32")}
+        return next(t for t, s in seconds.items() if s <= MARGIN * min(seconds.values()))
+
+    def seconds(self, dtype: str) -> float:
+        """For a flop at each of the rows of MIX, with the best kernels."""
+        return _seconds(self.linear[dtype]["packed"]) if self.packs(dtype) else self._unpacked_seconds(dtype)
+
+    def _unpacked_seconds(self, dtype: str) -> float:
+        return _seconds({n: self.linear[dtype][self.kernel(dtype, n)][n] for n in MIX})
+
+
+def _seconds(rates: dict[int, float]) -> float:
+    return sum(1 / rates[n] for n in MIX)
 
 
 def use(rates: KernelRates | None) -> None:
@@ -155,21 +226,24 @@ def _chosen(dtype: torch.dtype, rows: int) -> str:
     return rates().kernel(dtype_name(dtype), rows)
 
 
+# measuring
+
+
 @torch.no_grad()
 def measure() -> KernelRates:
-    """Time every kernel on this CPU, in a fraction of a second and 0.1 GB of RAM."""
-    calls, flops = _calls()
+    """Time every kernel on this CPU, in about a second and 0.1 GB of RAM."""
+    calls = _calls()
     taken: dict[tuple, list[float]] = {key: [] for key in calls}
-    end = time.perf_counter() + MOST_SECONDS
-    for turn in range(ROUNDS):  # all take turns, since other programs come and go
-        for key, call in calls.items():
-            start = time.perf_counter()
-            if sum(taken[key]) < SECONDS_EACH and (turn < 2 or start < end):
+    for _ in range(ROUNDS):  # all take turns, since other programs come and go
+        for key, (call, _) in calls.items():
+            if sum(taken[key]) < SECONDS_EACH:
+                start = time.perf_counter()
                 call()
                 taken[key].append(time.perf_counter() - start)
     linear, attention = {}, {}
-    for (dtype, kernel, rows), seconds in taken.items():
-        rate = flops[dtype, kernel, rows] / min(seconds)
+    for key, (_, flops) in calls.items():
+        dtype, kernel, rows = key
+        rate = flops / min(taken[key])
         if kernel == "attention":
             attention[dtype] = rate
         else:
@@ -177,9 +251,9 @@ def measure() -> KernelRates:
     return KernelRates(linear, attention)
 
 
-def _calls() -> tuple[dict[tuple, Callable], dict[tuple, int]]:
-    """Calls and their flops, both by (dtype, kernel, rows)."""
-    calls, flops = {}, {}
+def _calls() -> dict[tuple, tuple[Callable, int]]:
+    """By (dtype, kernel, rows): calls and their flops."""
+    calls = {}
     for dtype, few in product((*_HALVES, torch.float32), (True, False)):
         weight = torch.full(FEW_ROWS_SHAPE if few else MANY_ROWS_SHAPE, 0.01, dtype=dtype)
         kernels = {"native": partial(F.linear, weight=weight)}
@@ -189,10 +263,10 @@ def _calls() -> tuple[dict[tuple, Callable], dict[tuple, int]]:
                 kernels["packed"] = partial(packed, weight=pack(weight))
         for rows, (name, kernel) in product(ROWS, kernels.items()):
             if few == (rows < MANY_ROWS):
-                key = dtype_name(dtype), name, rows
-                calls[key] = partial(kernel, torch.full((rows, weight.shape[1]), 0.5, dtype=dtype))
-                flops[key] = 2 * rows * weight.numel()
+                x = torch.full((rows, weight.shape[1]), 0.5, dtype=dtype)
+                calls[dtype_name(dtype), name, rows] = partial(kernel, x), 2 * rows * weight.numel()
     for dtype in (*_HALVES, torch.float32):
-        key, q = (dtype_name(dtype), "attention", 0), torch.full(ATTENTION_SHAPE, 0.1, dtype=dtype)
-        calls[key], flops[key] = partial(torch.bmm, q, q.transpose(1, 2)), 2 * q.numel() * q.shape[1]
-    return calls, flops
+        q = torch.full(ATTENTION_SHAPE, 0.1, dtype=dtype)
+        call = partial(torch.bmm, q, q.transpose(1, 2))
+        calls[dtype_name(dtype), "attention", 0] = call, 2 * q.numel() * q.shape[1]
+    return calls

@@ -9,5 +9,4 @@ A family is one module, named after its `model_type`, of pure functions. A new o
     embed(spec, w, gather, ids, positions)      ids, positions (B, T) int64 on the CPU -> hidden (B, T, E)
     block(spec, w, hidden, positions, attend)   hidden (B, T, E), positions (B, T) -> hidden (B, T, E)
     logits(spec, w, hidden)                     last hidden states (B, E), contiguous -> logits (B, V)
-    rotate(rope, x, positions)                  of families with RoPE (`rope.rotate`)
 """

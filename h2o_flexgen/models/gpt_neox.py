@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from h2o_flexgen.models.parts import Attend, Gather, Weights, layer_norm, linear, merge_heads, mlp, position, project
-from h2o_flexgen.models.rope import read_rope, rotate
+from h2o_flexgen.models.parts import Attend, Weights, embed, layer_norm, merge_heads, mlp, project
+from h2o_flexgen.models.rope import read_rope, rotation
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
-__all__ = ["block", "embed", "logits", "named", "rotate", "spec", "tensors"]
+__all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
 
 #: name -> (layers, hidden width, heads, words)
 SIZES = {
@@ -91,16 +91,13 @@ def tensors(spec: NeoXSpec) -> list[Layer]:
     ]
 
 
-def embed(spec: NeoXSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
-    return gather("words", ids)
-
-
 def block(spec: NeoXSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
     x = layer_norm(w, "attn_norm", hidden, spec.eps)
     # (B, H, T, 3 D): each head's query, key and value lie side by side
     q, k, v = project(w, "qkv", x).view(*x.shape[:2], spec.heads, -1).transpose(1, 2).chunk(3, dim=-1)
-    context = attend(position(spec, q, positions), position(spec, k, positions), v)
-    del q, k, v
+    rotated = rotation(spec.rope, positions, x)
+    context = attend(rotated(q), rotated(k), v)
+    del q, k, v, rotated
     summed = project(w, "out", merge_heads(context)).add_(hidden)
     del context
     x = layer_norm(w, "mlp_norm", hidden if spec.parallel else summed, spec.eps)
@@ -108,4 +105,4 @@ def block(spec: NeoXSpec, w: Weights, hidden: Tensor, positions: Tensor | None, 
 
 
 def logits(spec: NeoXSpec, w: Weights, hidden: Tensor) -> Tensor:
-    return linear(layer_norm(w, "final_norm", hidden, spec.eps), w["head.weight"])
+    return project(w, "head", layer_norm(w, "final_norm", hidden, spec.eps))

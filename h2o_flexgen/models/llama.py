@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from h2o_flexgen.models.parts import Attend, Gather, Weights, attention, gated_mlp, linear, rms_norm
-from h2o_flexgen.models.rope import read_rope, rotate
+from h2o_flexgen.models.parts import Attend, Weights, attention, embed, mlp, project, rms_norm
+from h2o_flexgen.models.rope import read_rope
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
-__all__ = ["block", "embed", "logits", "named", "rotate", "spec", "tensors"]
+__all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
 
 #: name -> (layers, hidden width, MLP width, heads, KV heads, head size, words, positions, theta, tied)
 SIZES = {
@@ -37,6 +37,7 @@ class LlamaSpec(ModelSpec):
     qkv_bias: bool = False  # of the linear layers, as the following
     out_bias: bool = False
     mlp_bias: bool = False
+    head_norms: bool = False  # of each head's queries and keys
 
 
 def spec(
@@ -65,21 +66,26 @@ def spec(
     return replace(spec, **changes)
 
 
-def config_of(sizes: tuple, **more) -> dict:
-    """A config from a row of SIZES."""
+def sliding_window(config: Config) -> int | None:
+    """The window of a config, where null is none and 4096 the default."""
+    return None if config.data.get("sliding_window", 4096) is None else config.size("sliding_window", 4096)
+
+
+def configs(sizes: dict[str, tuple], **more) -> dict[str, dict]:
+    """By name, the configs of rows like those of SIZES."""
     keys = (
         "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
         "max_position_embeddings rope_theta tie_word_embeddings"
     )
-    return dict(zip(keys.split(), sizes, strict=True)) | more
+    return {name: dict(zip(keys.split(), row, strict=True)) | more for name, row in sizes.items()}
 
 
 def named() -> dict[str, dict]:
-    configs = {name: config_of(sizes, rms_norm_eps=1e-5) for name, sizes in SIZES.items()}
-    for name, config in configs.items():
+    found = configs(SIZES, rms_norm_eps=1e-5)
+    for name, config in found.items():
         if "Llama-3" in name:
             config["rope_scaling"] = LLAMA3_ROPE | {"factor": 32.0 if "3.2" in name else 8.0}
-    return configs
+    return found
 
 
 def tensors(spec: LlamaSpec) -> list[Layer]:
@@ -88,6 +94,9 @@ def tensors(spec: LlamaSpec) -> list[Layer]:
 
     def block(index: int) -> Layer:
         at, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        norms = {}
+        if spec.head_norms:
+            norms = vectors("q_norm", f"{at}.q_norm", spec.head_dim) | vectors("k_norm", f"{at}.k_norm", spec.head_dim)
         return Layer(
             vectors("attn_norm", f"model.layers.{index}.input_layernorm", E)
             | matrix("q", f"{at}.q_proj", Q, E, spec.qkv_bias)
@@ -98,6 +107,7 @@ def tensors(spec: LlamaSpec) -> list[Layer]:
             | matrix("gate", f"{mlp}.gate_proj", inner, E, spec.mlp_bias)
             | matrix("up", f"{mlp}.up_proj", inner, E, spec.mlp_bias)
             | matrix("down", f"{mlp}.down_proj", E, inner, spec.mlp_bias)
+            | norms
         )
 
     head = words if spec.tied else ("lm_head.weight", (spec.vocab, E))
@@ -108,16 +118,12 @@ def tensors(spec: LlamaSpec) -> list[Layer]:
     ]
 
 
-def embed(spec: LlamaSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
-    return gather("words", ids)
-
-
 def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
     x = rms_norm(w, "attn_norm", hidden, spec.eps)
-    hidden = attention(spec, w, x, positions, attend).add_(hidden)
+    hidden = attention(spec, w, x, positions, attend, spec.eps if spec.head_norms else None).add_(hidden)
     x = rms_norm(w, "mlp_norm", hidden, spec.eps)
-    return gated_mlp(spec, w, x).add_(hidden)
+    return mlp(spec, w, x).add_(hidden)
 
 
 def logits(spec: LlamaSpec, w: Weights, hidden: Tensor) -> Tensor:
-    return linear(rms_norm(w, "final_norm", hidden, spec.eps), w["head.weight"])
+    return project(w, "head", rms_norm(w, "final_norm", hidden, spec.eps))

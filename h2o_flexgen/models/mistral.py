@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from h2o_flexgen.models import llama
-from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, rotate, tensors
+from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, tensors
 from h2o_flexgen.models.spec import Config
 
-__all__ = ["block", "embed", "logits", "named", "rotate", "spec", "tensors"]
+__all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
 
 #: as in `llama.SIZES`
 SIZES = {
@@ -15,15 +15,9 @@ SIZES = {
 
 
 def spec(config: Config) -> LlamaSpec:
-    window = config.data.get("sliding_window", 4096)
-    return llama.spec(
-        config,
-        model_type="mistral",
-        kv_heads=8,
-        default_positions=131072,
-        window=None if window is None else config.size("sliding_window", 4096),
-    )
+    window = llama.sliding_window(config)
+    return llama.spec(config, model_type="mistral", kv_heads=8, default_positions=131072, window=window)
 
 
 def named() -> dict[str, dict]:
-    return {name: llama.config_of(sizes, rms_norm_eps=1e-5, sliding_window=None) for name, sizes in SIZES.items()}
+    return llama.configs(SIZES, rms_norm_eps=1e-5, sliding_window=None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from h2o_flexgen.models.parts import Attend, Gather, Weights, attention, layer_norm, linear, mlp, project
+from h2o_flexgen.models.parts import Attend, Gather, Weights, attention, layer_norm, mlp, project
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
 #: the position table starts with two rows that no token uses
@@ -124,4 +124,4 @@ def logits(spec: OptSpec, w: Weights, hidden: Tensor) -> Tensor:
         hidden = layer_norm(w, "final_norm", hidden, EPS)
     if "project_out.weight" in w:
         hidden = project(w, "project_out", hidden)
-    return linear(hidden, w["head.weight"])
+    return project(w, "head", hidden)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import linear
-from h2o_flexgen.models.rope import rotate
+from h2o_flexgen.models.rope import rotation
 from h2o_flexgen.models.spec import ModelSpec
 
 Weights = dict[str, Tensor]
@@ -50,29 +50,36 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], -1)
 
 
-def position(spec: ModelSpec, x: Tensor, positions: Tensor | None) -> Tensor:
-    """Queries or keys (B, H, T, D) rotated to their positions (B, T); as they are without RoPE, and for None, where
-    `attend` rotates."""
-    return x if positions is None or spec.rope is None else rotate(spec.rope, x, positions)
+def attention(
+    spec: ModelSpec, w: Weights, x: Tensor, positions: Tensor | None, attend: Attend, norm_eps: float | None = None
+) -> Tensor:
+    """Attention with matrices q, k, v and out: x (B, T, E) -> (B, T, E). With `norm_eps` the queries and keys of each
+    head pass RMSNorms q_norm and k_norm before they are rotated."""
+    return project(w, "out", merge_heads(attend(*_heads(spec, w, x, positions, norm_eps))))
 
 
-def attention(spec: ModelSpec, w: Weights, x: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
-    """Attention with matrices q, k, v and out: x (B, T, E) -> (B, T, E)."""
-    q = position(spec, split_heads(project(w, "q", x), spec.heads), positions)
-    k = position(spec, split_heads(project(w, "k", x), spec.kv_heads), positions)
-    v = split_heads(project(w, "v", x), spec.kv_heads)
-    return project(w, "out", merge_heads(attend(q, k, v)))
+def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Tensor | None, norm_eps: float | None) -> tuple:
+    rotated = rotation(spec.rope, positions, x)
+
+    def normed(name: str, count: int) -> Tensor:
+        found = split_heads(project(w, name, x), count)
+        return found if norm_eps is None else rms_norm(w, f"{name}_norm", found, norm_eps)
+
+    q, k = rotated(normed("q", spec.heads)), rotated(normed("k", spec.kv_heads))
+    return q, k, split_heads(project(w, "v", x), spec.kv_heads)
+
+
+def embed(spec: ModelSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
+    """A family's `embed` where words are all there is: ids (B, T) -> (B, T, E)."""
+    return gather("words", ids)
 
 
 def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
-    """An MLP with matrices up and down: x (B, T, E) -> (B, T, E)."""
-    return project(w, "down", activation(spec.activation)(project(w, "up", x)))
-
-
-def gated_mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
-    """A gated MLP (GLU, arXiv 2002.05202) with matrices gate, up and down: x (B, T, E) -> (B, T, E)."""
-    gate = activation(spec.activation)(project(w, "gate", x))
-    return project(w, "down", gate.mul_(project(w, "up", x)))
+    """An MLP with matrices up and down, and gate if it is gated (GLU, arXiv 2002.05202): x (B, T, E) -> (B, T, E)."""
+    wide = activation(spec.activation)(project(w, "gate" if spec.gated else "up", x))
+    if spec.gated:
+        wide.mul_(project(w, "up", x))
+    return project(w, "down", wide)
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from h2o_flexgen.models import llama
-from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, rotate, tensors
+from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, tensors
 from h2o_flexgen.models.spec import Config
 
-__all__ = ["block", "embed", "logits", "named", "rotate", "spec", "tensors"]
+__all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
 
 #: as in `llama.SIZES`
 SIZES = {
@@ -20,29 +20,27 @@ SIZES = {
 }
 
 
-def window(config: Config, layers: int) -> int | None:
+def window(config: Config) -> int | None:
     """The sliding window of a Qwen config, if any of its layers has one."""
-    if not config.flag("use_sliding_window", False) or config.data.get("sliding_window", 4096) is None:
+    if not config.flag("use_sliding_window", False):
         return None
     types = config.data.get("layer_types")
     if types is not None and not isinstance(types, list):
         raise config.error(f"layer_types must be a list, not {types!r}")
-    slides = "sliding_attention" in types if types else layers > config.size("max_window_layers", 28, least=0)
-    return config.size("sliding_window", 4096) if slides else None
+    full = config.size("max_window_layers", 28, least=0)
+    slides = "sliding_attention" in types if types else config.size("num_hidden_layers") > full
+    return llama.sliding_window(config) if slides else None
+
+
+def qwen_spec(config: Config, **changes) -> LlamaSpec:
+    """Of any Qwen; `changes` as of `llama.spec`."""
+    eos = config.tokens("eos_token_id")
+    return llama.spec(config, kv_heads=32, default_positions=32768, eos=eos, window=window(config), **changes)
 
 
 def spec(config: Config) -> LlamaSpec:
-    return llama.spec(
-        config,
-        model_type="qwen2",
-        kv_heads=32,
-        default_positions=32768,
-        eos=config.tokens("eos_token_id"),
-        qkv_bias=True,
-        out_bias=False,
-        window=window(config, config.size("num_hidden_layers")),
-    )
+    return qwen_spec(config, model_type="qwen2", qkv_bias=True, out_bias=False)
 
 
 def named() -> dict[str, dict]:
-    return {name: llama.config_of(sizes, rms_norm_eps=1e-6) for name, sizes in SIZES.items()}
+    return llama.configs(SIZES, rms_norm_eps=1e-6)

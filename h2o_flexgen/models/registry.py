@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import read_json
 from h2o_flexgen.models.spec import Config, ModelSpec
 
 #: `model_type` of every family, each a module of this package
@@ -34,16 +34,12 @@ def spec_of(config: dict, where: str = "the config") -> ModelSpec:
             not fit the others.
     """
     model_type = config.get("model_type")
-    known = ", ".join(FAMILIES)
     if model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
         raise UserError(f"{where}: the architecture {model_type!r} is not supported; known model types: {known}")
-    quantized = config.get("quantization_config")
-    if quantized is not None:
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
-        raise UserError(
-            f"{where}: the checkpoint is quantised ({method}), which is not supported: take one in float16, bfloat16 "
-            f"or float32 of one of these model types: {known}"
-        )
+    if config.get("quantization_config") is not None:
+        advice = "take one in float16, bfloat16 or float32"
+        raise UserError(f"{where}: the checkpoint is quantised, which is not supported: {advice}")
     return family(model_type).spec(Config(config, where))
 
 
@@ -67,12 +63,9 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def _read(path: Path) -> dict | None:
-    try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"cannot read {path}: {e}") from None
+    data = read_json("the model's", path)
     if not isinstance(data, dict):
         raise UserError(f"{path} does not hold a JSON object")
     return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
 
@@ -46,14 +47,11 @@ def read_rope(
     if not 0 < dim <= head_dim or dim % 2:
         raise config.error(f"RoPE cannot rotate {dim} of {head_dim} elements of a head")
     scaling = {k: v for k, v in data.items() if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")}
-    longest = positions
+    original = positions
     if type_ in ("llama3", "yarn"):
-        original = config.data.get("original_max_position_embeddings") or positions
-        scaling.setdefault("original_max_position_embeddings", original)
-        if type_ == "yarn":
-            longest = int(given.number("factor") * given.size("original_max_position_embeddings", original))
-    elif type_ != "default":
-        longest = int(given.number("factor") * positions)
+        key = "original_max_position_embeddings"
+        original = scaling[key] = given.size(key, config.size(key, positions))
+    longest = positions if type_ in ("default", "llama3") else int(given.number("factor") * original)
     theta = given.number("rope_theta", config.number(theta_key, 10000.0))
     try:
         rope = Rope(type_, theta, dim, positions, tuple(sorted(scaling.items())))
@@ -87,26 +85,28 @@ def _frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
     return ROPE_INIT_FUNCTIONS[rope.type](config, torch.device("cpu"), seq_len=length)
 
 
-def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, float]:
-    """Radians (B, T, dim / 2) fp32 of positions (B, T)."""
+def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that rotates queries or keys (B, H, T, D), of the type and on the device of `like`, to positions
+    (B, T) int64 on the CPU. Without RoPE, and for None, where `attend` rotates, it gives them back as they are."""
+    if rope is None or positions is None:
+        return lambda x: x
     if rope.type == "dynamic":  # frequencies follow the length of each text, whatever its neighbours' are
         lengths = positions.amax(1).add(1).clamp(min=rope.positions).tolist()
-        frequencies, factor = zip(*(_frequencies(rope, length) for length in lengths))
-        each, scale = torch.stack(frequencies)[:, None], factor[0]
+        frequencies, factors = zip(*(_frequencies(rope, length) for length in lengths))
+        each, scale = torch.stack(frequencies)[:, None], factors[0]
     else:
         each, scale = _frequencies(rope, rope.positions)
-    return positions.to(each.device, torch.float32)[..., None] * each, scale
-
-
-def rotate(rope: Rope, x: Tensor, positions: Tensor) -> Tensor:
-    """Queries or keys x (B, H, T, D), each head's first `rope.dim` elements rotated to `positions` (B, T) int64 on the
-    CPU; the rest as it is. A new tensor."""
-    angles, scale = _angles(rope, positions)
-    cos, sin = ((f(angles) * scale).to(x.device, x.dtype)[:, None] for f in (torch.cos, torch.sin))
+    angles = (positions.float()[..., None] * each)[:, None]
+    cos, sin = ((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
     half = rope.dim // 2
-    out = torch.empty_like(x)
-    first, second = x[..., :half], x[..., half : rope.dim]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half : rope.dim]).addcmul_(first, sin)
-    out[..., rope.dim :] = x[..., rope.dim :]
-    return out
+
+    def rotate(x: Tensor) -> Tensor:
+        """Each head's first `rope.dim` elements rotated, the rest as it is."""
+        out = torch.empty_like(x)
+        first, second = x[..., :half], x[..., half : rope.dim]
+        torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out[..., half : rope.dim]).addcmul_(first, sin)
+        out[..., rope.dim :] = x[..., rope.dim :]
+        return out
+
+    return rotate

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from h2o_flexgen.errors import UserError
+from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.models.registry import hub_name, read_spec
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
@@ -30,9 +30,9 @@ def find_model(model: str | None, path: str | None = None) -> tuple[Path, Path]:
         raise UserError(f"`path` {path}: no such folder")
     if model is not None and os.path.isdir(_expand(model)):
         return weights, _expand(model)
-    if (weights / "config.json").exists():
+    if model is None or (weights / "config.json").exists():
         return weights, weights
-    return weights, _find(model, weights=False) if model is not None else weights
+    return weights, _find(model, weights=False)
 
 
 def _find(model: str | None, weights: bool = True) -> Path:
@@ -40,8 +40,6 @@ def _find(model: str | None, weights: bool = True) -> Path:
         if not (DEMO_MODEL / "config.json").exists():
             raise UserError("the demo model is not in this installation: name a `model`")
         return DEMO_MODEL
-    if not model.strip():
-        raise UserError("`model` is empty: name a folder or a Hugging Face model, or leave it out for the demo model")
     folder = _expand(model)
     if os.path.isdir(folder):
         return folder
@@ -62,41 +60,39 @@ def weight_files(folder: Path) -> list[Path]:
         if index.exists():
             try:
                 return [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-            except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
-                raise UserError(f"cannot read the shard index {index}: {e}") from None
+            except Exception as e:
+                raise UserError(f"cannot read the shard index {index}: {reason(e)}") from None
         if (folder / name).exists():
             return [folder / name]
     return []
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether nothing of a model is missing, as after a download that was interrupted."""
+    """Whether no file of the weights is missing, as after a download that was interrupted."""
     files = weight_files(folder)
-    return bool(files) and all(file.exists() for file in (folder / "config.json", *files))
+    return bool(files) and all(file.exists() for file in files)
 
 
 def _snapshot(name: str, weights: bool) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+    """The folder of a repository's config and tokenizer, and of its `weights` if they are wanted: what is not in the
+    local cache is downloaded."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
 
+    is_whole = _is_whole if weights else _has_tokenizer
     try:
-        # asked for everything, the hub's client misses what is never downloaded: weights of other formats, a README
-        cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=["config.json"]))
-        if _is_whole(cached) or (not weights and (cached / "config.json").exists() and _has_tokenizer(cached)):
-            return cached
-    except Exception:
-        pass  # not there yet, or not whole
-    try:
-        small = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
-        read_spec(small)  # before gigabytes of a model that cannot be run
-        if not weights:
-            return small
-        files = HfApi().list_repo_files(name)
-        kind = "*.safetensors*" if any(f.endswith(".safetensors") for f in files) else "pytorch_model*.bin*"
-        return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, kind]))
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str) and is_whole(Path(cached).parent):
+            return Path(cached).parent
+        folder = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
+        read_spec(folder)  # before gigabytes of a model that cannot be run
+        for kind in ("model*.safetensors", "pytorch_model*.bin"):
+            if weights and not _is_whole(folder):
+                folder = Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, kind]))
+        return folder
     except UserError:
         raise
     except Exception as e:
-        cause = f"neither a local folder nor to be had from the Hugging Face hub ({_reason(e)})"
+        cause = f"neither a local folder nor to be had from the Hugging Face hub ({reason(e)})"
         advice = "check the name and the network, or give a folder"
         raise UserError(f"cannot get the model {name!r}: {cause}; {advice}") from None
 
@@ -111,12 +107,8 @@ def load_tokenizer(folder: Path):
         # code that comes with a model is never run, and never asked about
         return AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     except Exception as e:
-        raise UserError(f"cannot load the tokenizer of {folder}: {_reason(e)}") from None
+        raise UserError(f"cannot load the tokenizer of {folder}: {reason(e)}") from None
 
 
 def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in _TOKENIZER_FILES)
-
-
-def _reason(e: Exception) -> str:
-    return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -106,42 +106,35 @@ class Config:
     def error(self, what: str) -> UserError:
         return UserError(f"{self.where}: {what}")
 
-    def _get(self, key: str, default, wanted: type | tuple[type, ...], what: str):
-        value = self.data.get(key)
-        if value is None and (key not in self.data or wanted not in (bool, str)):  # null is a size left out
-            if default is None:
-                raise self.error(f"the key {key!r} is missing")
-            return default
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+    def _checked(self, key: str, value, what: str, fits: Callable[[object], bool]):
+        if not fits(value):
             raise self.error(f"{key} must be {what}, not {value!r}")
         return value
+
+    def _number(self, key: str, default):
+        """A number that is null is left out."""
+        return default if self.data.get(key) is None else self.data[key]
 
     def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        what = f"a whole number from {least} to {LARGEST}"
-        value = self._get(key, default, int, what)
-        if not least <= value <= LARGEST:
-            raise self.error(f"{key} must be {what}, not {value!r}")
-        return value
+        what, fits = f"a whole number from {least} to {LARGEST}", lambda n: type(n) is int and least <= n <= LARGEST
+        return self._checked(key, self._number(key, default), what, fits)
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default, (int, float), "a positive number")
-        if not 0 < value < 1e300:
-            raise self.error(f"{key} must be a positive number, not {value!r}")
-        return float(value)
+        what, fits = "a positive number", lambda x: type(x) in (int, float) and 0 < x < 1e300
+        return float(self._checked(key, self._number(key, default), what, fits))
 
     def flag(self, key: str, default: bool) -> bool:
-        return self._get(key, default, bool, "true or false")
+        return self._checked(key, self.data.get(key, default), "true or false", lambda x: isinstance(x, bool))
 
     def text(self, key: str, default: str) -> str:
-        return self._get(key, default, str, "a text")
+        return self._checked(key, self.data.get(key, default), "a text", lambda x: isinstance(x, str))
 
     def tokens(self, key: str, default: int | None = None) -> frozenset[int]:
         """Token ids: none, one or a list."""
         value = self.data.get(key, default)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(type(token) is int for token in ids):
-            raise self.error(f"{key} must be a token id or a list of them, not {value!r}")
-        return frozenset(ids)
+        what = "a token id or a list of them"
+        return frozenset(self._checked(key, ids, what, lambda ids: all(type(token) is int for token in ids)))
 
     def sizes(self, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, int]:
         """The sizes of a spec that all families call alike, with a family's defaults for heads of K and V and their

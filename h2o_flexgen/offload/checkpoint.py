@@ -1,16 +1,20 @@
-"""The checkpoint of a model: safetensors are read in place, `.bin` files are converted once."""
+"""Where weights come from: a checkpoint, whose safetensors are read in place and whose `.bin` files are converted once;
+or random ones of a named size, for measuring without a checkpoint."""
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
@@ -26,6 +30,10 @@ from h2o_flexgen.sizes import PAGE, aligned
 PART = 1 << 22
 #: names that safetensors has for the dtypes of weights
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+#: standard deviation of random weights, as OPT starts training with
+STD = 0.02
+#: elements that all random tensors share, since drawing 60 GB of them would take many minutes
+POOL = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -35,25 +43,22 @@ class Stored:
     file: File
     offset: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | str  # what is no float has safetensors' name of its dtype, and is never read
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def row(self, index: int) -> Tensor:
-        """A row of a matrix, in fp32."""
-        size = self.shape[1] * self.dtype.itemsize
-        data = os.pread(self.file.fd, size, self.offset + index * size)
-        return torch.frombuffer(bytearray(data), dtype=self.dtype).float()
+    def row(self, index: int) -> bytes:
+        size = self.nbytes // self.shape[0]
+        return os.pread(self.file.fd, size, self.offset + index * size)
 
 
 class Checkpoint:
     """The tensors of a model folder. Methods take full names, such as "model.decoder.layers.0.fc1.weight".
 
     Attributes:
-        tensors: float tensors by their names in the files.
-        others: the dtypes of all other tensors, as safetensors names them.
+        tensors: by their names in the files.
 
     Raises:
         UserError: no weights, or a file that is missing, cut short, or no safetensors file.
@@ -62,64 +67,46 @@ class Checkpoint:
     def __init__(self, folder: Path, progress: bool = True):
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
-        self.others: dict[str, str] = {}
         for path in _shards(folder, progress):
             self.add_file(path)
 
     def add_file(self, path: Path) -> None:
         """Index the tensors of a safetensors file."""
-        file = File(path)
-        size = path.stat().st_size
         try:
-            length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
-            if not 0 < length <= size:
-                raise ValueError("the header does not end")
-            header = json.loads(os.pread(file.fd, length, 8))
-            if not isinstance(header, dict):
-                raise ValueError("the header is no JSON object")
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                self._add(file, name, entry, 8 + length, size)
-        except UserError:
-            raise
-        except (ValueError, KeyError, TypeError, RecursionError, OSError) as e:
-            raise UserError(f"{path} is not a whole safetensors file ({e}); download it again") from None
-
-    def _add(self, file: File, name: str, entry: dict, data: int, size: int) -> None:
-        """`data`: where the tensors begin in a file of `size` bytes."""
-        begin, end = entry["data_offsets"]
-        shape, dtype = tuple(entry["shape"]), entry["dtype"]
-        sizes = (begin, end, *shape)
-        if not all(type(n) is int and n >= 0 for n in sizes) or begin > end or not isinstance(dtype, str):
-            raise ValueError(f"the header's entry for {name!r} makes no sense")
-        if data + end > size:
-            where = f"{name} ends at byte {data + end}, the file has {size}"
-            raise UserError(f"{file.path} is cut short: {where}; download it again")
-        if dtype not in DTYPES:
-            self.others[name] = dtype
-            return
-        stored = Stored(file, data + begin, shape, DTYPES[dtype])
-        if stored.nbytes != end - begin:
-            raise ValueError(f"{name!r} of shape {list(shape)} in {dtype} cannot have {end - begin} bytes")
-        self.tensors[name] = stored
+            with safe_open(path, "numpy"):
+                pass  # it has checked the header, and that the file is as long as the header says
+        except (SafetensorError, OSError) as e:
+            reason = f"{path} is no whole safetensors file ({e})"
+            raise UserError(f"{reason}: if it was cut short, download it again") from None
+        file = File(path)
+        length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
+        header = json.loads(os.pread(file.fd, length, 8))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            offset, dtype = 8 + length + entry["data_offsets"][0], entry["dtype"]
+            self.tensors[name] = Stored(file, offset, tuple(entry["shape"]), DTYPES.get(dtype, dtype))
 
     def find(self, name: str) -> Stored | None:
         """The tensor of a full name, of which a checkpoint saved from an inner module lacks up to two leading parts."""
-        return _lookup(self.tensors, name)
+        parts = name.split(".")
+        for missing in range(min(3, len(parts) - 1)):  # a module and its parameter stay
+            if stored := self.tensors.get(".".join(parts[missing:])):
+                return stored
+        return None
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         """Raises UserError unless the checkpoint has every tensor in its shape."""
-        checkpoint = f"the checkpoint {self.folder} has"
         for name, shape in needed.items():
-            stored, other = self.find(name), _lookup(self.others, name)
-            if stored is None and other is not None:
-                raise UserError(f"{checkpoint} {name!r} in {other}: only float weights can be used")
+            stored = self.find(name)
             if stored is None:
-                raise UserError(f"{checkpoint} no tensor {name!r}")
-            if stored.shape != shape:
-                raise UserError(
-                    f"{checkpoint} {name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
-                )
+                problem = f"no tensor {name!r}"
+            elif isinstance(stored.dtype, str):
+                problem = f"{name!r} in {stored.dtype}: only float weights can be used"
+            elif stored.shape != shape:
+                problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
+            else:
+                continue
+            raise UserError(f"the checkpoint {self.folder} has {problem}")
 
     def check_tied(self, embedding: str, head: str) -> None:
         """Raises UserError if a head that the config ties to the embedding is a tensor of its own, which transformers
@@ -128,7 +115,7 @@ class Checkpoint:
         if own is None:
             return
         rows = range(0, words.shape[0], max(1, words.shape[0] // 8))
-        if own.shape != words.shape or not all(torch.equal(words.row(n), own.row(n)) for n in rows):
+        if (own.shape, own.dtype) != (words.shape, words.dtype) or any(words.row(n) != own.row(n) for n in rows):
             raise UserError(
                 f"the checkpoint {self.folder} has a head {head!r} that is not its embedding, though the config ties "
                 "them: set tie_word_embeddings to false in its config.json"
@@ -152,11 +139,55 @@ class Checkpoint:
             convert(flat[at : at + len(part)], part)
 
 
-def _lookup(found: dict, name: str):
-    """What `found` has for a name, or for it without one or two leading parts; a module and its parameter stay."""
-    parts = name.split(".")
-    names = [name, *(".".join(parts[n:]) for n in (1, 2) if len(parts) >= n + 2)]
-    return next((found[each] for each in names if each in found), None)
+class DummyCheckpoint:
+    """Random weights with the methods of `Checkpoint`, "stored" in 16 bits as those that are published. Matrices are
+    normally distributed, norms 1, biases 0.
+
+    A tensor's elements depend on its name alone, not on its tier: a pool of random elements, rotated by a hash of the
+    name. `shapes`: of every tensor by name; `dtype`: of the computation.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype):
+        self.shapes = shapes
+        self.dtype = torch.float16 if dtype == torch.float32 else dtype
+        pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)) * STD
+        self._pool = pool.to(self.dtype).repeat(2)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        return self.dtype
+
+    def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
+        """Write the tensors to a file of the offload folder, one after the other, each from the start of a page."""
+        if not names:
+            return {}
+        sizes = (aligned(prod(self.shapes[name]) * self.dtype.itemsize) for name in names)
+        *offsets, end = accumulate(sizes, initial=0)
+        file = make_file("weights", end)
+        stored = {name: Stored(file, at, self.shapes[name], self.dtype) for name, at in zip(names, offsets)}
+        with bar_of_bytes("writing random weights", end, progress) as bar:
+            for name, tensor in stored.items():
+                for at, part in self._parts(name):
+                    interrupts.check()
+                    wait(io.write(file, as_numpy(part), tensor.offset + at * self.dtype.itemsize))
+                    bar.update(part.nbytes)
+        os.fsync(file.fd)  # else the write-back would share the disk with the first steps
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return stored
+
+    def read(self, name: str, out: Tensor, io: DiskIO) -> None:
+        """Fill `out`, contiguous, of any float dtype, on any device."""
+        flat = out.view(-1)
+        if out.dim() == 1:  # a norm's weight, or a bias
+            flat.fill_(1.0 if name.endswith(".weight") else 0.0)
+            return
+        for at, part in self._parts(name):
+            flat[at : at + len(part)].copy_(part)
+
+    def _parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """A matrix, part by part: the index of the part's first element, its elements."""
+        start, count = zlib.crc32(name.encode()) % POOL, prod(self.shapes[name])
+        for at in range(0, count, POOL):
+            yield at, self._pool[start : start + min(POOL, count - at)]
 
 
 @dataclass
@@ -192,14 +223,13 @@ class PagedRead:
         if self.target is None:
             return 0
         source, target = self.tensor, self.target.view(-1)
+        done, read = 0, -self.phase
         for request in self.requests:
-            begin, end = map(self._elements, request.result())
-            copy(target[begin:end], source[begin:end])
+            read += request.result()
+            end = max(0, min(read, self.stored.nbytes)) // self.stored.dtype.itemsize
+            copy(target[done:end], source[done:end])
+            done = end
         return target.nbytes
-
-    def _elements(self, nbytes: int) -> int:
-        """Elements within the first bytes of the pages."""
-        return min(max(0, nbytes - self.phase), self.stored.nbytes) // self.stored.dtype.itemsize
 
 
 def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
@@ -215,11 +245,7 @@ def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all elements are finite; unlike torch.isfinite without a second tensor of that size."""
-    for part in tensor.view(-1).split(PART):
-        low, high = part.aminmax()
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            return False
-    return True
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def bar_of_bytes(what: str, total: int, progress: bool) -> tqdm:

@@ -7,19 +7,20 @@ step waits for the whole device. On the CPU a job is done when it returns, and e
 from __future__ import annotations
 
 import mmap
+import sys
 import time
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.errors import UserError
+from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.kernels.linear import dtype_name, rates
 from h2o_flexgen.offload import memory
 from h2o_flexgen.sizes import PAGE, aligned
@@ -28,12 +29,8 @@ from h2o_flexgen.sizes import PAGE, aligned
 CUDA_ALIGN = 512
 #: anonymous memory of at least so many bytes is mapped by huge pages
 HUGE_PAGE = 1 << 21
-#: pairs of events whose times are not added up yet, per kind of data
-STALL_EVENTS = 1024
 #: elements that `convert` turns from fp16 into bf16 at once, through fp32
 CONVERT_ELEMENTS = 1 << 18
-#: what torch says when a device has no memory left for the context or for its matrix library
-FULL_DEVICE = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 #: by the names that a user may give
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -48,22 +45,18 @@ class Device:
 
     Attributes:
         stall_events: per kind of data ("weights", "cache", "activations"), pairs of CUDA events around compute's waits
-            for it whose times are still to be added up.
+            for it that have not been seen to end.
         workspace_bytes: device memory that matrix libraries keep, known after `start`.
     """
 
-    _fractions: dict[int, float] = {}  # by device index: the fraction of its memory this process was limited to
-    _workspaces: dict[int, int] = {}  # by device index: bytes
-
     def __init__(self, name: str = "auto"):
+        self._pinned: list[Tensor] = []
         self.torch_device = _torch_device(name)
         self.is_cuda = self.torch_device.type == "cuda"
         self.workspace_bytes = 0
-        self._pinned: list[Tensor] = []
+        self._most_bytes = float("inf")  # of the device's memory
         self._stalls = defaultdict(float)
-        self.stall_events = defaultdict(list)
-        if self.is_cuda:  # addresses that stay registered would fail to register again once the system reuses them
-            weakref.finalize(self, _unpin, self.torch_device, self._pinned).atexit = False
+        self.stall_events = defaultdict(deque)
 
     def __str__(self) -> str:
         return str(self.torch_device)
@@ -118,40 +111,33 @@ class Device:
 
     def unpin(self, since: int = 0) -> None:
         """Unpin all but the first `since` buffers of `host_buffer`; no copy may use them any more."""
-        _unpin(self.torch_device, self._pinned, since)
+        if len(self._pinned) <= since:
+            return
+        self.synchronize()
+        with torch.cuda.device(self.torch_device):
+            for buffer in self._pinned[since:]:
+                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        del self._pinned[since:]
+
+    def __del__(self):
+        # addresses that stay pinned could not be pinned again once the system reuses them
+        if not sys.is_finalizing():
+            self.unpin()
 
     def start(self, most_bytes: int | None) -> None:
         """CUDA only: load context and matrix libraries now, and limit this process to `most_bytes` of device memory.
         Raises UserError if other programs have left too little of it."""
-        index = self.torch_device.index
         try:
-            self.load_libraries()
-            if most_bytes is not None or index in Device._fractions:
-                fraction = 1.0 if most_bytes is None else min(1.0, most_bytes / self._total_bytes())
-                torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
-                Device._fractions[index] = fraction
+            torch.cuda.empty_cache()
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape of a micro-batch
+            self.workspace_bytes = _workspace_bytes(self.torch_device)
         except RuntimeError as e:  # from torch, CUDA or cuBLAS
-            if not any(text in str(e) for text in FULL_DEVICE):
-                raise
-            raise UserError(f"{self} has no memory left to begin with: end what else uses it") from None
-
-    def load_libraries(self) -> None:
-        """Create the CUDA context, and measure what the matrix libraries keep of the device's memory."""
-        index = self.torch_device.index
-        torch.cuda.empty_cache()
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape of a micro-batch
-        if index not in Device._workspaces:
-            before = torch.cuda.memory_allocated(index)
-            for dtype in (torch.float32, torch.float16):
-                x = torch.ones(16, 16, dtype=dtype, device=self.torch_device)
-                torch.bmm(torch.nn.functional.linear(x, x, x[0])[None], x[None])
-            del x
-            self.synchronize()
-            Device._workspaces[index] = torch.cuda.memory_allocated(index) - before
-        self.workspace_bytes = Device._workspaces[index]
-
-    def _total_bytes(self) -> int:
-        return torch.cuda.get_device_properties(self.torch_device).total_memory
+            cause = f"cannot begin on {self}: {reason(e)}"
+            raise UserError(f"{cause}; if its memory is full, end what else uses it") from None
+        if most_bytes is not None:
+            self._most_bytes = most_bytes
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, self._most_bytes / total), self.torch_device)
 
     def free_bytes(self) -> int:
         """Bytes that can still be allocated on the device, torch's cached memory included."""
@@ -160,16 +146,18 @@ class Device:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         allocated = torch.cuda.memory_allocated(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - allocated
-        allowed = int(Device._fractions.get(self.torch_device.index, 1.0) * self._total_bytes()) - allocated
-        return max(0, min(free + cached, allowed))
+        return max(0, min(free + cached, self._most_bytes - allocated))
 
-    def reset_peaks(self) -> None:
+    def reset_meters(self) -> None:
+        """Start the peaks of memory and the times of waiting anew."""
+        self._stalls.clear()
+        self.stall_events.clear()
         memory.reset_peak()
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_bytes(self) -> int:
-        """The most bytes allocated on a CUDA device since `reset_peaks`; on the CPU see `memory.peak_resident`."""
+        """The most bytes allocated on a CUDA device since `reset_meters`; on the CPU see `memory.peak_resident`."""
         return torch.cuda.max_memory_allocated(self.torch_device) if self.is_cuda else 0
 
     def release_cached(self) -> None:
@@ -222,8 +210,7 @@ class Device:
         self.wait(future.result())
         after.record(stream)
         self.stall_events[kind].append((before, after))
-        if len(self.stall_events[kind]) >= STALL_EVENTS:
-            self._count_stalls(kind)
+        self._count_stalls(kind)
 
     def hold_back(self, jobs: deque[Future], most: int, kind: str) -> None:
         """Wait for the oldest jobs until fewer than `most` are left, since each keeps tensors alive."""
@@ -237,7 +224,7 @@ class Device:
 
     @property
     def stall_seconds(self) -> dict[str, float]:
-        """Per kind of data the time that compute waited for it since `reset_stalls`."""
+        """Per kind of data the time that compute waited for it since `reset_meters`."""
         self.synchronize()
         for kind in self.stall_events:
             self._count_stalls(kind)
@@ -246,13 +233,9 @@ class Device:
     def _count_stalls(self, kind: str) -> None:
         """Add up the pairs of events that have happened, so that a long job does not collect them."""
         pairs = self.stall_events[kind]
-        done = next((n for n, (_, after) in enumerate(pairs) if not after.query()), len(pairs))
-        self._stalls[kind] += sum(before.elapsed_time(after) for before, after in pairs[:done]) / 1e3
-        del pairs[:done]
-
-    def reset_stalls(self) -> None:
-        self._stalls.clear()
-        self.stall_events.clear()
+        while pairs and pairs[0][1].query():
+            before, after = pairs.popleft()
+            self._stalls[kind] += before.elapsed_time(after) / 1e3
 
 
 def _torch_device(name: str) -> torch.device:
@@ -266,12 +249,22 @@ def _torch_device(name: str) -> torch.device:
         raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
     if device.type == "cpu":
         return device
-    if not torch.cuda.is_available():
-        raise UserError("device cuda: this torch sees no CUDA device")
     if (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device {name}: there are {torch.cuda.device_count()} CUDA devices")
+        raise UserError(f"device {name}: this torch sees {torch.cuda.device_count()} CUDA devices")
     # an index: each thread has its own current device, and some calls need one
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _workspace_bytes(device: torch.device) -> int:
+    """Create the CUDA context, and load the matrix libraries; returns the bytes of device memory that they keep."""
+    before = torch.cuda.memory_allocated(device)
+    for dtype in (torch.float32, torch.float16):
+        x = torch.ones(16, 16, dtype=dtype, device=device)
+        torch.bmm(torch.nn.functional.linear(x, x, x[0])[None], x[None])
+    del x
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device) - before
 
 
 def finish(event) -> None:
@@ -298,16 +291,6 @@ def convert(dst: Tensor, src: Tensor) -> None:
         target.copy_(part.float())  # twice as fast as directly between fp16 and bf16
 
 
-def _unpin(device: torch.device, buffers: list[Tensor], since: int = 0) -> None:
-    if len(buffers) <= since:
-        return
-    torch.cuda.synchronize(device)
-    with torch.cuda.device(device):
-        for buffer in buffers[since:]:
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-    del buffers[since:]
-
-
 def as_numpy(tensor: Tensor) -> np.ndarray:
     """A view of a CPU tensor's memory; fp16 and bf16 as int16, since numpy knows no bf16."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -321,6 +304,6 @@ def host_memory(nbytes: int) -> Tensor:
         mapping = mmap.mmap(-1, max(aligned(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as e:  # a limit of addresses, or no overcommit
         raise UserError(f"cannot get {nbytes} bytes of RAM: {e.strerror}") from None
-    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if nbytes >= HUGE_PAGE:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,12 +14,10 @@ LIBRARIES = 48 << 20
 #: mallopt's names for two of its parameters, and the bytes they are set to
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 TRIM_BYTES, MMAP_BYTES = 64 << 20, 8 << 20
-#: cgroup v1 writes "no limit" as a number near 2**63
-_UNLIMITED = 1 << 60
-#: of a cgroup by version: the files of its limit and of its usage, and what its counters begin with in memory.stat
-CGROUP_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    2: ("memory.max", "memory.current", ""),
+#: by the version of cgroups: where they are, the files of a group's limit and usage, what its counters begin with
+CGROUPS = {
+    1: ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
 }
 
 
@@ -26,71 +25,48 @@ def hold_heap() -> None:
     """Keep large temporaries out of the heap: after a large block is freed, glibc takes others of up to 32 MiB from the
     heap, where they leave gaps that no plan counts, hundreds of MiB in a long job. Small blocks stay in the heap, since
     new pages for each would cost time."""
-    _glibc("mallopt", M_MMAP_THRESHOLD, MMAP_BYTES)
-    _glibc("mallopt", M_TRIM_THRESHOLD, TRIM_BYTES)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
+    libc.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
 
 
 def trim_heap() -> None:
     """Give free pages of the heap back to the system, also those between blocks in use."""
-    _glibc("malloc_trim", 0)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
-def _glibc(function: str, *args: int) -> None:
-    with suppress(OSError, AttributeError):  # another C library
-        getattr(ctypes.CDLL(None), function)(*args)
-
-
-def _cgroup_bytes(path: Path) -> int | None:
-    """What a file of a cgroup holds; None if there is no such file, or no limit."""
+def _lines(path: str) -> list[str]:
+    """What a file of the kernel holds; nothing where there is none."""
     try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
-
-
-def _cgroup_folders() -> list[tuple[Path, int]]:
-    """The memory cgroup of this process and its ancestors as (folder, cgroup version)."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        return Path(path).read_text().splitlines()
     except OSError:
         return []
-    folders = []
-    for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["none", ""])[:3]
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        version, root = (1, Path("/sys/fs/cgroup/memory")) if controllers else (2, Path("/sys/fs/cgroup"))
-        folder = root / path.lstrip("/")
-        # in a container the path is the host's, but the mount shows the container's group at its root
-        chain = [folder, *folder.parents] if folder.exists() else [root]
-        folders += [(f, version) for f in chain if f == root or root in f.parents]
-    return folders
 
 
-def cgroup_available() -> int | None:
-    """Bytes left under the tightest memory cgroup limit, or None without a limit; page cache that the kernel can drop
-    counts as left, as in /proc/meminfo."""
-    left = []
-    for folder, version in _cgroup_folders():
-        limit_file, usage_file, prefix = CGROUP_FILES[version]
-        limit, usage = _cgroup_bytes(folder / limit_file), _cgroup_bytes(folder / usage_file)
-        if limit is None or usage is None:
-            continue
-        try:
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            stat = {}
-        cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-        left.append(limit - max(0, usage - cache))
-    return min(left) if left else None
+def _cgroups_left() -> Iterator[float]:
+    """Bytes left under the limits of this process's memory cgroup and of those that hold it."""
+    for line in _lines("/proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            root, *files = CGROUPS[1 if controllers else 2]
+            group = Path(root + path)  # in a container that of the host may be told: there our own is at the root
+            yield from (_cgroup_left(folder, *files) for folder in (group, *group.parents))
+
+
+def _cgroup_left(folder: Path, limit_file: str, usage_file: str, prefix: str) -> float:
+    """Page cache that the kernel can drop counts as left, as in /proc/meminfo."""
+    try:
+        limit, usage = (int((folder / file).read_text()) for file in (limit_file, usage_file))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such cgroup, or its limit is "max"
+        return float("inf")
+    cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    return limit - max(0, usage - cache)
 
 
 def ram_available() -> int:
-    """Bytes of RAM this process can still take: free in the machine and allowed by the cgroup."""
-    machine = _proc("meminfo", "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    cgroup = cgroup_available()
-    return machine if cgroup is None else max(0, min(machine, cgroup))
+    """Bytes of RAM this process can still take: free in the machine and allowed by its cgroups."""
+    return max(0, min([_proc("meminfo", "MemAvailable"), *_cgroups_left()]))
 
 
 def ram_in_all() -> int:
@@ -119,11 +95,7 @@ def disk_free(folder: Path) -> int:
 
 def _proc(file: str, key: str) -> int:
     """Bytes that a file under /proc gives, as in "MemAvailable:  123 kB"; 0 if it does not."""
-    try:
-        lines = Path(f"/proc/{file}").read_text().splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), 0)
-    except OSError:
-        return 0
+    return next((int(line.split()[1]) * 1024 for line in _lines(f"/proc/{file}") if line.startswith(key + ":")), 0)
 
 
 def resident() -> int:

@@ -8,36 +8,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload.device import Device, finish
 
 
 class TransferQueue:
-    """Moves one kind of data in one direction: a thread, on CUDA with a stream of its own. Jobs start in order, up to
+    """Moves one kind of data in one direction, by threads of its own, on CUDA also a stream. Jobs start in order, up to
     `workers` at a time, and run beside compute; without `overlap` they have ended before `submit` returns."""
 
     def __init__(self, device: Device, name: str, overlap: bool = True, workers: int = 1):
         self.device, self.overlap = device, overlap
         self.stream = torch.cuda.Stream(device.torch_device) if device.is_cuda else None
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix=name) if overlap else None
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix=name)
 
     def submit(self, job: Callable[[], None], after=None) -> Future:
         """Run `job` once `after` (an event of `Device.record`) has happened. The future's result is an event behind
         everything that the job queued on the stream."""
-        if self._pool is not None:
-            return self._pool.submit(self.run, job, after)
-        future = Future()
-        try:
-            event = self.run(job, after)
-            if event is not None:
-                event.synchronize()
-            future.set_result(None)
-        except Exception as e:  # not BaseException: an interrupt ends the caller at once
-            future.set_exception(e)
+        future = self._pool.submit(self.run, job, after)
+        if not self.overlap and future.exception() is None:  # it waits
+            finish(future.result())
         return future
 
     @torch.inference_mode()  # of each thread; tensors made in this mode can be changed in no other
     def run(self, job: Callable[[], None], after=None):
-        """Run a job on this thread and on the queue's stream; returns the event behind what it queued."""
+        """Run a job on the queue's stream; returns the event behind what it queued."""
         if self.stream is None:
             job()
             return None
@@ -49,8 +42,7 @@ class TransferQueue:
 
     def close(self) -> None:
         """The running jobs end, waiting ones are cancelled."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class StagingBuffers:

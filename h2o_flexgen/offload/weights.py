@@ -25,10 +25,9 @@ from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import pack, packs
 from h2o_flexgen.models.spec import Tensors
-from h2o_flexgen.offload.checkpoint import Checkpoint, PagedRead, Stored, bar_of_bytes, is_finite
+from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, PagedRead, Stored, bar_of_bytes, is_finite
 from h2o_flexgen.offload.device import as_numpy, convert, finish
 from h2o_flexgen.offload.disk import wait
-from h2o_flexgen.offload.random_weights import DummyCheckpoint
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.sizes import aligned, double_buffers, staging_span
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isqrt
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -15,13 +14,10 @@ from h2o_flexgen.policy import KVBudget
 T = TypeVar("T")
 #: the floor of an automatic budget: heavy hitters, and as many recent tokens, as a fraction of the longest prompt
 MIN_HH_RATIO = 0.1
+#: each budget that is tried has this many times the slots of the one before
+GROWTH = 1.25
 #: throughput that a larger budget may cost and still count as free
 FREE = 0.03
-_RATIOS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
-#: budgets that are tried between the largest free one and the next
-_BETWEEN = 2
-#: two budgets whose slots differ by no more than this factor need none between them
-_NEAR = 1.2
 
 
 @dataclass(frozen=True)
@@ -49,18 +45,14 @@ def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float |
     Raises:
         UserError: a floor outside (0, 0.5].
     """
-    check_floor(floor)
-    ratios = sorted({floor, *(r for r in _RATIOS if r > floor)})
-    while 2 * int(1.5 * ratios[-1] * longest) < total:  # an output may be longer than its prompt
-        ratios.append(1.5 * ratios[-1])
-    budgets = [(r, KVBudget.from_ratio(r) if r <= 1 else KVBudget.from_size(int(r * longest))) for r in ratios]
-    return [*((r, b) for r, b in budgets if r == floor or sum(b.slots(longest)) < total), (None, None)]
-
-
-def check_floor(floor: float) -> None:
-    """Raises UserError for a floor outside (0, 0.5]: above that half, heavy and recent tokens are the whole prompt."""
-    if not 0 < floor <= 0.5:
+    if not 0 < floor <= 0.5:  # above that half, heavy and recent tokens are the whole prompt
         raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
+    choices, ratio = [], floor
+    while not choices or 2 * max(1, int(ratio * longest)) < total:  # an output may be longer than its prompt
+        budget = KVBudget.from_ratio(ratio) if ratio <= 1 else KVBudget.from_size(int(ratio * longest))
+        choices.append((ratio, budget))
+        ratio = float(f"{GROWTH * ratio:.3g}")
+    return [*choices, (None, None)]
 
 
 def size_budget(
@@ -69,47 +61,31 @@ def size_budget(
     total: int,
     find: Callable[[float | None, KVBudget | None], tuple[BudgetPoint, T]],
     progress: bool,
-) -> tuple[KVBudget | None, T, list[BudgetPoint]]:
-    """Search with every budget, and with a few between the largest that is free and the next.
+) -> tuple[T, list[BudgetPoint]]:
+    """Search with every budget of `budget_choices`.
 
     Args:
         longest, total: tokens of the longest prompt, and with its output.
         find: (ratio, budget) -> the point of the curve, and the choice that belongs to it.
 
     Returns:
-        The largest budget that costs nothing, its choice, and the curve, the fewest slots first.
+        The choice with the largest budget that costs nothing, and the curve, the fewest slots first.
 
     Raises:
         PlanError: nothing fits, not even with the smallest budget.
     """
-    found = {}
-    choices = budget_choices(floor, longest, total)
-    bar = tqdm(total=len(choices) + _BETWEEN, desc="sizing the KV budget", leave=False, disable=not progress)
-
-    def attempt(ratio: float | None, budget: KVBudget | None) -> PlanError | None:
-        bar.update()
+    found, errors = {}, []
+    budgets = budget_choices(floor, longest, total)
+    for ratio, budget in tqdm(budgets, desc="sizing the KV budget", leave=False, disable=not progress):
         try:
             point, choice = find(ratio, budget)
+            found[point] = choice
         except PlanError as e:
-            return e
-        found[point] = (budget, choice)
-        return None
-
-    with bar:
-        errors = [attempt(ratio, budget) for ratio, budget in choices]
-        if not found:
-            raise errors[0]
-        curve = sorted(found, key=lambda p: p.slots)
-        for _ in range(_BETWEEN):
-            free = largest_free(curve)
-            larger = [p for p in curve if p.slots > _NEAR * free.slots]
-            if not larger:
-                break
-            heavy = isqrt(free.slots * larger[0].slots) // 2
-            if attempt(round(heavy / longest, 3), KVBudget.from_size(heavy)) is not None:
-                break
-            curve = sorted(found, key=lambda p: p.slots)
-    return *found[largest_free(curve)], curve
+            errors.append(e)
+    if not found:
+        raise errors[0]
+    curve = list(found)
+    return found[largest_free(curve)], curve
 
 
 def largest_free(curve: list[BudgetPoint]) -> BudgetPoint:

@@ -175,7 +175,7 @@ class CostModel:
         """Seconds of one sequence in one layer."""
         spec = self.shapes.spec
         heads, group = (spec.heads, 1) if phase == "prefill" else (spec.kv_heads, spec.groups)
-        return self.profile.attention_seconds(phase, self.shapes.rule.name, work, heads, spec.head_dim, group)
+        return self.profile.attention[phase][self.shapes.rule.name].seconds(work, heads, spec.head_dim, group)
 
     def _prefill_batch(self, batch: int, length: int, prefill_tokens: int) -> Compute:
         """Prompts of `length` tokens in micro-batches through a decoder layer, with attention."""
@@ -185,8 +185,7 @@ class CostModel:
         return _total([Compute(rest), *(self._matmuls(_DECODER, n * length) for n in sizes)])
 
     def _head(self, batch: int) -> Compute:
-        logits = batch * self.shapes.spec.vocab * self.profile.logit_seconds
-        return _total([Compute(logits), *(self._matmuls(_HEAD, rows) for rows in _cut(batch, HEAD_ROWS))])
+        return _total(self._matmuls(_HEAD, rows) for rows in _cut(batch, HEAD_ROWS))
 
     def head_compute(self, sizes: Sequence[int], streamed: float = 0.0) -> tuple[float, float]:
         """From the last hidden states of batches to tokens, in prefill and in a decode step; `streamed`: the part of
@@ -204,19 +203,19 @@ class CostModel:
         """A step of `layers` decoder layers, all batches; `cache`: sequences times layers whose cache is offloaded."""
         sizes = tuple(size for size, _ in batches)
         matmuls = layers * self._decode_matmuls(sizes).seconds(streamed)
-        from_disk = cache.disk * (self.profile.visit_seconds / policy.gpu_batch_size)
         nbytes = slots * self.shapes.kv.row_bytes
         each, sequences = self._attention("decode", nbytes), layers * sum(sizes)
         if not self._attends_on_cpu(policy):
-            return matmuls + from_disk + sequences * each
-        return matmuls + from_disk + (sequences - cache.cpu) * each + cache.cpu * self._attention("cpu", nbytes)
+            return matmuls + sequences * each
+        return matmuls + (sequences - cache.cpu) * each + cache.cpu * self._attention("cpu", nbytes)
 
     def _attends_on_cpu(self, policy: Policy) -> bool:
-        return policy.cpu_cache_compute and self.shapes.cuda and self.profile.cpu_attention is not None
+        return policy.cpu_cache_compute and self.shapes.cuda and "cpu" in self.profile.attention
 
     def conversion(self, weights: Offloaded) -> float:
-        """Seconds in which compute converts the weights that come from disk."""
-        return self.profile.convert_seconds_per_byte * weights.disk if self.shapes.converts_by_compute else 0.0
+        """Seconds in which compute converts the weights that come from disk, about as fast as a copy in RAM."""
+        per_byte = 1 / self.profile.links["cpu_to_gpu"].bytes_per_s
+        return per_byte * weights.disk if self.shapes.converts_by_compute else 0.0
 
     # traffic
 

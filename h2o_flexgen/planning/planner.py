@@ -91,7 +91,7 @@ class Planner:
             return BudgetPoint(ratio, slots, size, batches, speed), choice
 
         longest, total = workload.longest, workload.longest + workload.gen_len
-        _, choice, curve = size_budget(self.constraints.min_hh_ratio, longest, total, find, self.progress)
+        choice, curve = size_budget(self.constraints.min_hh_ratio, longest, total, find, self.progress)
         return replace(choice, curve=curve)
 
     def _choose(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import sweep
 
 try:  # here, not where it is used: pulp keeps exceptions of its import, which hold the frames that imported it
     import pulp
@@ -16,6 +18,8 @@ except ImportError:  # a job with a policy of its own needs no solver
 
 #: begins the names of its folders
 _PREFIX = "h2o_flexgen-lp-"
+#: seconds after which a folder is of a process that has died
+OLD = 3600
 
 
 def solve(lp: pulp.LpProblem) -> bool:
@@ -40,5 +44,8 @@ def solve(lp: pulp.LpProblem) -> bool:
 def _root(base: str) -> Path:
     """Where the solver's folders go, cleared once of those that killed processes left."""
     root = Path("/tmp" if " " in base else base)  # pulp splits the command at blanks
-    sweep(root, _PREFIX)
+    for folder in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another process removes it too
+            if time.time() - folder.stat().st_mtime > OLD:
+                shutil.rmtree(folder, ignore_errors=True)
     return root

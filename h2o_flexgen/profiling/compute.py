@@ -1,11 +1,10 @@
-"""What computes, as calls to be timed: matmuls by shape, attention, the choice of tokens, conversion of weights."""
+"""Timing what computes: matmuls by shape, those of a vocabulary head with the choice of tokens, and attention."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import cycle, product
 from statistics import median
 
@@ -14,11 +13,10 @@ from torch import Tensor
 
 from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.kernels.linear import linear, pack, packs
-from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
+from h2o_flexgen.kv_cache import RULES, CacheRule, KVLayout
 from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device, convert
-from h2o_flexgen.planning.profile import ATTENTION, GROUP, MATMULS, Shape
-from h2o_flexgen.profiling.scale import Scale
+from h2o_flexgen.offload.device import Device
+from h2o_flexgen.planning.profile import GROUP, AttentionRates, Shape
 from h2o_flexgen.sizes import HEAD_ROWS, prefill_pairs
 
 #: a matmul whose seconds do not depend on its size: of one row with a matrix of this shape
@@ -29,92 +27,122 @@ LAYER_MATMULS = 7
 HEAD_RATIO = 16
 #: head sizes of attention, with WIDTH elements in all heads together
 HEAD_DIMS, WIDTH = (64, 128), 1024
-#: sequences in attention over a cache; one prompt is as much work
+#: in attention over a cache, to each prompt in attention over prompts, which is as much work
 SEQUENCES = 16
-#: of attention: over a prompt, over a cache, and over a cache on the CPU beside a CUDA device
-PHASES = ("prefill", "decode", "cpu")
-#: the most calls that are timed, of those before which caches are emptied (which takes long) and of others
-MOST_COLD_CALLS, MOST_CALLS = 20, 100
 
 
 @dataclass(frozen=True)
-class Case:
-    """Something to time: `make` prepares tensors and gives the call; `cold` calls find nothing in the caches."""
+class Scale:
+    """How much is measured. The defaults are for a CPU; tests take less.
 
-    key: tuple
-    device: Device
-    make: Callable[[], Callable[[], object]]
-    cold: bool = False
-
-    def seconds(self, scale: Scale) -> float:
-        """Median over calls of `scale.call_seconds` in all, after one that does not count."""
-        work, other = self.make(), self.device.buffer(scale.cold_bytes if self.cold else 0)
-        most = MOST_COLD_CALLS if self.cold else MOST_CALLS
-        work()
-        times: list[float] = []
-        while not times or (len(times) < most and sum(times) < scale.call_seconds):
-            other.add_(1)
-            self.device.synchronize()
-            start = time.perf_counter()
-            work()
-            self.device.synchronize()
-            times.append(time.perf_counter() - start)
-        return median(times)
-
-
-def cases(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[Case]:
-    """Everything that computes, with these keys:
-
-    ("step",): LAYER_MATMULS tiny matmuls
-    ("matmul", "streamed" or "resident", (out, in), rows)
-    ("small", rule): attention of a decode step that takes no time for its size
-    (phase, rule, head size) and (phase, rule, "short"): attention
-    ("decode" or "cpu", rule, "grouped"): attention of GROUP query heads to each KV head
-    ("choose",): tokens from logits; ("convert",): weights of another type
+    Attributes:
+        shapes: (out, in) of the matrices: small and large, tall and wide as in an MLP, and a vocabulary head. All but
+            the first are left out where they would take more than a quarter of the free memory.
+        rows: of the matmuls with each; with a head, at most as many as the engine puts through it at once.
+        weight_bytes: of the matrices of a shape, which take turns, so that each comes from memory and not from a cache.
+        prompt: tokens of a prompt in attention; short: of one so short that what a head takes anyway shows.
+        sequences: prompts in attention; there are SEQUENCES times as many in attention over a cache.
+        cold_bytes: written between two calls, so that the second finds nothing in the caches.
+        transfer_bytes: of a large transfer; file_bytes: of the file that is written and read by such transfers.
+        small_bytes: of a small transfer by link: a KV block that is read, a row that is written.
+        call_seconds: a call is repeated for so long.
+        passes: over everything; medians count, since other users of a machine come and go.
     """
-    yield Case(("step",), device, partial(layer_call, device, dtype, TINY_SHAPE, 1, 0), cold=True)
-    yield from matmul_cases(device, dtype, scale)
-    for kind in ATTENTION:
-        smallest = Attention(kind, 1, 2, HEAD_DIMS[0], scale.short)
-        yield Case(("small", kind), device, partial(attention_call, device, dtype, smallest), cold=True)
-    for kind, phase, size in product(ATTENTION, PHASES, (*HEAD_DIMS, "short", "grouped")):
-        if (phase == "cpu" and not device.is_cuda) or (phase, size) == ("prefill", "grouped"):
-            continue
-        where = Device("cpu") if phase == "cpu" else device
-        call = prompt_attention_call if phase == "prefill" else attention_call
-        attention = Attention.of(phase, kind, size, scale)
-        yield Case((phase, kind, size), where, partial(call, where, dtype, attention), cold=phase != "prefill")
-    yield Case(("choose",), device, partial(_choose_call, device, dtype, scale))
-    yield Case(("convert",), device, partial(_convert_call, device, dtype, scale))
+
+    shapes: tuple[Shape, ...] = ((768, 768), (2048, 2048), (8192, 2048), (2048, 8192), (50272, 768))
+    rows: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, 1024)
+    weight_bytes: int = 1 << 27
+    prompt: int = 512
+    short: int = 32
+    sequences: int = 1
+    cold_bytes: int = 1 << 25
+    transfer_bytes: int = 1 << 26
+    file_bytes: int = 1 << 28
+    small_bytes: dict[str, int] = field(default_factory=lambda: {"disk_to_cpu": 1 << 22, "cpu_to_disk": 1 << 18})
+    call_seconds: float = 0.1
+    passes: int = 3
+
+
+#: smaller matrices would measure how fast the host launches kernels
+CUDA = Scale(
+    shapes=((2048, 2048), (4096, 4096), (16384, 4096), (4096, 16384), (50272, 4096)),
+    weight_bytes=1 << 28,
+    sequences=8,
+    cold_bytes=1 << 27,
+)
+
+
+def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
+    """What a profile holds of compute, by the names of its fields."""
+    tiny = call_seconds(device, layer_call(device, dtype, TINY_SHAPE, 1, 0), scale, cold=True)
+    calls = [attention_call(device, dtype, "decode", smallest_attention(rule, scale)) for rule in RULES]
+    attention = [call_seconds(device, call, scale, cold=True) for call in calls]
+    devices = {"prefill": device, "decode": device} | ({"cpu": Device("cpu")} if device.is_cuda else {})
+    return {
+        "step_seconds": tiny + max(attention),
+        "matmul": matmul_rates(device, dtype, scale, tiny / LAYER_MATMULS),
+        "attention": {
+            phase: {rule: attention_rates(on, dtype, phase, rule, scale if on is device else Scale()) for rule in RULES}
+            for phase, on in devices.items()
+        },
+    }
+
+
+def call_seconds(device: Device, work: Callable[[], object], scale: Scale, cold: bool = False) -> float:
+    """Median over calls for `scale.call_seconds`, after one that does not count; `cold` ones find nothing in the
+    caches."""
+    other = device.buffer(scale.cold_bytes if cold else 0)
+    work()
+    times, end = [], time.perf_counter() + scale.call_seconds
+    while not times or time.perf_counter() < end:
+        other.add_(1)
+        device.synchronize()
+        start = time.perf_counter()
+        work()
+        device.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def beyond(taken: float, known: float) -> float:
+    """A time without a part of it that is known; noise must not make it vanish."""
+    return max(taken - known, taken / 4)
 
 
 # matmuls
 
 
-def matmul_cases(device: Device, dtype: torch.dtype, scale: Scale) -> Iterator[Case]:
-    """Of each shape with streamed weights, and with resident ones where these are packed."""
-    kinds = MATMULS if not device.is_cuda and packs(dtype) else MATMULS[:1]
-    for kind, shape in product(kinds, fitting_shapes(device, dtype, scale)):
-        weights = cache(partial(_weights, device, dtype, shape, scale.weight_bytes, kind == "resident"))
-        for rows in scale.rows:
-            if rows <= HEAD_ROWS or shape[0] < HEAD_RATIO * shape[1]:
-                yield Case(("matmul", kind, shape, rows), device, partial(matmul_call, rows, weights))
-        del weights
-
-
-def fitting_shapes(device: Device, dtype: torch.dtype, scale: Scale) -> list[Shape]:
-    """The shapes that there is memory to measure now."""
-    first, *others = scale.shapes
+def matmul_rates(
+    device: Device, dtype: torch.dtype, scale: Scale, dispatch: float
+) -> dict[str, dict[Shape, dict[int, float]]]:
+    """Of each shape with streamed weights, and with resident ones where these are packed. `dispatch`: seconds that any
+    matmul takes, which count as part of a step."""
+    kinds = ("streamed", "resident") if not device.is_cuda and packs(dtype) else ("streamed",)
     free = device.free_bytes()
-    return [first, *(s for s in others if s[0] * s[1] * dtype.itemsize <= free // 4)]
+    shapes = [s for s in scale.shapes if s == scale.shapes[0] or s[0] * s[1] * dtype.itemsize <= free // 4]
+    found = {kind: {shape: {} for shape in shapes} for kind in kinds}
+    for kind, (out, width) in product(kinds, shapes):
+        weights = _weights(device, dtype, (out, width), scale.weight_bytes, kind == "resident")
+        for rows in scale.rows:
+            if rows <= HEAD_ROWS or not is_head((out, width)):
+                seconds = call_seconds(device, matmul_call(rows, (out, width), weights), scale)
+                found[kind][out, width][rows] = 2 * out * width * rows / beyond(seconds, dispatch)
+        del weights
+    return found
 
 
-def matmul_call(rows: int, weights: Callable[[], list[Tensor]]) -> Callable[[], object]:
+def is_head(shape: Shape) -> bool:
+    """Whether so tall a matrix is a vocabulary head."""
+    return shape[0] >= HEAD_RATIO * shape[1]
+
+
+def matmul_call(rows: int, shape: Shape, weights: list[Tensor]) -> Callable[[], object]:
     """x @ W.T with the next of the weights, and a pass over its output: about one for each matmul is what norms,
-    activations and sums of a layer come to."""
-    turn = cycle(weights())
-    w = next(turn)
-    x = torch.randn(rows, w.shape[1], device=w.device).to(w.dtype)
+    activations and sums of a layer come to. Behind a head it is the choice of tokens."""
+    turn = cycle(weights)
+    x = torch.randn(rows, shape[1], device=weights[0].device).to(weights[0].dtype)
+    if is_head(shape):
+        return lambda: sample(linear(x, next(turn)), SamplingParams(), list(range(rows)), 0)
     return lambda: linear(x, next(turn)).relu_()
 
 
@@ -128,7 +156,7 @@ def _weights(device: Device, dtype: torch.dtype, shape: Shape, most_bytes: int, 
 
 def layer_call(device: Device, dtype: torch.dtype, shape: Shape, rows: int, weight_bytes: int) -> Callable[[], object]:
     """As many matmuls as a layer has."""
-    call = matmul_call(rows, partial(_weights, device, dtype, shape, weight_bytes))
+    call = matmul_call(rows, shape, _weights(device, dtype, shape, weight_bytes))
     return lambda: [call() for _ in range(LAYER_MATMULS)]
 
 
@@ -139,32 +167,22 @@ def layer_call(device: Device, dtype: torch.dtype, shape: Shape, rows: int, weig
 class Attention:
     """An attention that is timed: over prompts of so many tokens, or of one token over the cache that they leave."""
 
-    kind: str
+    rule_name: str
     batch: int
     heads: int
     head_dim: int
     tokens: int
     group: int = 1
 
-    @classmethod
-    def of(cls, phase: str, kind: str, size: int | str, scale: Scale) -> Attention:
-        """`size`: a head size, "short", or "grouped": both as the first head size, but for tokens or query heads."""
-        head_dim = size if isinstance(size, int) else HEAD_DIMS[0]
-        batch = 1 if phase == "cpu" else scale.sequences
-        if phase != "prefill" or size == "short":
-            batch *= SEQUENCES
-        tokens = scale.short if size == "short" else scale.prompt
-        return cls(kind, batch, WIDTH // head_dim, head_dim, tokens, GROUP if size == "grouped" else 1)
-
     @property
     def rule(self) -> CacheRule:
-        """Of the profile's names; a heavy-hitter cache keeps half of the tokens."""
-        return FullCache() if self.kind == "full" else HeavyHitterCache(self.tokens // 4, self.tokens // 4)
+        """A rule with a budget keeps half of the tokens."""
+        rule = RULES[self.rule_name]
+        return rule(self.tokens // 4, self.tokens // 4) if rule.growth == "fixed" else rule()
 
-    def layout(self, dtype: torch.dtype, decode: bool = True) -> KVLayout:
-        segments = self.rule.segments(self.tokens, 1)
-        if decode and self.rule.growth == "append":  # behind the prompt it has grown
-            segments = (self.tokens // 2, self.tokens // 2)
+    def layout(self, dtype: torch.dtype) -> KVLayout:
+        """Of a cache that has grown, if it does, behind the prompt."""
+        segments = self.rule.segments(self.tokens, 2)
         return KVLayout(self.batch, self.heads, segments, self.head_dim, dtype, self.rule.metadata, self.rule.growth)
 
     def work(self, phase: str, dtype: torch.dtype) -> int:
@@ -174,43 +192,49 @@ class Attention:
         return self.layout(dtype).kv_bytes // (self.batch * self.heads)
 
 
-def prompt_attention_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:
-    """Attention over prompts, of tensors as they come out of the matmuls."""
-    layout, rule = case.layout(dtype, decode=False), case.rule
-    kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
-    shape = (case.batch, case.tokens, case.heads, case.head_dim)
-    q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype).transpose(1, 2) for _ in range(3))
-    lengths = torch.full((case.batch,), case.tokens)
-    return lambda: rule.prefill(kv, q, k, v, lengths)
+def smallest_attention(rule: str, scale: Scale) -> Attention:
+    """One that takes no time for its size."""
+    return Attention(rule, 1, 2, HEAD_DIMS[0], scale.short)
 
 
-def attention_call(device: Device, dtype: torch.dtype, case: Attention) -> Callable[[], object]:
-    """Attention of one token per sequence over a cache that is full."""
-    layout, rule = case.layout(dtype), case.rule
+def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, scale: Scale) -> AttentionRates:
+    """From attention at two lengths follow the seconds of its work, and those of each head whatever its work."""
+    prefill = phase == "prefill"
+
+    def seconds(case: Attention) -> float:
+        return call_seconds(device, attention_call(device, dtype, phase, case), scale, cold=not prefill)
+
+    def of_head(case: Attention) -> float:
+        return beyond(seconds(case), dispatch) / (case.batch * case.heads)
+
+    dispatch = seconds(smallest_attention(rule, scale))
+    batch = scale.sequences * (1 if prefill else SEQUENCES)
+    cases = {dim: Attention(rule, batch, WIDTH // dim, dim, scale.prompt) for dim in HEAD_DIMS}
+    taken = {dim: of_head(case) for dim, case in cases.items()}
+    work = {dim: case.work(phase, dtype) for dim, case in cases.items()}
+    first = HEAD_DIMS[0]
+    short = replace(cases[first], batch=scale.sequences * SEQUENCES, tokens=scale.short)
+    short_taken, short_work = of_head(short), short.work(phase, dtype)
+    slope = beyond(taken[first], short_taken) / (work[first] - short_work)
+    constant = max(0.0, short_taken - slope * short_work)
+    rates = {dim: work[dim] / beyond(taken[dim], constant) for dim in HEAD_DIMS}
+    grouped = 1.0 if prefill else of_head(replace(cases[first], group=GROUP)) / taken[first]
+    return AttentionRates(rates, constant, grouped)
+
+
+def attention_call(device: Device, dtype: torch.dtype, phase: str, case: Attention) -> Callable[[], object]:
+    """Attention over prompts, of tensors as they come out of the matmuls, or of one token over a cache that is full."""
+    layout, rule, tokens = case.layout(dtype), case.rule, case.tokens if phase == "prefill" else 1
     kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
+    shapes = [(case.batch, tokens, heads, case.head_dim) for heads in (case.heads * case.group, case.heads, case.heads)]
+    q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype).transpose(1, 2) for shape in shapes)
+    if phase == "prefill":
+        lengths = torch.full((case.batch,), tokens)
+        return lambda: rule.prefill(kv, q, k, v, lengths)
     for x in (*kv.k, *kv.v):
         x.fill_(0.5)
     if rule.metadata:
         kv.score.uniform_()
         kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
-    shapes = [(case.batch, heads, 1, case.head_dim) for heads in (case.heads * case.group, case.heads, case.heads)]
-    q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype) for shape in shapes)
     lengths = torch.full((case.batch,), 4 * layout.slots if layout.growth == "fixed" else layout.slots - 1)
     return lambda: rule.decode(kv, q, k, v, lengths, 1)
-
-
-# the rest
-
-
-def _choose_call(device: Device, dtype: torch.dtype, scale: Scale) -> Callable[[], object]:
-    logits = torch.randn(scale.logits, device=device.torch_device).to(dtype)
-    return lambda: sample(logits, SamplingParams(), list(range(len(logits))), 0)
-
-
-def _convert_call(device: Device, dtype: torch.dtype, scale: Scale) -> Callable[[], object]:
-    """Weights from the other type that checkpoints come in."""
-    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
-    dst = device.buffer(scale.transfer_bytes).view(dtype)
-    src = device.buffer(dst.numel() * other.itemsize).view(other)
-    src.fill_(0.5)
-    return lambda: convert(dst, src)

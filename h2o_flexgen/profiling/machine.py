@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import cache_root
 
 #: of what is kept: a file of another format is measured again
-FORMAT = 11
+FORMAT = 12
+#: part of the time that a process may wait for a core while it measures: 0.03 at rest, 0.4 beside a busy program
+CROWDED = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +27,7 @@ log = logging.getLogger(__name__)
 def machine(offload_root: Path | None = None, device: Device | None = None) -> dict:
     """What rates are valid for: CPU, RAM, GPU and, with a folder, its disk."""
     gpu = device.torch_device if device is not None and device.is_cuda else None
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = {
         "processor": next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
@@ -38,24 +38,18 @@ def machine(offload_root: Path | None = None, device: Device | None = None) -> d
     return found if offload_root is None else found | {"disk": mount_point(offload_root)}
 
 
-def versions() -> dict:
-    """Of the packages that rates are valid for."""
-    return {"profile": FORMAT, **installed("torch", "h2o_flexgen")}
-
-
 def here(offload_root: Path | None = None, device: Device | None = None) -> dict:
     """What is written beside rates, and must still be so when they are read again."""
-    return {"machine": machine(offload_root, device), "versions": versions()}
+    versions = {"profile": FORMAT, **installed("torch", "h2o_flexgen")}
+    return {"machine": machine(offload_root, device), "versions": versions}
 
 
 def installed(*names: str) -> dict[str, str]:
     """Versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for name in names:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            pass
     return found
 
 
@@ -103,11 +97,9 @@ def read_kept(path: Path, here: dict) -> dict | None:
 
 
 def keep(path: Path, text: str) -> None:
-    """Write the whole file or, if that fails, none, with a warning."""
+    """Write a file, or warn; one that is cut short is measured again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.{os.getpid()}")
-        new.write_text(text + "\n")
-        os.replace(new, path)
+        path.write_text(text + "\n")
     except OSError as e:
         log.warning("cannot keep what was measured in %s: %s", path, e.strerror)

@@ -10,9 +10,9 @@ from cli_tools import TINY, write_model
 from machines import ROOT, T4, laptop
 
 from h2o_flexgen import KVBudget, flex_opt, policy_search
-from h2o_flexgen.cli import make_budget
+from h2o_flexgen.cli import make_budget, make_policy
 from h2o_flexgen.planning.profile import Profile
-from h2o_flexgen.policy import GIB, Policy, read_policy
+from h2o_flexgen.policy import GIB, Policy, given_policy
 
 pytest_plugins = ["cli_tools"]
 
@@ -81,7 +81,7 @@ def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
     words = shlex.split(result["command"])
     assert words[:3] == ["python", "-m", "h2o_flexgen.flex_opt"]
     args = flex_opt.make_parser().parse_args(words[3:])
-    assert flex_opt.make_policy(args, None) == Policy.from_dict(result["policy"])
+    assert make_policy(args, None) == Policy.from_dict(result["policy"])
     assert make_budget(args) == KVBudget.from_size(5)
     assert args.device == "cpu"  # the profile's, whatever this machine has
 
@@ -89,7 +89,7 @@ def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
 def test_what_it_writes_is_a_policy_file(find, tmp_path):
     out = tmp_path / "policy.json"
     assert find(*JOB, "-o", out)[0] == 0
-    assert read_policy(out)[0] == Policy.from_dict(json.loads(out.read_text())["policy"])
+    assert given_policy(out)[0] == Policy.from_dict(json.loads(out.read_text())["policy"])
 
 
 def test_with_everything_given_it_only_predicts(find):
@@ -106,26 +106,17 @@ def test_a_given_policy_that_does_not_fit_is_predicted_and_refused(find):
     assert "gpu tier is too small" in err
 
 
-def test_short_names_of_types_are_types(find):
-    code, _, err = find(*JOB, "--dtype", "fp32")
-    assert code == 0, err
-
-
 def test_without_a_number_of_prompts_it_takes_the_largest_block(find):
     result = json.loads(find(*JOB[:-2], "--hh-ratio", 0.1, "--json")[1])
     assert result["policy"]["gpu_batch_size"] * result["policy"]["num_gpu_batches"] > 100
 
 
-def test_hh_ratio_auto_prints_and_draws_the_trade(find, tmp_path):
-    png = tmp_path / "curve.png"
+def test_hh_ratio_auto_prints_the_trade(find, tmp_path):
     job = ("--model", "facebook/opt-6.7b", "--prompt-len", 512, "--num-prompts", 24, "--gpu-mem", 6)
-    plot = ("--plot", png) if _has_matplotlib() else ()
-    code, out, _ = find(*job, "--hh-ratio", "auto", "--min-hh-ratio", 0.2, *plot)
+    code, out, _ = find(*job, "--hh-ratio", "auto", "--min-hh-ratio", 0.2)
     assert code == 0
     assert "=>" in out
     assert "full" in out
-    if plot:
-        assert png.read_bytes().startswith(b"\x89PNG")
     kept = tmp_path / "kept.json"
     assert set(json.loads(find(*job, "--hh-ratio", "auto", "--min-hh-ratio", 0.2, "--json", "-o", kept)[1])) == FIELDS
     result = json.loads(kept.read_text())
@@ -134,31 +125,23 @@ def test_hh_ratio_auto_prints_and_draws_the_trade(find, tmp_path):
     assert slots is None or slots == free[-1]["slots"]
 
 
-def _has_matplotlib() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("matplotlib") is not None
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
         (("--model", "facebook/opt-9b"), "neither a folder nor one of"),
-        (("--prompt-len", 0), "--prompt-len must be 1 or more"),
+        (("--prompt-len", 0), "--prompt-len: must be 1 or more"),
         (("--prompt-len", 2040, "--gen-len", 32), "longer than the model's 2048 positions"),
-        (("--gpu-mem", -1), "--gpu-mem must be more than 0"),
-        (("--max-latency", 0), "--max-latency must be more than 0"),
-        (("--percent", 1, 2, 3, 4, 5, 6), "--percent needs --gpu-batch-size and --num-gpu-batches"),
+        (("--gpu-mem", -1), "--gpu-mem: must be more than 0"),
+        (("--max-latency", 0), "--max-latency: must be more than 0"),
         (("--hh-ratio", 2), "hh_ratio must lie in"),
         (("--hh-ratio", "some"), "--hh-ratio"),
         (("--hh-ratio", "auto", "--hh-size", 3), "--hh-ratio auto sizes the whole"),
         (("--hh-ratio", "auto", "--min-hh-ratio", 0), "--min-hh-ratio"),
+        (("--hh-ratio", "auto", "--min-hh-ratio", 0.6), "--min-hh-ratio must lie in"),
+        (("--percent", 1, 2, 3, 4, 5, 6, "--max-latency", 9), "--percent contradicts --max-latency"),
         (("--min-hh-ratio", 0.2), "--min-hh-ratio is the floor of --hh-ratio auto"),
-        (("--dtype", "fp16"), "--dtype fp16 contradicts --hardware, a profile of float32"),
-        (("--dtype", "float16"), "--dtype float16 contradicts --hardware, a profile of float32"),
-        (("--device", "cuda:1"), "--device cuda:1 contradicts --hardware, a profile of cpu"),
-        (("-o", "./x.json", "--plot", "x.json"), "--output and --plot name the same file"),
-        (("--plot", "x.png"), "--plot draws the curve of --hh-ratio auto"),
+        (("--dtype", "float32"), "--device and --dtype are of this machine"),
+        (("-o", "x.json", "--hardware", "./x.json"), "--hardware and --output name the same file"),
         (("--hardware", "/nowhere/x.json"), "cannot read the hardware profile"),
         (("--disk-mem", 0.1, "--gpu-mem", 1), "tier is too small"),
         (("-o", "/nowhere/policy.json"), "the folder /nowhere does not exist"),
@@ -225,14 +208,6 @@ def test_kept_policies_are_what_the_search_gives_today(path, capsys):
 
 def test_every_model_length_and_cache_of_the_papers_is_kept():
     assert len(list((ROOT / "policies").glob("t4-*.json"))) == 18
-
-
-def test_a_given_policy_that_is_too_slow_is_refused(find):
-    given = ("--gpu-batch-size", 3, "--num-gpu-batches", 2, "--percent", 100, 0, 100, 0, 100, 0)
-    code, out, err = find(*JOB, *given, "--max-latency", 0.001, "--json")
-    assert code == 2
-    assert json.loads(out)["predicted"]
-    assert "more than --max-latency 0.001" in err
 
 
 def test_the_t4_is_a_profile_with_its_sources():

@@ -6,17 +6,15 @@ import json
 import os
 import signal
 import subprocess
-from pathlib import Path
 
-import pytest
-from cli_tools import command, environment, read_rows, start
+from cli_tools import command, environment, start
 
 from h2o_flexgen.files import check_writable
 
 pytest_plugins = ["cli_tools"]
 
 
-def test_a_reader_of_stdout_that_has_gone_is_no_error(model, tmp_path):
+def test_a_reader_of_stdout_that_has_gone_ends_the_command_quietly(model, tmp_path):
     report = tmp_path / "report.json"
     read, write = os.pipe()
     os.close(read)
@@ -28,7 +26,7 @@ def test_a_reader_of_stdout_that_has_gone_is_no_error(model, tmp_path):
         text=True,
     )
     os.close(write)
-    assert done.returncode == 0
+    assert done.returncode == 128 + signal.SIGPIPE
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
     assert json.loads(report.read_text())["total"]["generated_tokens"] > 0
 
@@ -53,25 +51,7 @@ def test_a_report_that_cannot_be_written_takes_nothing_else_along(model):
 
 def test_a_report_can_go_to_a_device_whose_folder_is_read_only(monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, how: str(path) == "/dev/null")
-    check_writable("--report", Path("/dev/null"))
-
-
-@pytest.mark.parametrize("good", [True, False], ids=["good", "refused"])
-def test_a_full_disk_behind_stderr_ends_no_job(model, tmp_path, good):
-    out = tmp_path / "out.jsonl"
-    argv = command("--model", model if good else tmp_path / "none", "--prompt-len", 5, "--gen-len", 9, "--verbose")
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([*argv, "--output-file", out], env=environment(), stdout=subprocess.PIPE, stderr=full)
-    assert done.returncode == (0 if good else 2)
-    assert out.exists() == good
-
-
-def test_a_closed_stderr_ends_no_job(model, tmp_path):
-    argv = command("--model", model, "--prompt-len", 5, "--gen-len", 9, "--output-file", tmp_path / "out.jsonl")
-    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *argv], env=environment(), stdout=subprocess.PIPE, text=True)
-    assert done.returncode == 0
-    assert done.stdout.startswith("model ")
-    assert len(read_rows(tmp_path / "out.jsonl")) == 4
+    check_writable("--report", "/dev/null")
 
 
 def test_a_reader_of_stderr_that_has_gone_ends_the_job_as_a_signal_would(model):

@@ -1,13 +1,15 @@
-"""Input files: any text is a row, and a bad row harms no other."""
+"""Input files: any text is a row, and a bad row harms no other. Built-in prompts."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from cli_tools import FP32, PROMPTS, read_rows, write_rows
+from cli_tools import FP32, ON_DISK, ON_GPU, PROMPTS, percent, read_rows, write_rows
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs.input import builtin_prompts
+from h2o_flexgen.models.source import load_tokenizer
 
 pytest_plugins = ["cli_tools"]
 
@@ -165,7 +167,7 @@ def test_a_row_that_is_not_utf_8(cli, model, tmp_path):
     code, _, err = cli("--model", model, *FP32, *files, "--gen-len", 2)
     assert code == 0, err
     rows = read_rows(tmp_path / "out.jsonl")
-    assert rows[1] == {"index": 1, "error": "not UTF-8 text"}
+    assert rows[1]["error"].startswith("not JSON: 'utf-8' codec")
     assert rows[0]["token_ids"] == rows[2]["token_ids"] and len(rows) == 3
 
 
@@ -187,3 +189,52 @@ def test_bad_prompts_in_python(model, tmp_path, prompts):
         skipped = llm.generate([[7], *prompts], SamplingParams(max_tokens=2), skip_errors=True)
         assert skipped[-1].error and not skipped[-1].outputs
         assert skipped[0].error is None and skipped[0].outputs[0].token_ids
+
+
+# built-in prompts
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 512, 2048, 20_000])
+def test_builtin_prompts_have_exactly_the_length(texts, model, length):
+    for folder in (texts, model):
+        prompts = builtin_prompts(load_tokenizer(folder), 300, 5, length)
+        assert [len(ids) for ids in prompts] == [length] * 5
+        assert all(type(t) is int and 0 <= t < 300 for ids in prompts for t in ids)
+        if folder == texts:
+            assert all(ids[0] == 2 for ids in prompts)
+            assert all(2 not in ids[1:] for ids in prompts)
+
+
+def test_builtin_prompts_are_many_and_differ(texts):
+    tokenizer = load_tokenizer(texts)
+    prompts = builtin_prompts(tokenizer, 300, 120, 64)
+    assert len(prompts) == 120 and all(len(ids) == 64 for ids in prompts)
+    assert len({tuple(ids) for ids in prompts}) == 120
+    assert builtin_prompts(tokenizer, 300, 120, 64) == prompts
+
+
+@pytest.mark.parametrize(
+    "options, count, length",
+    [
+        ((), 4, 32),  # 64 positions, less 32 tokens of output
+        (("--num-prompts", "2"), 2, 32),
+        (("--num-prompts", "7", "--gpu-batch-size", "3"), 7, 32),
+        (("--gpu-batch-size", "3", "--num-gpu-batches", "2", "--prompt-len", "9"), 6, 9),
+        (("--gpu-batch-size", "3", *percent(ON_DISK), "--prompt-len", "9", "--gen-len", "2"), 3, 9),
+        ((*percent(ON_GPU), "--num-gpu-batches", "2", "--gen-len", "60"), 8, 4),
+    ],
+)
+def test_the_workload_without_an_input_file(cli, model, tmp_path, options, count, length):
+    report = tmp_path / "report.json"
+    code, _, err = cli("--model", model, *options, "--report", report)
+    assert code == 0, err
+    workload = json.loads(report.read_text())["workload"]
+    assert (workload["num_prompts"], workload["prompt_len"]) == (count, length)
+
+
+@pytest.mark.parametrize("count, size", [("7", 7), ("64", 32)])
+def test_a_batch_takes_the_prompts_there_are_up_to_32(cli, model, tmp_path, count, size):
+    report = tmp_path / "report.json"
+    options = (*percent(ON_DISK), "--num-prompts", count, "--prompt-len", "9", "--gen-len", "2")
+    assert cli("--model", model, *options, "--report", report)[0] == 0
+    assert json.loads(report.read_text())["policy"]["gpu_batch_size"] == size

@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, read_spec
-from h2o_flexgen.models.rope import rotate
+from h2o_flexgen.models.rope import rotation
 
 T = 21  # with dynamic RoPE longer than the trained length
 
@@ -75,7 +75,8 @@ def test_without_positions_attention_gets_what_is_not_rotated_yet(tiny, name):
     positions = torch.arange(T).expand(2, T)
 
     def rotated(q, k, v):
-        return causal_attention(rotate(spec.rope, q, positions), rotate(spec.rope, k, positions), v)
+        rotated = rotation(spec.rope, positions, q)
+        return causal_attention(rotated(q), rotated(k), v)
 
     maths = family(spec.model_type)
     late = maths.block(spec, block, hidden.clone(), None, rotated)

@@ -11,7 +11,7 @@ from oracle import fresh_rotary
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from h2o_flexgen.models.registry import read_spec
-from h2o_flexgen.models.rope import rotate
+from h2o_flexgen.models.rope import rotation
 
 ROTARY = [name for name, model_type in zoo.FAMILY.items() if model_type != "opt"]
 
@@ -31,7 +31,7 @@ def test_each_row_is_rotated_as_transformers_does_it_alone(tiny, name, lengths):
     q, k = heads_of(spec, len(lengths), T)
     positions = torch.stack([torch.arange(T).clamp(max=n - 1) for n in lengths])
     before = q.clone()
-    rotated = rotate(spec.rope, q, positions), rotate(spec.rope, k, positions)
+    rotated = [*map(rotation(spec.rope, positions, q), (q, k))]
     assert torch.equal(q, before)
     for b, n in enumerate(lengths):
         cos, sin = fresh_rotary(model.hf)(q, torch.arange(n)[None])
@@ -50,7 +50,7 @@ def test_a_decode_step_rotates_as_transformers_does_at_that_length(tiny, name, n
     for position in range(n, n + steps):
         at = torch.tensor([[position]])
         cos, sin = rotary(q, at)
-        for got, wanted in zip((rotate(spec.rope, x, at) for x in (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
+        for got, wanted in zip(map(rotation(spec.rope, at, q), (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
             torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
 
 
@@ -60,10 +60,11 @@ def test_scores_depend_on_distances_alone(tiny, name):
     spec = read_spec(tiny(name).folder)
     q, k = heads_of(spec, 1, 1)
     q = q[:, : spec.kv_heads]
-    scores = [
-        (rotate(spec.rope, q, torch.tensor([[p + 9]])) * rotate(spec.rope, k, torch.tensor([[p]]))).sum(-1)
-        for p in (0, 5, 31)
-    ]
+
+    def at(x, position):
+        return rotation(spec.rope, torch.tensor([[position]]), x)(x)
+
+    scores = [(at(q, p + 9) * at(k, p)).sum(-1) for p in (0, 5, 31)]
     for other in scores[1:]:
         torch.testing.assert_close(other, scores[0], atol=1e-4, rtol=1e-4)
 
@@ -74,6 +75,8 @@ def test_narrow_types_are_rotated_by_angles_in_fp32(tiny, name, dtype):
     spec = read_spec(tiny(name).folder)
     q, _ = heads_of(spec, 2, 40)
     positions = torch.arange(40).expand(2, 40)
-    narrow = rotate(spec.rope, q.to(dtype), positions)
+    q = q.to(dtype)
+    narrow = rotation(spec.rope, positions, q)(q)
     assert narrow.dtype == dtype
-    torch.testing.assert_close(narrow.float(), rotate(spec.rope, q.to(dtype).float(), positions), atol=0.04, rtol=0.02)
+    wide = rotation(spec.rope, positions, q.float())(q.float())
+    torch.testing.assert_close(narrow.float(), wide, atol=0.04, rtol=0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -71,33 +72,48 @@ def test_half_a_download_is_gone_on_with(hub, model, monkeypatch, missing):
 
     snapshot = cache_model(hub, "someone/tiny-opt", model, skip=(missing,))
     asked = []
-    real = huggingface_hub.snapshot_download
 
     def download(name, **options):
-        if options.get("local_files_only"):
-            return real(name, **options)
         asked.append(options["allow_patterns"])
-        shutil.copy(model / missing, snapshot / missing)
+        if any(fnmatch(missing, pattern) for pattern in asked[-1]):
+            shutil.copy(model / missing, snapshot / missing)
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name: ["a.bin", "model.safetensors"])
     assert source.find_model("someone/tiny-opt") == (snapshot, snapshot)
-    assert len(asked) == 2 and not any("bin" in p or "safetensors" in p for p in asked[0])  # the config comes first
-    assert "*.safetensors*" in asked[1] and not any("bin" in p for p in asked[1])
+    assert not any("bin" in p or "safetensors" in p for p in asked[0])  # the config comes first
+    assert ["model*.safetensors" in patterns for patterns in asked[1:]] == [True] * (missing == "model.safetensors")
+    before = len(asked)
     assert source.find_model("someone/tiny-opt") == (snapshot, snapshot)
-    assert len(asked) == 2  # now it is whole
+    assert len(asked) == before  # now it is whole
 
 
-def test_half_a_sharded_download_is_gone_on_with(hub, model, tmp_path):
+def test_weights_in_bin_are_downloaded_where_there_are_no_safetensors(hub, tmp_path, model, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, **options):
+        asked.append(options["allow_patterns"])
+        if "pytorch_model*.bin" in asked[-1]:
+            (tmp_path / "pytorch_model.bin").write_text("")
+        return str(tmp_path)
+
+    shutil.copy(model / "config.json", tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert source.find_model("someone/tiny-opt") == (tmp_path, tmp_path)
+    assert [patterns[3:] for patterns in asked] == [[], ["model*.safetensors"], ["pytorch_model*.bin"]]
+
+
+def test_half_a_sharded_download_that_cannot_be_gone_on_with(refused, hub, model, tmp_path):
     folder = tmp_path / "sharded"
     shutil.copytree(model, folder)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     cache_model(hub, "someone/tiny-opt", folder)
-    with pytest.raises(UserError, match="cannot get the model 'someone/tiny-opt'"):
-        source.find_model("someone/tiny-opt")
+    message = refused("--model", "someone/tiny-opt", *SHORT)
+    assert "model-00002-of-00002.safetensors is missing; download it again" in message
 
 
 def test_weights_of_a_folder_are_not_downloaded_too(hub, model, tmp_path, monkeypatch):
@@ -109,8 +125,6 @@ def test_weights_of_a_folder_are_not_downloaded_too(hub, model, tmp_path, monkey
     asked = []
 
     def download(name, **options):
-        if options.get("local_files_only"):
-            raise FileNotFoundError(name)
         asked.append((name, options["allow_patterns"]))
         return str(model)
 
@@ -169,7 +183,6 @@ def test_a_hub_that_cannot_be_reached(refused, monkeypatch, tmp_path):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", unreachable)
     message = refused("--model", "facebook/opt-125m", *SHORT)
     assert "no route" in message and "network" in message
 

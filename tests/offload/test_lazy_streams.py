@@ -74,7 +74,7 @@ class LazyDevice(Device):
     def free_bytes(self):
         return memory.ram_available()
 
-    def reset_peaks(self):
+    def reset_meters(self):
         memory.reset_peak()
 
     def peak_bytes(self):

@@ -10,10 +10,10 @@ import torch
 from cli_tools import PROMPTS
 
 from h2o_flexgen import LLM, Policy, SamplingParams
-from h2o_flexgen.errors import Interrupted, UserError
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import DiskIO, File
+from h2o_flexgen.offload.disk import DiskIO, File, wait
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.queues import TransferQueue
 from h2o_flexgen.offload.transport import Transport
@@ -61,16 +61,6 @@ def test_jobs_run_in_order_one_at_a_time(queue):
     for future in [queue.submit(lambda n=n: job(n)) for n in range(50)]:
         future.result()
     assert order == list(range(50))
-
-
-def test_an_interrupt_in_a_job_of_the_main_thread_is_not_put_away():
-    queue = TransferQueue(Device("cpu"), "test", overlap=False)
-
-    def interrupted():
-        raise Interrupted(2)
-
-    with pytest.raises(Interrupted):
-        queue.submit(interrupted)
 
 
 def test_a_queue_may_change_tensors_that_compute_made(queue):
@@ -194,18 +184,18 @@ def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeyp
 
 
 def test_a_gpu_that_is_full_before_a_job_begins_is_told_in_a_line(monkeypatch):
-    def full(self):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB\nand more")
 
-    monkeypatch.setattr(Device, "load_libraries", full)
-    with pytest.raises(UserError, match="no memory left to begin with"):
+    monkeypatch.setattr(torch.cuda, "empty_cache", full)
+    with pytest.raises(UserError, match="cannot begin on cpu: CUDA out of memory.*MiB; if its memory is full, end"):
         Device("cpu").start(None)
 
 
 def test_a_pool_that_is_closed_takes_no_more(tmp_path):
-    io = DiskIO()
+    io, file = DiskIO(), File(tmp_path / "f", writable=True)
+    wait(io.write(file, torch.zeros(4).numpy(), 0))
     io.close()
-    file = File(tmp_path / "f", writable=True)
     with pytest.raises(RuntimeError):
         io.write(file, torch.zeros(4).numpy(), 0)
 
@@ -228,7 +218,7 @@ def test_only_layers_are_prefetched(model, tmp_path, monkeypatch):
     real, read = DiskIO.read, {False: set(), True: set()}
 
     def recording(self, file, array, offset, direct=False, prefetch=False):
-        read[prefetch].add(file.path.name)
+        read[prefetch].add(file.path.name.split("-")[0])
         return real(self, file, array, offset, direct, prefetch)
 
     monkeypatch.setattr(DiskIO, "read", recording)

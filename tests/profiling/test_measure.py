@@ -15,11 +15,11 @@ from h2o_flexgen import hardware as command
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.profile import Link, Profile
 from h2o_flexgen.profiling import compute, machine
 from h2o_flexgen.profiling import measure as hardware
+from h2o_flexgen.profiling.compute import Scale
 from h2o_flexgen.profiling.machine import cache_root, crowding, scheduled
-from h2o_flexgen.profiling.scale import Scale
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -29,7 +29,6 @@ TINY = Scale(
     shapes=((64, 64), (256, 64), (1024, 64)),
     rows=(1, 512),
     weight_bytes=0,
-    logits=(1, 512),
     prompt=32,
     short=4,
     cold_bytes=1 << 20,
@@ -51,7 +50,7 @@ def test_a_measured_profile_is_a_profile(tmp_path, dtype):
     assert list((tmp_path / "offload").iterdir()) == []
     assert profile.kernels == (None if dtype == torch.float32 else KERNELS)
     for tables in profile.matmul.values():
-        rows = {shape: [n for n, _ in rates] for shape, rates in tables.items()}
+        rows = {shape: list(rates) for shape, rates in tables.items()}
         assert rows == {(64, 64): [1, 512], (256, 64): [1, 512], (1024, 64): [1]}  # a head takes few rows
 
 
@@ -59,14 +58,28 @@ def test_a_measured_profile_is_a_profile(tmp_path, dtype):
 def test_resident_matrices_are_measured_packed_where_they_are(monkeypatch, packed):
     monkeypatch.setattr(compute, "packs", lambda dtype: packed)
     monkeypatch.setattr(compute, "pack", lambda w: w)
-    kinds = {case.key[1] for case in compute.matmul_cases(Device("cpu"), torch.bfloat16, TINY)}
-    assert kinds == ({"streamed", "resident"} if packed else {"streamed"})
+    found = compute.matmul_rates(Device("cpu"), torch.bfloat16, TINY, 0.0)
+    assert found.keys() == ({"streamed", "resident"} if packed else {"streamed"})
 
 
-def test_rates_leave_out_what_a_matmul_takes_whatever_its_size():
-    seconds = {("step",): 7e-3, ("matmul", "streamed", (64, 32), 8): 3e-3}
-    found = hardware.Measured(seconds, torch.float32, TINY).matmul()
-    assert found == dict.fromkeys(("streamed", "resident"), {(64, 32): [(8, pytest.approx(2 * 64 * 32 * 8 / 2e-3))]})
+def test_matrices_that_memory_has_no_room_for_are_left_out(monkeypatch):
+    monkeypatch.setattr(Device, "free_bytes", lambda self: 4 * 4 * 256 * 64)
+    found = compute.matmul_rates(Device("cpu"), torch.float32, TINY, 0.0)
+    assert list(found["streamed"]) == [(64, 64), (256, 64)]
+
+
+def test_rates_leave_out_what_a_matmul_takes_whatever_its_size(monkeypatch):
+    monkeypatch.setattr(compute, "call_seconds", lambda *a: 3e-3)
+    found = compute.matmul_rates(Device("cpu"), torch.float32, TINY, 1e-3)
+    assert found["streamed"][256, 64][512] == pytest.approx(2 * 256 * 64 * 512 / 2e-3)
+
+
+def test_of_several_passes_each_number_is_the_median():
+    links = [Link(1e9, lost) for lost in (1e-10, 3e-10, 2e-10)]
+    assert hardware.medians([{"a": {8: n}, "link": link} for n, link in zip((5, 1, 2), links)]) == {
+        "a": {8: 2},
+        "link": Link(1e9, 2e-10),
+    }
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "policies" / "hardware").iterdir()), ids=lambda path: path.stem)
@@ -87,10 +100,6 @@ def test_the_command_writes_a_profile(quick, tmp_path):
     assert Profile.from_file(out).dtype == "float32"
 
 
-#: the matrices that `laptop` knows
-LAPTOP = Scale(shapes=tuple(laptop().matmul["streamed"]))
-
-
 def here(folder: Path) -> dict:
     """What a profile of this machine says of it."""
     return {**hardware.here(folder), "dtype": "float32"}
@@ -99,19 +108,19 @@ def here(folder: Path) -> dict:
 def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_path):
     made = []
 
-    def measure(device, dtype, root, progress, scale):
+    def measure(device, dtype, root, progress):
         made.append(replace(laptop(), **here(root)))
         return made[-1]
 
     monkeypatch.setattr(hardware, "measure", measure)
 
     def ask():
-        return hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, False, LAPTOP)
+        return hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, False)
 
     assert ask() == made[0]
     assert ask() == made[0]
     assert len(made) == 1
-    monkeypatch.setattr(machine, "versions", lambda: {"torch": "another"})
+    monkeypatch.setattr(machine, "FORMAT", 0)
     ask()
     ask()
     assert len(made) == 2
@@ -121,28 +130,10 @@ def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_p
     assert len(made) == 3
 
 
-def test_what_there_was_no_memory_to_measure_is_measured_when_there_is(monkeypatch, tmp_path):
-    scale = Scale(shapes=((64, 64), (2048, 2048)))
-    free, made = [1 << 20], []
-    monkeypatch.setattr(Device, "free_bytes", lambda self: free[0])
-
-    def measure(device, dtype, root, progress, scale):
-        rates = laptop().matmul["streamed"][2048, 2048]
-        tables = dict.fromkeys(compute.fitting_shapes(device, dtype, scale), rates)
-        made.append(replace(laptop(), matmul={"streamed": tables, "resident": tables}, **here(root)))
-        return made[-1]
-
-    monkeypatch.setattr(hardware, "measure", measure)
-    for free[0], measured in ((1 << 20, 1), (1 << 20, 1), (1 << 40, 2), (1 << 40, 2), (1 << 20, 2)):
-        profile = hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, False, scale)
-        assert profile == made[-1] and len(made) == measured
-    assert [list(profile.matmul["streamed"]) for profile in made] == [[(64, 64)], [(64, 64), (2048, 2048)]]
-
-
 def test_rates_beside_a_busy_program_are_not_kept(monkeypatch, tmp_path):
     found = iter(replace(laptop(), crowded=crowded, **here(tmp_path)) for crowded in (0.5, 0.1))
     monkeypatch.setattr(hardware, "measure", lambda *a: next(found))
-    asked = [hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, False, LAPTOP) for _ in range(3)]
+    asked = [hardware.load_or_measure(Device("cpu"), torch.float32, tmp_path, False) for _ in range(3)]
     assert [profile.crowded for profile in asked] == [0.5, 0.1, 0.1]
 
 
@@ -151,7 +142,7 @@ def test_a_kept_profile_chooses_the_kernels_it_was_measured_with(monkeypatch, tm
     monkeypatch.setattr(hardware, "measure", lambda *a: measured)
     for _ in range(2):
         linear.use(KERNELS)
-        hardware.load_or_measure(Device("cpu"), torch.bfloat16, tmp_path, False, LAPTOP)
+        hardware.load_or_measure(Device("cpu"), torch.bfloat16, tmp_path, False)
     assert linear.rates() == measured.kernels
 
 
@@ -178,7 +169,7 @@ def test_a_gpu_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
-    monkeypatch.setattr(hardware, "cases", full)
+    monkeypatch.setattr(hardware, "measure_compute", full)
     with pytest.raises(UserError, match="too little memory left to measure"):
         hardware.measure(Device("cpu"), torch.float32, tmp_path)
 

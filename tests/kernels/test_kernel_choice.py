@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import kernels
 
-from h2o_flexgen.kernels.rates import HALF_TYPES, MARGIN, MIX, ROWS, KernelRates
+from h2o_flexgen.kernels.linear import HALF_TYPES, MARGIN, MIX, ROWS, KernelRates
 
 rates = st.floats(1e9, 1e13)
 tables = st.fixed_dictionaries({n: rates for n in ROWS})
@@ -67,8 +67,8 @@ def test_a_tie_goes_to_the_stored_type_then_to_range_then_to_memory():
         "bfloat16",
         "bfloat16",
     ]
-    like_fp32 = {t: {"native": dict.fromkeys(ROWS, 1e11)} for t in ("bfloat16", "float32")}
-    assert KernelRates(like_fp32).dtype() == "bfloat16"
+    like_fp32 = {t: {"native": dict.fromkeys(ROWS, 1e11)} for t in (*HALF_TYPES, "float32")}
+    assert replace(tie, linear=like_fp32).dtype() == "bfloat16"
 
 
 def test_a_cpu_whose_16_bit_matmuls_are_slow_computes_in_fp32():
@@ -90,11 +90,6 @@ def test_attention_is_slow_in_a_type_unless_clearly_faster_than_fp32():
     assert [found.is_slow(t) for t in ("float32", "bfloat16", "float16")] == [False, True, False]
 
 
-def test_what_was_not_measured_is_native():
-    assert KernelRates().kernel("bfloat16", 3) == "native"
-    assert not KernelRates().packs("bfloat16") and not KernelRates().is_slow("bfloat16")
-
-
 @given(measured)
 def test_rates_survive_a_file(found):
     assert KernelRates.from_dict(json.loads(json.dumps(asdict(found)))) == found
@@ -104,11 +99,8 @@ def test_rates_survive_a_file(found):
     "change",
     [
         {"linear": {"bfloat16": {"native": {"1": 1e9}}}},
-        {"linear": {"bfloat16": {"widened": dict.fromkeys(map(str, ROWS), 1e9)}}},
-        {"linear": {"bfloat16": {"native": dict.fromkeys(map(str, ROWS), 0)}}},
         {"linear": {"bfloat16": 3}},
         {"linear": None},
-        {"attention": {"bfloat16": float("nan")}},
         {"attention": {"bfloat16": "fast"}},
     ],
 )

@@ -11,8 +11,7 @@ from machines import kernels
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.profiling import kernels as kept
-from h2o_flexgen.profiling import machine
+from h2o_flexgen.profiling import machine, measure
 
 CPU = Device("cpu")
 
@@ -22,66 +21,66 @@ def measured(monkeypatch):
     """The rates that measuring gives, one after the other; those it has given."""
     found = []
 
-    def measure():
+    def rates():
         found.append(kernels(**{"bfloat16": ("native", "widened")[len(found) % 2]}))
         return found[-1]
 
-    monkeypatch.setattr(linear, "measure", measure)
-    monkeypatch.setattr(kept, "crowding", lambda before, now: 0.0)
+    monkeypatch.setattr(linear, "measure", rates)
+    monkeypatch.setattr(measure, "crowding", lambda before, now: 0.0)
     linear.use(None)
     return found
 
 
 def test_rates_are_measured_once_and_again_when_the_machine_changes(measured, monkeypatch):
-    assert kept.load_or_measure_kernels() == measured[0]
-    assert kept.load_or_measure_kernels() == measured[0]
-    monkeypatch.setattr(machine, "versions", lambda: {"torch": "another"})
-    assert kept.load_or_measure_kernels() == measured[1]
+    assert measure.load_or_measure_kernels() == measured[0]
+    assert measure.load_or_measure_kernels() == measured[0]
+    monkeypatch.setattr(machine, "FORMAT", 0)
+    assert measure.load_or_measure_kernels() == measured[1]
     assert len(measured) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"rates": 3}'])
 def test_a_damaged_file_is_measured_again(measured, text):
-    kept.load_or_measure_kernels()
-    kept.kept_file("kernels").write_text(text)
-    assert kept.load_or_measure_kernels() == measured[1]
-    assert json.loads(kept.kept_file("kernels").read_text())["machine"] == machine.machine()
+    measure.load_or_measure_kernels()
+    machine.kept_file("kernels").write_text(text)
+    assert measure.load_or_measure_kernels() == measured[1]
+    assert json.loads(machine.kept_file("kernels").read_text())["machine"] == machine.machine()
 
 
 def test_rates_beside_a_busy_program_are_not_kept(measured, monkeypatch):
-    monkeypatch.setattr(kept, "crowding", lambda before, now: 0.5)
-    kept.load_or_measure_kernels()
-    assert not kept.kept_file("kernels").exists()
+    monkeypatch.setattr(measure, "crowding", lambda before, now: 0.5)
+    measure.load_or_measure_kernels()
+    assert not machine.kept_file("kernels").exists()
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(measured, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "file"))
-    assert kept.load_or_measure_kernels() == measured[0]
+    assert measure.load_or_measure_kernels() == measured[0]
     assert "cannot keep what was measured" in caplog.text
 
 
 def test_auto_is_the_fastest_type_by_measuring(measured):
-    assert kept.job_dtype(CPU, "auto") == torch.bfloat16
-    assert kept.job_dtype(CPU, "auto") == torch.bfloat16
+    assert measure.job_dtype(CPU, "auto") == torch.bfloat16
+    assert measure.job_dtype(CPU, "auto") == torch.bfloat16
     assert len(measured) == 1
 
 
 @pytest.mark.parametrize("name", ["float32", "fp32"])
 def test_fp32_needs_no_measuring(measured, name):
-    assert kept.job_dtype(CPU, name) == torch.float32
+    assert measure.job_dtype(CPU, name) == torch.float32
     assert measured == []
 
 
 def test_rates_of_a_given_profile_spare_measuring(measured):
-    assert kept.job_dtype(CPU, "auto", kernels=kernels(float16="native")) == torch.float16
+    assert measure.job_dtype(CPU, "auto", kernels=kernels(float16="native")) == torch.float16
     assert measured == []
 
 
 def test_the_stored_type_counts(measured):
     linear.use(kernels(bfloat16="native", float16="native"))
-    assert kept.job_dtype(CPU, "auto", torch.float16) == torch.float16
-    assert kept.job_dtype(CPU, "auto", torch.bfloat16) == torch.bfloat16
+    assert measure.job_dtype(CPU, "auto", torch.float16) == torch.float16
+    assert measure.job_dtype(CPU, "auto", torch.bfloat16) == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -97,10 +96,10 @@ def test_auto_on_cuda_is_fp16_but_for_checkpoints_in_bf16(measured, monkeypatch,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = Device("cpu")
     device.is_cuda = True
-    assert kept.job_dtype(device, "auto", stored) == wanted
+    assert measure.job_dtype(device, "auto", stored) == wanted
     assert measured == []
 
 
 def test_an_unknown_type_is_an_error():
     with pytest.raises(UserError, match="unknown dtype"):
-        kept.job_dtype(CPU, "float8")
+        measure.job_dtype(CPU, "float8")
