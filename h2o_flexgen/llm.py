@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -12,12 +11,10 @@ import torch
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
-from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput
+from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreOutput
 from h2o_flexgen.engine.runner import Runner
-from h2o_flexgen.engine.sampling import Sampler, SamplingParams
-from h2o_flexgen.engine.scoring import ScoreOutput, TeacherForcing
+from h2o_flexgen.engine.sampling import Sampler, SamplingParams, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
-from h2o_flexgen.engine.stores import Job
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload.device import Device
@@ -110,7 +107,7 @@ class LLM:
         self.model = load_model(model, path, lambda stored: _job_dtype(self.device, dtype, stored, profile), progress)
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
-        self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress=progress)
+        self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
         self.planner = Planner(
             ModelData.of(
                 self.spec,
@@ -231,7 +228,7 @@ class LLM:
         if sequences:
             sink = TeacherForcing(targets, every_position=prompt_len is None)
             gen_len = 1 if prompt_len is None else len(targets[sequences[0].index])
-            self._run(sequences, gen_len, sink, Observer(), prefill_only=prompt_len is None)
+            self._run(sequences, gen_len, sink, Observer())
         for s in sequences:
             output = outputs[s.index]
             if s.finish_reason == "error":
@@ -240,25 +237,20 @@ class LLM:
                 output.token_logprobs, output.is_greedy = s.logprobs, sink.is_greedy[s.index]
         return outputs
 
-    def _run(
-        self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer, prefill_only: bool = False
-    ) -> None:
+    def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""
         # longest first: what does not fit shows at once, and neighbours are alike in length
         sequences.sort(key=lambda s: -len(s.prompt))
-        workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len, prefill_only)
+        workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len)
         self.device.reset_meters()
         given = None if self.policy == "auto" else self.policy
         self.choice = choice = self.planner.choose(workload, self.resources(), given, self.kv_budget)
         self.observer.on_plan(choice)
         choice.plan.check()
         bar = ProgressBar(len(sequences), gen_len, len(self.model.layers), self.progress)
-        observer = Observers(collector, bar, self.observer)
         try:
-            self.report = self.runner.run(Job.of(choice, workload), sequences, sink, observer).to_dict()
+            self.report = self.runner.run(choice, sequences, sink, Observers(collector, bar, self.observer)).to_dict()
         except torch.OutOfMemoryError as e:
-            traceback.clear_frames(e.__traceback__)  # they hold tensors
-            self.close()
             raise UserError(
                 f"CUDA is out of memory, though the plan fits: give a smaller `gpu_mem` if other programs use the GPU; "
                 f"if not, its memory is too fragmented to use: give smaller batches; {e}"

@@ -44,13 +44,11 @@ class Workload:
 
     Attributes:
         prompt_lens: tokens of each prompt, the longest first.
-        gen_len: tokens of each output.
-        prefill_only: nothing is decoded, so that no KV cache is kept.
+        gen_len: tokens of each output; with 1 nothing is decoded.
     """
 
     prompt_lens: tuple[int, ...]
     gen_len: int
-    prefill_only: bool = False
 
     @property
     def longest(self) -> int:

@@ -168,8 +168,6 @@ def test_a_job_under_nohup_outlives_its_terminal(cli, model, tmp_path):
 
 
 def test_a_job_cut_short_does_not_replace_the_output_of_an_earlier_one(cli, model, tmp_path, monkeypatch):
-    from h2o_flexgen.engine.runner import Runner
-
     rows, target = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9], []]), tmp_path / "out.jsonl"
     argv = ("--model", model, *FP32, "--gen-len", 3, "--input-file", rows, "--output-file", target)
     assert cli(*argv)[0] == 0
@@ -178,7 +176,7 @@ def test_a_job_cut_short_does_not_replace_the_output_of_an_earlier_one(cli, mode
     def stopped(*args, **more):
         raise Interrupted(signal.SIGINT)
 
-    monkeypatch.setattr(Runner, "run_block", stopped)
+    monkeypatch.setattr(ProgressBar, "on_block", stopped)
     code, _, err = cli(*argv)
     assert code == 130 and "out.jsonl~" in err
     assert (tmp_path / "out.jsonl~").read_text() == before

@@ -246,7 +246,7 @@ def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path,
     seen = []
 
     class Steps(Observer):
-        def on_step(self, i, j, batches):
+        def on_progress(self, i, j, batches):
             seen.extend((i, j, k) for k in batches)
 
     stopping = with_eos(model, tmp_path, sorted(ends))

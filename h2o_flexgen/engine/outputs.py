@@ -19,10 +19,6 @@ class CompletionOutput:
     logprobs: list[float]
     finish_reason: str
 
-    @property
-    def cumulative_logprob(self) -> float:
-        return sum(self.logprobs)
-
 
 @dataclass
 class RequestOutput:
@@ -32,6 +28,25 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass
+class ScoreOutput:
+    """The score of one text.
+
+    Attributes:
+        index: place among the texts.
+        token_ids: of the whole text.
+        token_logprobs: natural logarithm of the probability of each scored token, the last ones of the text.
+        is_greedy: whether each of them was the most likely token.
+        error: why the text could not be scored, and then there is nothing else; or None.
+    """
+
+    index: int
+    token_ids: list[int]
+    token_logprobs: list[float] = field(default_factory=list)
+    is_greedy: list[bool] = field(default_factory=list)
     error: str | None = None
 
 

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.engine.model import LoadedModel
-from h2o_flexgen.engine.stores import Job
+from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload.transport import Transport
+from h2o_flexgen.policy import TIERS
 
 PHASES = ("prefill", "decode")
 
 
 class Meter:
-    """Seconds and bytes moved of each phase of a job. What is fetched ahead counts in the phase in which it came.
+    """Seconds and bytes moved of each phase of a job. What is fetched ahead counts in the phase in which it came."""
 
-    Args:
-        count: gives the bytes moved so far between tiers, by link.
-    """
-
-    def __init__(self, count: Callable[[], dict[str, int]]):
-        self._count, self._counted, self._since = count, count(), time.perf_counter()
+    def __init__(self, transport: Transport):
+        self._transport = transport
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.moved = {phase: dict.fromkeys(self._counted, 0) for phase in PHASES}
+        self.moved = {phase: dict.fromkeys(transport.moved_bytes(), 0) for phase in PHASES}
 
     def start(self) -> None:
-        self._since = time.perf_counter()
+        self._transport.device.synchronize()
+        self._since, self._counted = time.perf_counter(), self._transport.moved_bytes()
 
     def stop(self, phase: str) -> None:
         """Add what was measured since `start`, or the last `stop`, to a phase."""
-        now, counted = time.perf_counter(), self._count()
-        self.seconds[phase] += now - self._since
-        for link, nbytes in counted.items():
-            self.moved[phase][link] += nbytes - self._counted[link]
-        self._since, self._counted = now, counted
+        since, counted = self._since, self._counted
+        self.start()
+        self.seconds[phase] += self._since - since
+        for link, nbytes in self._counted.items():
+            self.moved[phase][link] += nbytes - counted[link]
 
 
 @dataclass
@@ -64,10 +61,10 @@ class Report:
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
 
     @classmethod
-    def of(
-        cls, model: LoadedModel, job: Job, sequences: list[Sequence], meter: Meter, device: Device, disk_bytes: int
-    ) -> Report:
+    def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
+        model, job, device = stores.model, stores.job, stores.device
         work, rule, stalls = job.workload, job.rule, device.stall_seconds
+        planned = {tier: job.plan.needed(tier) for tier in TIERS}
         generated = sum(len(s.tokens) for s in sequences)
         tokens = {"prefill": sum(work.prompt_lens), "decode": generated - sum(1 for s in sequences if s.tokens)}
         seconds, (prefill, decode) = sum(meter.seconds.values()), meter.moved.values()
@@ -84,15 +81,15 @@ class Report:
             kv_budget=None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
             **phases,
             total={"seconds": seconds, "generated_tokens": generated, "tokens_per_s": _rate(generated, seconds)},
-            peak_memory_bytes=_peak_bytes(device, job.planned["cpu"], disk_bytes),
-            planned_memory_bytes=job.planned,
+            peak_memory_bytes=_peak_bytes(device, planned["cpu"], stores.transport.disk_bytes()),
+            planned_memory_bytes=planned,
             bytes_moved={link: prefill[link] + decode[link] for link in prefill},
             stall_seconds={
                 "weights": stalls.get("weights", 0.0),
                 # hidden states share a transfer queue with the cache
                 "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
             },
-            predicted=job.predicted,
+            predicted=job.prediction and job.prediction.of_job(),
         )
 
     def to_dict(self) -> dict:

@@ -1,7 +1,8 @@
-"""From logits to tokens."""
+"""From logits to tokens: sampled ones, or those of a text that is scored."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,20 +42,16 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("top_k", "max_tokens", "seed"):
+        for name, least in {"top_k": 0, "max_tokens": 1, "seed": 0}.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise UserError(f"{name} must be a whole number, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UserError(f"{name} must be a whole number, {least} or more, not {value!r}")
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise UserError(f"temperature must be 0 or more, not {self.temperature}")
-        if self.top_k < 0:
-            raise UserError(f"top_k must be 0 (all) or more, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
-        if self.max_tokens < 1:
-            raise UserError(f"the output length must be 1 or more, not {self.max_tokens}")
-        if not 0 <= self.seed < 1 << 64:
-            raise UserError(f"seed must lie between 0 and 2**64 - 1, not {self.seed}")
+        if self.seed >= 1 << 64:
+            raise UserError(f"seed must be less than 2**64, not {self.seed}")
 
 
 class Sampler:
@@ -70,7 +67,7 @@ class Sampler:
         self.params = params
         self.eos_ids = frozenset() if params.ignore_eos else eos_ids
 
-    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> bool:
+    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`. A sequence with a row that is not finite ends in an error."""
         tokens, logprobs = sample(logits, self.params, [s.index for s in sequences], i)
         for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist()):
@@ -79,7 +76,30 @@ class Sampler:
                     s.finish_reason = "stop"
                 elif len(s.tokens) == self.params.max_tokens:
                     s.finish_reason = "length"
-        return bool(logprobs.isfinite().all())  # also of sequences that have ended: their batch goes on
+
+
+class TeacherForcing:
+    """A sink of logits that continues each sequence with the tokens of its text, and scores them.
+
+    Args:
+        targets: the tokens to score by the index of the sequence; each is also the input of the next step.
+        every_position: the logits behind every token of the prompt are wanted, not only those behind the last.
+    """
+
+    def __init__(self, targets: dict[int, list[int]], every_position: bool):
+        self.targets, self.every_position = targets, every_position
+        self._next = {index: iter(tokens) for index, tokens in targets.items()}
+        self.is_greedy: dict[int, list[bool]] = defaultdict(list)
+
+    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
+        """As `step.LogitsSink`; with `every_position` a sequence stands once for each row that is its."""
+        targets = [next(self._next[s.index], 0) for s in sequences]  # 0: one that has ended runs until its batch leaves
+        logprobs, greedy = score_rows(logits, torch.tensor(targets))
+        for s, target, logprob, is_greedy in zip(sequences, targets, logprobs, greedy):
+            if s.append(target, logprob):
+                self.is_greedy[s.index].append(is_greedy)
+                if len(s.tokens) == len(self.targets[s.index]):
+                    s.finish_reason = "length"
 
 
 def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int) -> tuple[Tensor, Tensor]:
@@ -126,3 +146,14 @@ def _draw(logits: Tensor, params: SamplingParams, indices: list[int], step: int)
 def _uniform(seed: int, index: int, step: int) -> float:
     """A number in [0, 1) from a counter: the same for the same three arguments, whatever was drawn before."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, index, step])).random(dtype=np.float32))
+
+
+def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
+    """For each row of logits (B, V) the log-probability of its target (B,), in fp32, and whether no token has more."""
+    logprobs, greedy = [], []
+    for rows, target in zip(logits.split(SAMPLE_ROWS), targets.to(logits.device).split(SAMPLE_ROWS)):
+        rows = rows.float()
+        chosen = rows.gather(1, target[:, None])[:, 0]
+        logprobs += (chosen - rows.logsumexp(-1)).tolist()
+        greedy += (rows.argmax(-1) == target).tolist()
+    return logprobs, greedy

@@ -1,4 +1,4 @@
-"""What one layer does: prefill of a batch in micro-batches, a decode step of a group of batches."""
+"""A block of sequences in the zig-zag schedule: prefill by micro-batches, decode steps by groups of batches."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.engine.batch import Batch, Sequence, prompt_positions
-from h2o_flexgen.engine.model import LoadedModel
-from h2o_flexgen.engine.prefetch import Prefetcher
-from h2o_flexgen.engine.schedule import Step
-from h2o_flexgen.engine.stores import Job, Stores
+from h2o_flexgen.engine.batch import Sequence, make_batches, prompt_positions
+from h2o_flexgen.engine.observer import Observer
+from h2o_flexgen.engine.report import Meter
+from h2o_flexgen.engine.schedule import Step, ZigZag
+from h2o_flexgen.engine.stores import Prefetcher, Stores
 from h2o_flexgen.models.parts import Weights
 from h2o_flexgen.models.registry import family
-from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device
 from h2o_flexgen.sizes import HEAD_ROWS, matmul_groups
 
 #: least time between two times that prefill gives back gaps in the heap
-GAPS_SECONDS = 0.25
+GAPS_SECONDS = 0.5
 
 
 class LogitsSink(Protocol):
-    """What becomes of a step's logits: `sampling.Sampler` makes tokens of them, `scoring.TeacherForcing` scores a text.
+    """What becomes of a step's logits: a `Sampler` makes tokens of them, `TeacherForcing` scores a text.
 
     Attributes:
         every_position: prefill gives the logits behind every token of a prompt but the last, one after the other.
@@ -34,62 +32,102 @@ class LogitsSink(Protocol):
 
     every_position: bool
 
-    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> bool:
+    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
         """Take the logits (B, V) of token step i, one row for each of B sequences.
 
         Append to each sequence that still runs the token that is the input of its next step, and set `finish_reason`
-        where a sequence ends. Returns whether all rows are finite.
+        where a sequence ends.
         """
 
 
-class LayerSteps:
-    """The steps of one block. Layer 0 is the embedding, the last one the head, those between transformer blocks.
+class BlockRun:
+    """One block of sequences on its way through the model. Layer 0 is the embedding, the last one the head, those
+    between transformer blocks.
 
-    Attributes:
-        all_finite: whether all logits were. If not, NaN may be left in slots of the cache.
+    Args:
+        sequences: as many as the policy's block at most, the longest first; they hold the result.
+        sink: gets the logits.
+        is_last: no block follows, so that no weights need be fetched at the end.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        device: Device,
-        job: Job,
-        stores: Stores,
-        batches: list[Batch],
-        prefetch: Prefetcher,
-        sink: LogitsSink,
-    ):
-        self.spec, self.device, self.job, self.stores = model.spec, device, job, stores
-        self.batches, self.prefetch, self.sink = batches, prefetch, sink
+    def __init__(self, stores: Stores, sequences: list[Sequence], sink: LogitsSink, observer: Observer, is_last: bool):
+        self.spec, self.job, self.device = stores.model.spec, stores.job, stores.device
+        self.weights, self.caches, self.activations = stores.weights, stores.caches, stores.activations
+        self.sink, self.observer = sink, observer
         self.family = family(self.spec.model_type)
-        self.token_bytes = self.spec.hidden * model.dtype.itemsize
-        self.last = prefetch.last
+        self.token_bytes = self.spec.hidden * stores.model.dtype.itemsize
+        policy, layers = self.job.policy, len(stores.model.layers)
+        self.last = layers - 1
+        self.batches = make_batches(sequences, policy.gpu_batch_size, policy.prefill_tokens)
+        self.schedule = ZigZag(self.job.workload.gen_len, layers, len(self.batches))
+        self.prefetch = Prefetcher(stores, self.schedule, self.batches, is_last)
+        self.caches.begin_block([stores.layout(len(b.sequences), b.longest) for b in self.batches])
         self._gaps_released = time.perf_counter()
-        self.all_finite = True
         self._hidden: dict[int, Tensor] = {}  # by batch, (B, 1, E): decode's hidden states stay on the device
+
+    def run(self, meter: Meter) -> None:
+        """Prefill and decode."""
+        meter.start()
+        for i, j, active in self.schedule.layers():
+            interrupts.check()
+            if (i, j) == (1, 0):
+                meter.stop("prefill")
+            self._run_layer(i, j, active)
+            self.observer.on_progress(i, j, active)
+        self.caches.drain()
+        meter.stop("prefill" if i == 0 else "decode")
+
+    def _run_layer(self, i: int, j: int, active: list[int]) -> None:
+        self.prefetch.weights(i, j)
+        w = self.weights.get(j)
+        for group in [[k] for k in active] if i == 0 else self._groups(active):
+            if i == 0:
+                self._prefill(j, *group, w)
+            else:
+                self._decode(i, j, group, w)
+            if j == self.last:
+                self._retire(group)
+        self.weights.release(j)
+        if (i, j) == (0, self.last):
+            self.device.release_gaps()
+
+    def _retire(self, group: list[int]) -> None:
+        """Batches whose sequences have all finished leave the schedule."""
+        for k in group:
+            sequences = self.batches[k].sequences
+            if all(s.finish_reason is not None for s in sequences):
+                self.prefetch.finish(k)
+                self.observer.on_finished(sequences)
 
     # prefill
 
-    def prefill(self, step: Step, w: Weights) -> None:
-        """One layer of one batch, micro-batch by micro-batch."""
-        _, j, k = step
-        batch = self.batches[k]
-        fills = 0 < j < self.last and not self.job.workload.prefill_only
-        cache = self.stores.caches.blank(j - 1, k) if fills else None
+    @torch.inference_mode()
+    def _prefill(self, j: int, k: int, w: Weights) -> None:
+        """Layer j of batch k, micro-batch by micro-batch."""
+        batch, cache = self.batches[k], None
+        if 0 < j < self.last and self.job.workload.gen_len > 1:
+            cache = self.caches.blank(j - 1, k)
         if j == self.last:  # prefill needs no staging buffer of the cache any more
-            self.prefetch.caches(step)
-        for m in range(len(batch.micro)):
+            self.prefetch.caches(Step(0, j, k))
+        for m, (begin, end) in enumerate(batch.micro):
             interrupts.check()
+            lengths = batch.lengths[begin:end]
             if j == 0:
-                self._embed_prompts(k, m, w)
-                continue
-            hidden = self._load_hidden(step, m)
-            if j == self.last:
-                self._prompt_logits(w, batch.sequences[slice(*batch.micro[m])], hidden)
+                ids = batch.prompt_ids(begin, end)
+                hidden = self._embed(ids, prompt_positions(lengths, ids.shape[1]), w)
             else:
-                self._prefill_block(step, m, w, cache, hidden)
+                hidden = self.activations.get(k, m)
+                self.prefetch.hidden(j, k, m)
+            if j == self.last:
+                self._prompt_logits(w, batch.sequences[begin:end], hidden)
+                continue
+            if j > 0:
+                attend = partial(self.job.rule.prefill, cache and cache.rows(begin, end), lengths=lengths)
+                hidden = self.family.block(self.spec, w, hidden, prompt_positions(lengths, hidden.shape[1]), attend)
+            self.activations.put(k, m, begin * batch.longest * self.token_bytes, hidden)
+            self._release_gaps()
         if cache is not None:
-            self.stores.caches.store_all(j - 1, k, batch.longest)
+            self.caches.store_all(j - 1, k, batch.longest)
 
     def _prompt_logits(self, w: Weights, sequences: list[Sequence], hidden: Tensor) -> None:
         """hidden: (B, T, E) of these prompts."""
@@ -101,56 +139,22 @@ class LayerSteps:
         rows, columns = (torch.tensor(each) for each in zip(*places))
         self._logits(0, w, [sequences[row] for row, _ in places], hidden[rows, columns])
 
-    def _embed_prompts(self, k: int, m: int, w: Weights) -> None:
-        batch = self.batches[k]
-        ids = batch.prompt_ids(*batch.micro[m])
-        positions = prompt_positions(batch.lengths[slice(*batch.micro[m])], ids.shape[1])
-        self.stores.activations.put(k, m, self._offset(k, m), self._embed(ids, positions, w))
-
-    def _prefill_block(self, step: Step, m: int, w: Weights, cache, hidden: Tensor) -> None:
-        batch = self.batches[step.k]
-        begin, end = batch.micro[m]
-        lengths = batch.lengths[begin:end]
-        attend = partial(self.job.rule.prefill, cache and cache.rows(begin, end), lengths=lengths)
-        positions = prompt_positions(lengths, hidden.shape[1])
-        hidden = self.family.block(self.spec, w, hidden, positions, attend)
-        self.stores.activations.put(step.k, m, self._offset(step.k, m), hidden)
-        if self.gaps_are_due and memory.resident() > self.job.ram:  # a layer may take seconds
-            self.release_gaps()
-
-    def _load_hidden(self, step: Step, m: int) -> Tensor:
-        """(B, T, E) of a micro-batch; the next one is being fetched when this returns."""
-        k, activations = step.k, self.stores.activations
-        hidden = activations.get(k, m, self._offset(k, m))
-        if m + 1 < len(self.batches[k].micro):
-            activations.prefetch(k, m + 1, self._offset(k, m + 1))
-        else:
-            self.prefetch.hidden(step)
-        return hidden
-
-    def _offset(self, k: int, m: int) -> int:
-        """Where the hidden states of a micro-batch begin in those of its batch, in bytes."""
-        batch = self.batches[k]
-        return batch.micro[m][0] * batch.longest * self.token_bytes
-
-    @property
-    def gaps_are_due(self) -> bool:
+    def _release_gaps(self) -> None:
         """Micro-batches leave gaps in the heap, several times as large as one of them. Giving the pages back and taking
         new ones costs time, so it is done seldom."""
-        return time.perf_counter() - self._gaps_released > GAPS_SECONDS
-
-    def release_gaps(self) -> None:
-        self.device.release_gaps()
-        self._gaps_released = time.perf_counter()
+        if time.perf_counter() - self._gaps_released > GAPS_SECONDS:
+            self.device.release_gaps()
+            self._gaps_released = time.perf_counter()
 
     # decode
 
-    def groups(self, active: list[int]) -> list[list[int]]:
+    def _groups(self, active: list[int]) -> list[list[int]]:
         """The batches that go through the matmuls of a decode step together."""
         sizes = [len(self.batches[k].sequences) for k in active]
         return [active[begin:end] for begin, end in matmul_groups(sizes)]
 
-    def decode(self, i: int, j: int, group: list[int], w: Weights) -> None:
+    @torch.inference_mode()
+    def _decode(self, i: int, j: int, group: list[int], w: Weights) -> None:
         """One layer of one token step: matmuls of all rows at once, attention batch by batch as KV blocks arrive."""
         self.prefetch.caches(Step(i, j, group[0]))
         batches = [self.batches[k] for k in group]
@@ -179,22 +183,22 @@ class LayerSteps:
         i, j, k = step
         interrupts.check()
         held = self.prefetch.held
-        cache = self.stores.caches.get(j - 1, k, held(k, i))
+        cache = self.caches.get(j - 1, k, held(k, i))
         # with attention on the CPU the cache stays in RAM, and the query goes to it
         q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
         context, slots = self.job.rule.decode(cache, q, key, v, self.batches[k].lengths, i)
-        self.stores.caches.store_step(j - 1, k, held(k, i + 1), slots, key[:, :, 0], v[:, :, 0])
+        self.caches.store_step(j - 1, k, held(k, i + 1), slots, key[:, :, 0], v[:, :, 0])
         self.prefetch.caches(step)  # a staging buffer is free now
         return context.to(self.device.torch_device)
 
     # both ends of the model
 
     def _embed(self, ids: Tensor, positions: Tensor, w: Weights) -> Tensor:
-        return self.family.embed(self.spec, w, self.stores.weights.rows, ids, positions)
+        return self.family.embed(self.spec, w, self.weights.rows, ids, positions)
 
     def _logits(self, i: int, w: Weights, sequences: list[Sequence], hidden: Tensor) -> None:
         """Hand the logits of some rows to the sink. hidden: (B, E), contiguous."""
         for at in range(0, len(sequences), HEAD_ROWS):
             interrupts.check()
             logits = self.family.logits(self.spec, w, hidden[at : at + HEAD_ROWS])
-            self.all_finite &= self.sink.take(i, sequences[at : at + HEAD_ROWS], logits)
+            self.sink.take(i, sequences[at : at + HEAD_ROWS], logits)

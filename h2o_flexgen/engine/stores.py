@@ -1,60 +1,100 @@
-"""What the engine must know of a job, and the stores that hold the job's data."""
+"""The stores that hold a job's data, and the transfers that start ahead of the step that needs them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from h2o_flexgen.kv_cache import CacheRule
+from h2o_flexgen.engine.batch import Batch
+from h2o_flexgen.engine.model import LoadedModel
+from h2o_flexgen.engine.schedule import Step, ZigZag
+from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.policy import TIERS, Policy
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.sizes import batch_sizes, micro_tokens
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to run, and on which tiers.
+class Stores:
+    """The stores of a running job. `weights` outlive it, caches and activations do not.
 
-    Attributes:
-        weights, cache, activations: the tier of each tensor by name, of each KV block by (layer, batch), and of each
-            batch's hidden states, as `planning.placement` spreads them.
-        planned: bytes of each tier that the plan counts; predicted: times by the cost model, for the report.
-        ram: bytes that this process may hold; above them prefill gives gaps in the heap back within a layer too.
+    Args:
+        job: a `planning.planner.Choice`.
+
+    Raises:
+        UserError: the disk is full, or RAM that cannot be pinned.
     """
 
-    rule: CacheRule
-    policy: Policy
-    weights: dict[str, str]
-    cache: dict[tuple[int, int], str]
-    activations: list[str]
-    workload: Workload
-    planned: dict[str, int]
-    predicted: dict[str, float | str] | None = None
-    ram: float = float("inf")
+    def __init__(self, model: LoadedModel, job, weights: WeightStore, transport: Transport):
+        self.model, self.job, self.weights = model, job, weights
+        self.transport, self.device = transport, transport.device
+        self._pinned = self.device.pinned_count()
+        longest = job.workload.longest
+        sizes = batch_sizes(len(job.workload.prompt_lens), job.policy)
+        token = model.spec.hidden * model.dtype.itemsize
+        layouts = [self.layout(size, longest) for size in sizes]
+        micro_bytes = micro_tokens(job.policy, longest, sizes[0]) * token
+        transport.io.large_prefetches = "disk" not in job.placement.cache.values()
+        self.caches = KVStore(transport, layouts, job.placement.cache, job.policy.cpu_cache_compute)
+        batch_bytes = [size * longest * token for size in sizes]
+        self.activations = ActivationStore(transport, job.placement.activations, batch_bytes, micro_bytes)
 
-    @classmethod
-    def of(cls, choice, workload: Workload) -> Job:
-        """What a `planning.planner.Choice` comes to for the engine."""
-        placed, plan = choice.placement, choice.plan
-        return cls(
-            choice.rule,
-            choice.policy,
-            placed.weights,
-            placed.cache,
-            placed.activations,
-            workload,
-            planned={tier: plan.needed(tier) for tier in TIERS},
-            predicted=None if choice.prediction is None else choice.prediction.of_job(),
-            ram=plan.ram,
-        )
+    def layout(self, batch: int, longest: int) -> KVLayout:
+        """The KV blocks of so many sequences, whose prompts have up to `longest` tokens."""
+        return self.job.rule.layout(self.model.spec, self.model.dtype, batch, longest, self.job.workload.gen_len)
+
+    def close(self) -> None:
+        """Give back all but the weights."""
+        for store in (self.caches, self.activations):
+            if store.file is not None:
+                store.file.close()  # and so free its space
+        self.device.unpin(self._pinned)
 
 
-@dataclass
-class Stores:
-    """The stores of a job. Whoever needs one looks it up in this object: an exception that is kept keeps the objects of
-    its traceback too, but not the stores that were taken out of it."""
+class Prefetcher:
+    """Starts the transfers of one block ahead of compute: weights, KV blocks, hidden states.
 
-    weights: WeightStore | None = None
-    caches: KVStore | None = None
-    activations: ActivationStore | None = None
+    Args:
+        is_last: no block follows, so that no weights are fetched at its end.
+    """
+
+    def __init__(self, stores: Stores, schedule: ZigZag, batches: list[Batch], is_last: bool):
+        self.stores, self.schedule, self.batches, self.is_last = stores, schedule, batches, is_last
+        self.last = schedule.num_layers - 1
+        self._streaming = [j for j in range(schedule.num_layers) if stores.weights.streams(j)]
+        blocks = ((j, k) for j in range(1, self.last) for k in range(len(batches)))
+        self._steps = schedule.decode_steps([(j, k) for j, k in blocks if stores.caches.streams(j - 1, k)])
+        self._next_step = next(self._steps, None)  # whose KV block is fetched next
+
+    def weights(self, i: int, j: int) -> None:
+        """Those of layer j, and of the next layer that streams."""
+        at_end = self.is_last and i + 1 == self.schedule.num_tokens
+        upcoming = [x for x in self._streaming if x > j] + ([] if at_end else self._streaming)
+        for layer in (j, *upcoming[:1]):  # layer j is queued first, whatever compute waits for
+            self.stores.weights.prefetch(layer)
+
+    def caches(self, step: Step) -> None:
+        """The KV blocks of this decode step and of those that follow, while staging buffers are free."""
+        while self._next_step is not None:
+            i, j, k = self._next_step
+            needed = self._next_step >= step and k in self.schedule.batches
+            if needed and not self.stores.caches.prefetch(j - 1, k, self.held(k, i)):
+                return
+            self._next_step = next(self._steps, None)
+
+    def hidden(self, j: int, k: int, m: int) -> None:
+        """What prefill needs after micro-batch m of batch k in layer j, if it has been stored already."""
+        if m + 1 < len(self.batches[k].micro):
+            self.stores.activations.prefetch(k, m + 1)
+        elif k + 1 < len(self.batches):
+            self.stores.activations.prefetch(k + 1, 0)
+        elif j < self.last:
+            self.stores.activations.prefetch(0, 0)
+
+    def held(self, k: int, i: int) -> int:
+        """Slots of a batch's cache in use before token step i."""
+        return self.batches[k].longest + i - 1
+
+    def finish(self, k: int) -> None:
+        """A batch leaves the schedule: fetch nothing more for it."""
+        self.schedule.finish(k)
+        for layer in range(self.last - 1):
+            self.stores.caches.drop(layer, k)

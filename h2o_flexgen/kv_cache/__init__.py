@@ -17,7 +17,7 @@ RULES = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
 
 def rule_for(budget: KVBudget | None, workload: Workload, positions: int) -> CacheRule:
     """The rule of a KV budget, None for a full cache; slots beyond the model's `positions` could never be filled."""
-    if workload.prefill_only:
+    if workload.gen_len == 1:
         return NoCache()
     if budget is None:
         return FullCache()

@@ -41,19 +41,14 @@ class KVTensors:
             self.k[0].view(-1, D).index_copy_(0, at, k.reshape(-1, D))
             self.v[0].view(-1, D).index_copy_(0, at, v.reshape(-1, D))
             return
-        begin, column = 0, slots[:, 0]
-        last = int(column.max())
-        for segment_k, segment_v in zip(self.k, self.v):
-            if begin > last:
-                break
-            end = begin + segment_k.shape[2]
-            rows = ((column >= begin) & (column < end)).nonzero()[:, 0]
-            if len(rows):
-                local = column[rows] - begin
-                rows, local = (x.to(segment_k.device, non_blocking=True) for x in (rows, local))
-                segment_k[rows, :, local] = k[rows]
-                segment_v[rows, :, local] = v[rows]
-            begin = end
+        column, begins = slots[:, 0], list(accumulate((x.shape[2] for x in self.k), initial=0))
+        segments = torch.bucketize(column, torch.tensor(begins), right=True) - 1
+        for n in segments.unique().tolist():
+            rows = (segments == n).nonzero()[:, 0]
+            local = column[rows] - begins[n]
+            rows, local = (x.to(k.device, non_blocking=True) for x in (rows, local))
+            self.k[n][rows, :, local] = k[rows]
+            self.v[n][rows, :, local] = v[rows]
 
     def rows(self, begin: int, end: int) -> KVTensors:
         """The sequences begin..end."""
@@ -112,8 +107,8 @@ class KVLayout:
         return kv.view(np.dtype((np.void, self.head_dim * self.dtype.itemsize)))
 
     def places(self, slots: np.ndarray) -> np.ndarray:
-        """Where a token's k and v (2, B, H, D) lie among the `vectors` of a cache if it is in slots (..., B, H), or
-        (..., B, 1) for all heads: (..., 2 B H)."""
+        """Where a token's k and v (2, B, H, D) lie among the `vectors` of a cache if it is in slots (..., B, H):
+        (..., 2 B H)."""
         ends = np.cumsum(self.segments)
         segment = np.searchsorted(ends, slots, side="right")
         size = np.array(self.segments)[segment]

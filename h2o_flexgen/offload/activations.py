@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import accumulate, cycle
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.offload.device import Device, as_numpy, copy, finish
-from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.offload.queues import TransferQueue
+from h2o_flexgen.offload.device import as_numpy, finish
+from h2o_flexgen.offload.disk import wait
+from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.sizes import WRITE_BACKS, double_buffers
 
 Key = tuple[int, int]  # batch, micro-batch
@@ -35,122 +36,99 @@ def activation_bytes(tiers: list[str], micro_bytes: int, overlap: bool, cuda: bo
     return ActivationBytes(double_buffers(overlap), micro_bytes * streamed, micro_bytes * (cuda and "disk" in tiers))
 
 
-class _Stored(NamedTuple):
-    job: Future
-    shape: torch.Size
-    dtype: torch.dtype
+@dataclass
+class _Hidden:
+    """Of a micro-batch: `tensor` is on the device, unless they are written back; then `loading` brings them again."""
+
+    offset: int  # in bytes, within the hidden states of its batch
+    tensor: Tensor  # on the device "meta" while they are away: the shape and the dtype alone
+    stored: Future | None = None
+    loading: Future | None = None
 
 
 class ActivationStore:
     """Hidden states by (batch, micro-batch).
 
     Args:
+        tiers: of each batch.
         batch_bytes: per batch the most bytes that its hidden states take, of all micro-batches.
         micro_bytes: the most bytes of one micro-batch.
-        make_file: (name, bytes) -> File, for the batches on disk, which are in `file`.
+
+    Attributes:
+        file: of the batches on disk, or None.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        tiers: list[str],
-        batch_bytes: list[int],
-        micro_bytes: int,
-        io: DiskIO,
-        load_queue: TransferQueue,
-        store_queue: TransferQueue,
-        make_file,
-    ):
-        self.device, self.tiers, self.io = device, tiers, io
-        self.load_queue, self.store_queue = load_queue, store_queue
-        self.cpu_to_gpu_bytes = self.gpu_to_cpu_bytes = 0
-        self._resident: dict[Key, Tensor] = {}
-        self._stored: dict[Key, _Stored] = {}
-        self._loading: dict[Key, tuple[Future, Tensor]] = {}
+    def __init__(self, transport: Transport, tiers: list[str], batch_bytes: list[int], micro_bytes: int):
+        self.transport, self.device, self.tiers = transport, transport.device, tiers
+        self._load_queue, self._store_queue = transport.queues["activations"], transport.queues["store"]
+        self._hidden: dict[Key, _Hidden] = {}
         self._storing: deque[Future] = deque()  # write-backs, the oldest first
 
-        sizes = activation_bytes(tiers, micro_bytes, load_queue.overlap, device.is_cuda)
+        device = self.device
+        sizes = activation_bytes(tiers, micro_bytes, transport.overlap, device.is_cuda)
         self._ram = {k: device.host_buffer(batch_bytes[k]) for k, tier in enumerate(tiers) if tier == "cpu"}
         on_disk = [k for k, tier in enumerate(tiers) if tier == "disk"]
         *offsets, end = accumulate((batch_bytes[k] for k in on_disk), initial=0)
         self._offset = dict(zip(on_disk, offsets))
-        self.file: File | None = make_file("activations", end) if on_disk else None
+        self.file = transport.file("activations", end)
         # a cycle: compute uses micro-batches in the order in which they are loaded
-        self._staging = cycle([device.buffer(sizes.staging) for _ in range(sizes.count)] if sizes.staging else [])
+        self._staging = cycle([device.buffer(sizes.staging) for _ in range(sizes.count)])
         self._load_host, self._store_host = device.host_buffer(sizes.host), device.host_buffer(sizes.host)
         self._load_host_free = None  # event
 
-    def put(self, batch: int, micro: int, offset: int, hidden: Tensor) -> None:
+    def put(self, batch: int, micro: int, offset: int, tensor: Tensor) -> None:
         """Keep the hidden states of a micro-batch, any shape, which begin `offset` bytes into those of its batch."""
-        key = (batch, micro)
+        hidden = self._hidden[batch, micro] = _Hidden(offset, tensor)
         if self.tiers[batch] == "gpu":
-            self._resident[key] = hidden
             return
         self.device.hold_back(self._storing, WRITE_BACKS, "activations")
         computed = self.device.record()
-        job = self.store_queue.submit(lambda: self.store(batch, offset, hidden.contiguous()), after=computed)
-        self._storing.append(job)
-        self._stored[key] = _Stored(job, hidden.shape, hidden.dtype)
+        hidden.stored = self._store_queue.submit(lambda: self.store(batch, offset, tensor.contiguous()), after=computed)
+        hidden.tensor = tensor.to("meta")
+        self._storing.append(hidden.stored)
 
-    def prefetch(self, batch: int, micro: int, offset: int) -> None:
+    def prefetch(self, batch: int, micro: int) -> None:
         """Start to stage a micro-batch on the device, if there is overlap and `put` has been called for it."""
-        if self.load_queue.overlap:
-            self._fetch(batch, micro, offset)
+        hidden = self._hidden.get((batch, micro))
+        if self.transport.overlap and hidden is not None:
+            self._fetch(batch, hidden)
 
-    def _fetch(self, batch: int, micro: int, offset: int) -> None:
-        key = (batch, micro)
-        if self.tiers[batch] == "gpu" or key in self._loading or key not in self._stored:
+    def _fetch(self, batch: int, hidden: _Hidden) -> None:
+        if hidden.stored is None or hidden.loading is not None:
             return
-        stored = self._stored[key]
-        buffer = next(self._staging)[: stored.shape.numel() * stored.dtype.itemsize]
+        buffer = next(self._staging)[: hidden.tensor.nbytes]
+        hidden.tensor = buffer.view(hidden.tensor.dtype).view(hidden.tensor.shape)
         # whatever computes with what is in this buffer now is queued already
-        job = self.load_queue.submit(lambda: self.load(batch, offset, stored.job, buffer), after=self.device.record())
-        self._loading[key] = (job, buffer.view(stored.dtype).view(stored.shape))
+        computed = self.device.record()
+        hidden.loading = self._load_queue.submit(lambda: self.load(batch, hidden, buffer), after=computed)
 
-    def get(self, batch: int, micro: int, offset: int) -> Tensor:
+    def get(self, batch: int, micro: int) -> Tensor:
         """Take the hidden states of a micro-batch out, on the device; compute waits until they are loaded."""
-        key = (batch, micro)
-        if self.tiers[batch] == "gpu":
-            return self._resident.pop(key)
-        self._fetch(batch, micro, offset)
-        job, hidden = self._loading.pop(key)
-        self.device.stall_on(job, "activations")
-        del self._stored[key]
-        return hidden
+        hidden = self._hidden.pop((batch, micro))
+        self._fetch(batch, hidden)
+        self.device.stall_on(hidden.loading, "activations")
+        return hidden.tensor
 
     def store(self, batch: int, offset: int, hidden: Tensor) -> None:
         """Write contiguous hidden states to RAM or disk."""
         flat = hidden.view(-1).view(torch.uint8)
-        self.gpu_to_cpu_bytes += flat.nbytes
         if batch in self._ram or self.device.is_cuda:
             ram = self._ram[batch][offset:] if batch in self._ram else self._store_host
-            copy(ram[: flat.nbytes], flat)
+            self.transport.to_cpu(ram[: flat.nbytes], flat)
             finish(self.device.record())
             flat = ram[: flat.nbytes]
         if batch not in self._ram:
-            wait(self.io.write(self.file, as_numpy(flat), self._offset[batch] + offset))
+            wait(self.transport.io.write(self.file, as_numpy(flat), self._offset[batch] + offset))
 
-    def load(self, batch: int, offset: int, stored: Future, buffer: Tensor) -> None:
-        """Fill a staging buffer once the job `stored` is done."""
-        self.device.wait_for(stored)
-        self.cpu_to_gpu_bytes += buffer.nbytes
+    def load(self, batch: int, hidden: _Hidden, buffer: Tensor) -> None:
+        """Fill a staging buffer once the write-back is done."""
+        self.device.wait_for(hidden.stored)
         if batch in self._ram:
-            copy(buffer, self._ram[batch][offset : offset + buffer.nbytes])
+            self.transport.to_gpu(buffer, self._ram[batch][hidden.offset :][: buffer.nbytes])
             return
         finish(self._load_host_free)
         target = self._load_host[: buffer.nbytes] if self.device.is_cuda else buffer
-        wait(self.io.read(self.file, target.numpy(), self._offset[batch] + offset))
+        wait(self.transport.io.read(self.file, target.numpy(), self._offset[batch] + hidden.offset))
         if self.device.is_cuda:
-            copy(buffer, target)
+            self.transport.to_gpu(buffer, target)
             self._load_host_free = self.device.record()
-
-    def drain(self) -> None:
-        """Wait for all transfers, raise what failed, and forget all hidden states."""
-        for job, _ in self._loading.values():
-            job.exception()
-        self._loading.clear()
-        self._resident.clear()
-        self._storing.clear()
-        for stored in self._stored.values():
-            finish(stored.job.result())
-        self._stored.clear()

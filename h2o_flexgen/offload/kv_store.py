@@ -18,9 +18,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
-from h2o_flexgen.offload.device import Device, copy, finish
-from h2o_flexgen.offload.disk import DiskIO, File
-from h2o_flexgen.offload.queues import StagingBuffers, TransferQueue
+from h2o_flexgen.offload.device import finish
+from h2o_flexgen.offload.queues import StagingBuffers
+from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.wal import LoggedBlock, file_bytes, put_tokens, slots_bytes
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.sizes import aligned, kv_buffers
@@ -71,6 +71,8 @@ class _KVBlock:
     meta: Tensor | None = None
     disk: LoggedBlock | None = None
     layout: KVLayout | None = None
+    staged: int | None = None  # its staging buffer
+    loading: Future | None = None  # the transfer to it that was prefetched
     stored: Future | None = None  # the last write-back
 
 
@@ -80,37 +82,23 @@ class KVStore:
     Args:
         layouts: the largest of each batch.
         tiers: of every (layer, batch).
-        load_queue: with several workers the disk has requests for the next block before one has been read.
-        make_file: (name, bytes) -> File, for the blocks on disk, which are in `file`.
         cpu_compute: blocks on the cpu tier are used where they are.
 
     Attributes:
-        loading: the transfer to the device of each block that is prefetched.
+        file: of the blocks on disk, or None.
+        blocks: by (layer, batch).
         storing: write-backs of decode steps, the oldest first.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        layouts: list[KVLayout],
-        tiers: dict[Key, str],
-        io: DiskIO,
-        load_queue: TransferQueue,
-        store_queue: TransferQueue,
-        make_file,
-        cpu_compute: bool = False,
-    ):
-        self.device, self.cpu_compute = device, cpu_compute
-        self.load_queue, self.store_queue = load_queue, store_queue
-        self.cpu_to_gpu_bytes = self.gpu_to_cpu_bytes = 0
-        self.loading: dict[Key, Future] = {}
+    def __init__(self, transport: Transport, layouts: list[KVLayout], tiers: dict[Key, str], cpu_compute: bool = False):
+        self.transport, self.device, self.cpu_compute = transport, transport.device, cpu_compute
+        self._load_queue, self._store_queue = transport.queues["cache"], transport.queues["store"]
         self.storing: deque[Future] = deque()
-        self._staged: dict[Key, int] = {}  # the staging buffer of each block that has one
-
-        sizes = kv_bytes(layouts, tiers, load_queue.overlap, device.is_cuda)
-        self.file: File | None = make_file("kv_cache", sizes.tiers["disk"]) if sizes.tiers["disk"] else None
+        device = self.device
+        sizes = kv_bytes(layouts, tiers, transport.overlap, device.is_cuda)
+        self.file = transport.file("kv_cache", sizes.tiers["disk"])
         self.blocks = {key: _KVBlock(tier) for key, tier in tiers.items()}
-        self._allocate(layouts, io)
+        self._allocate(layouts)
         self._staging = StagingBuffers(device, sizes.staging, sizes.count)
         self._host = self._staging.buffers  # what a block on disk is read into
         if device.is_cuda:
@@ -120,7 +108,7 @@ class KVStore:
         self._host_free = [None] * sizes.count  # events
         self._row = device.host_buffer(sizes.row)
 
-    def _allocate(self, layouts: list[KVLayout], io: DiskIO) -> None:
+    def _allocate(self, layouts: list[KVLayout]) -> None:
         """Room for each block on its tier, as large as the batch's largest layout."""
         on_gpu = [layouts[batch] for (_, batch), block in self.blocks.items() if block.tier == "gpu"]
         buffers = iter(self.device.buffers([n for x in on_gpu for n in (x.kv_bytes, x.meta_bytes)]))
@@ -134,17 +122,19 @@ class KVStore:
             if block.tier == "cpu":
                 block.kv = self.device.host_buffer(layout.kv_bytes)
             else:
-                block.disk = LoggedBlock(io, self.file, offset)
+                block.disk = LoggedBlock(self.transport.io, self.file, offset)
                 offset += file_bytes(layout)
 
     def begin_block(self, layouts: list[KVLayout]) -> None:
         """Start a block of sequences, whose layouts may be smaller than those the buffers were made for."""
-        self.drain()
         for (_, batch), block in self.blocks.items():
-            if batch < len(layouts):
-                block.layout = layouts[batch]
-                if block.disk is not None:
-                    block.disk.begin(block.layout)
+            if batch >= len(layouts):
+                continue
+            layout = block.layout = layouts[batch]
+            if block.tier == "cpu":  # what prefill does not fill: a NaN that is left in an empty slot would spread
+                block.kv[layout.used_bytes(1) :].zero_()
+            elif block.tier == "disk":
+                block.disk.begin(layout)
 
     def streams(self, layer: int, batch: int) -> bool:
         """Whether the block must be staged on the device to be used in a decode step."""
@@ -156,69 +146,69 @@ class KVStore:
         block = self.blocks[layer, batch]
         if block.tier == "gpu":
             return block.layout.view(block.kv, block.meta)
-        index, last_job = self._staging.take()
-        self._staged[layer, batch] = index
+        block.staged, last_job = self._staging.take()
         self.device.stall_on(last_job, "cache")
-        return self._view(block, index)
+        return self._view(block)
 
-    def store_all(self, layer: int, batch: int, held: int, first: int = 0) -> None:
-        """Write a cache of `blank` or `get` back whole, of which `held` slots are in use. Of a block on disk those
-        before `first` are unchanged."""
+    def store_all(self, layer: int, batch: int, held: int, slots: Tensor | None = None) -> None:
+        """Write a cache of `blank` or `get`, of which `held` slots are in use, back: all of it, or of a block on disk
+        what its log and the newest token, in `slots`, have changed."""
         block = self.blocks[layer, batch]
         if block.tier == "gpu":
             return
-        index = self._staged.pop((layer, batch))
-        part = slice(0, block.layout.used_bytes(held)) if block.disk is None else block.disk.dirty(first, held)
-        block.stored = self.store_queue.submit(lambda: self.store_block(block, index, part), after=self.device.record())
+        index, block.staged = block.staged, None
+        part = slice(0, block.layout.used_bytes(held)) if block.disk is None else block.disk.dirty(held, slots)
+        computed = self.device.record()
+        block.stored = self._store_queue.submit(lambda: self.store_block(block, index, part), after=computed)
         self._staging.give_back(index, block.stored)
 
     def prefetch(self, layer: int, batch: int, held: int) -> bool:
         """Start to stage a streamed block of which `held` slots are in use. False if that is not possible yet: no
         staging buffer is free, the block has one already, or there is no overlap."""
-        key = (layer, batch)
-        if not self.load_queue.overlap or not self._staging.any_free or key in self._staged:
+        block = self.blocks[layer, batch]
+        if not self.transport.overlap or not self._staging.any_free or block.staged is not None:
             return False
-        self._fetch(key, held)
+        self._fetch(block, held)
         return True
 
-    def _fetch(self, key: Key, held: int) -> None:
-        (index, last_job), block = self._staging.take(), self.blocks[key]
-        self._staged[key] = index
-        self.loading[key] = self.load_queue.submit(lambda: self.load_block(block, index, last_job, held))
+    def _fetch(self, block: _KVBlock, held: int) -> None:
+        block.staged, last_job = self._staging.take()
+        block.loading = self._load_queue.submit(lambda: self.load_block(block, last_job, held))
 
     def get(self, layer: int, batch: int, held: int) -> KVTensors:
         """A block on the device with `held` slots in use, to be changed in place; compute waits until it is loaded."""
-        key, block = (layer, batch), self.blocks[layer, batch]
+        block = self.blocks[layer, batch]
         if not self.streams(layer, batch):
-            if block.stored is not None:  # of prefill, if the block is used on the cpu tier
-                self.device.stall_on(block.stored, "cache")
-                block.stored = None
+            self.device.stall_on(block.stored, "cache")  # of prefill, if the block is used on the cpu tier
+            block.stored = None
             return block.layout.view(block.kv, block.meta)
         self.device.hold_back(self.storing, len(self._staging.buffers), "cache")
-        if key not in self.loading:
-            self._fetch(key, held)
-        self.device.stall_on(self.loading.pop(key), "cache")
-        return self._view(block, self._staged[key])
+        if block.loading is None:
+            self._fetch(block, held)
+        self.device.stall_on(block.loading, "cache")
+        block.loading = None
+        return self._view(block)
 
     def store_step(self, layer: int, batch: int, held: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write back what a decode step changed: the scores, and the token k and v (B, H, D) in `slots` (B, H).
         `held` slots are in use after the step."""
         if not self.streams(layer, batch):
             return
-        key, block = (layer, batch), self.blocks[layer, batch]
+        block = self.blocks[layer, batch]
         if block.disk is not None and block.disk.is_due(held):
-            self.store_all(layer, batch, held, block.disk.first_changed(slots))
+            self.store_all(layer, batch, held, slots)
             return
-        index, computed, scores = self._staged.pop(key), self.device.record(), None
+        index, block.staged = block.staged, None
+        computed, scores = self.device.record(), None
         if self.device.is_cuda:  # a job of its own: the buffer is free while the token is still being written
-            scores = self.store_queue.submit(lambda: self.store_scores(block, index), after=computed)
+            scores = self._store_queue.submit(lambda: self.store_scores(block, index), after=computed)
         self._staging.give_back(index, scores)
-        block.stored = self.store_queue.submit(lambda: self.store_token(block, scores, slots, k, v), after=computed)
+        block.stored = self._store_queue.submit(lambda: self.store_token(block, scores, slots, k, v), after=computed)
         self.storing.append(block.stored)
 
-    def load_block(self, block: _KVBlock, index: int, last_job: Future | None, held: int) -> None:
-        """Fill a staging buffer that `last_job` has used before."""
-        used, source = block.layout.used_bytes(held), block.kv
+    def load_block(self, block: _KVBlock, last_job: Future | None, held: int) -> None:
+        """Fill the block's staging buffer, which `last_job` has used before."""
+        used, source, index = block.layout.used_bytes(held), block.kv, block.staged
         self.device.wait_for(block.stored)
         if not self.device.is_cuda:  # the disk reads into the staging buffer
             self.device.wait_for(last_job)
@@ -229,21 +219,18 @@ class KVStore:
         self.device.wait_for(last_job)
         if self.device.is_cuda:
             meta_bytes = block.layout.meta_bytes
-            copy(self._meta[index][:meta_bytes], block.meta[:meta_bytes])
-            self.cpu_to_gpu_bytes += meta_bytes
+            self.transport.to_gpu(self._meta[index][:meta_bytes], block.meta[:meta_bytes])
         if source is not self._staging.buffers[index]:
-            copy(self._staging.buffers[index][:used], source[:used])
-            self.cpu_to_gpu_bytes += used
+            self.transport.to_gpu(self._staging.buffers[index][:used], source[:used])
             self._host_free[index] = self.device.record()
 
     def store_block(self, block: _KVBlock, index: int, part: slice) -> None:
         """Write a part of a staged block, and its scores, back."""
         self.store_scores(block, index)
         kv = self._staging.buffers[index]
-        self.gpu_to_cpu_bytes += part.stop - part.start
         if block.disk is None or self.device.is_cuda:
             ram = block.kv if block.disk is None else self._write_host
-            copy(ram[part], kv[part])
+            self.transport.to_cpu(ram[part], kv[part])
             finish(self.device.record())
             kv = ram
         if block.disk is not None:
@@ -253,8 +240,7 @@ class KVStore:
         """Write back scores and positions; without CUDA they are changed where they are."""
         if self.device.is_cuda:
             meta_bytes = block.layout.meta_bytes
-            copy(block.meta[:meta_bytes], self._meta[index][:meta_bytes])
-            self.gpu_to_cpu_bytes += meta_bytes
+            self.transport.to_cpu(block.meta[:meta_bytes], self._meta[index][:meta_bytes])
 
     def store_token(self, block: _KVBlock, scores: Future | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write back the token of a decode step."""
@@ -262,38 +248,29 @@ class KVStore:
             scores.result()  # their error is the block's error too
         layout = block.layout
         row = self._row[: layout.row_bytes]
-        target = row.view(layout.dtype).view(2, layout.batch, layout.heads, layout.head_dim)
-        copy(target[0], k)
-        copy(target[1], v)
-        if layout.growth == "append":  # all heads have one slot
-            slots = slots[:, :1]
+        for target, source in zip(row.view(layout.dtype).view(2, *k.shape), (k, v)):
+            self.transport.to_cpu(target, source)
         slots = slots.to("cpu").numpy()
         finish(self.device.record())
-        self.gpu_to_cpu_bytes += layout.row_bytes
         if block.disk is None:
             put_tokens(layout, block.kv[: layout.kv_bytes].numpy(), row.numpy(), slots)
         else:
             block.disk.append(self._row[: aligned(layout.row_bytes)].numpy(), slots)
 
-    def _view(self, block: _KVBlock, index: int) -> KVTensors:
-        meta = self._meta[index] if self.device.is_cuda else block.meta
-        return block.layout.view(self._staging.buffers[index], meta)
+    def _view(self, block: _KVBlock) -> KVTensors:
+        meta = self._meta[block.staged] if self.device.is_cuda else block.meta
+        return block.layout.view(self._staging.buffers[block.staged], meta)
 
     def drop(self, layer: int, batch: int) -> None:
         """Give up a block that was prefetched for a step that will not be computed."""
-        if job := self.loading.pop((layer, batch), None):
+        block = self.blocks[layer, batch]
+        if block.loading is not None:
             # `exception` waits: no read may go on into a buffer that another block takes
-            self._staging.give_back(self._staged.pop((layer, batch)), None if job.exception() else job)
-
-    def wipe(self) -> None:
-        """Set all K and V to 0: a NaN that is left in an empty slot would spread to the next block of sequences."""
-        for buffer in (*self._staging.buffers, *(x.kv for x in self.blocks.values() if x.kv is not None)):
-            buffer.zero_()
+            self._staging.give_back(block.staged, None if block.loading.exception() else block.loading)
+            block.staged = block.loading = None
 
     def drain(self) -> None:
         """Wait for all transfers and raise what failed."""
-        for key in list(self.loading):
-            self.drop(*key)
         self.storing.clear()
         for block in self.blocks.values():
             if block.stored is not None:

@@ -28,19 +28,14 @@ def file_bytes(layout: KVLayout) -> int:
     return aligned(layout.kv_bytes) + wal_rows(layout.segments) * aligned(layout.row_bytes)
 
 
-def _slots_shape(layout: KVLayout) -> tuple[int, int, int]:
-    """Of the slots of a full log, int32: (rows, B, H), or (rows, B, 1) where a token has one slot in all heads."""
-    return wal_rows(layout.segments), layout.batch, layout.heads if layout.growth == "fixed" else 1
-
-
 def slots_bytes(layout: KVLayout) -> int:
-    """RAM for the slots of a full log."""
-    return 4 * int(np.prod(_slots_shape(layout)))
+    """RAM for the slots of a full log, int32."""
+    return 4 * wal_rows(layout.segments) * layout.batch * layout.heads
 
 
 def put_tokens(layout: KVLayout, kv: np.ndarray, rows: np.ndarray, slots: np.ndarray) -> None:
-    """Put tokens, rows (n, row_bytes), into slots (n, B, H) or (n, B, 1) of a cache's bytes `kv`; of several for one
-    slot the last one stays."""
+    """Put tokens, rows (n, row_bytes), into slots (n, B, H) of a cache's bytes `kv`; of several for one slot the
+    last one stays."""
     layout.vectors(kv)[layout.places(slots).reshape(-1)] = layout.vectors(rows).reshape(-1)
 
 
@@ -55,7 +50,7 @@ class LoggedBlock:
         self.layout = layout
         self.written = 0  # bytes of K and V in the file, but for the tokens of the log
         self.rows = 0  # tokens per sequence in the log
-        self._slots = np.empty(_slots_shape(layout), np.int32)
+        self._slots = np.empty((wal_rows(layout.segments), layout.batch, layout.heads), np.int32)
         self._log_begin, self._row_bytes = aligned(layout.kv_bytes), aligned(layout.row_bytes)
 
     def is_due(self, held: int) -> bool:
@@ -63,17 +58,17 @@ class LoggedBlock:
         # behind the last segment no other begins: its rows may stay in the log
         return self.rows == len(self._slots) or held in self.layout.ends[:-1]
 
-    def first_changed(self, slots: Tensor) -> int:
-        """The first slot that the log or a token for `slots` (on the CPU) changes; 0 for a cache of fixed size."""
-        return 0 if self.layout.growth == "fixed" else int(self._slots[: self.rows].min(initial=int(slots.min())))
-
-    def dirty(self, first: int, held: int) -> slice:
-        """The bytes that `compact` has to write if `held` slots are in use, and those before `first` are unchanged."""
-        begin = min(self.layout.bytes_before(first), self.written)
-        return slice(begin // PAGE * PAGE, self.layout.used_bytes(held))
+    def dirty(self, held: int, slots: Tensor | None = None) -> slice:
+        """The bytes that `compact` has to write if `held` slots are in use. `slots`: of the newest token, if all others
+        are in the file; None if nothing is."""
+        begin = 0
+        if slots is not None and self.layout.growth == "append":  # then they are on the CPU
+            first = int(self._slots[: self.rows].min(initial=int(slots.min())))
+            begin = min(self.layout.bytes_before(first), self.written) // PAGE * PAGE
+        return slice(begin, self.layout.used_bytes(held))
 
     def append(self, row: np.ndarray, slots: np.ndarray) -> None:
-        """Log a token of each sequence: its bytes, in whole pages, and its slots (B, H) or (B, 1)."""
+        """Log a token of each sequence: its bytes, in whole pages, and its slots (B, H)."""
         wait(self.io.write(self.file, row, self.offset + self._log_begin + self.rows * self._row_bytes, True))
         self._slots[self.rows] = slots
         self.rows += 1

@@ -25,18 +25,10 @@ from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import pack, packs
 from h2o_flexgen.models.spec import Tensors
-from h2o_flexgen.offload.checkpoint import (
-    Checkpoint,
-    DummyCheckpoint,
-    PagedRead,
-    Stored,
-    bar_of_bytes,
-    is_finite,
-    parts_of,
-)
-from h2o_flexgen.offload.device import Device, as_numpy, convert, copy, finish
-from h2o_flexgen.offload.disk import DiskIO, wait
-from h2o_flexgen.offload.queues import TransferQueue
+from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, PagedRead, Stored, bar_of_bytes, is_finite
+from h2o_flexgen.offload.device import as_numpy, convert, finish
+from h2o_flexgen.offload.disk import wait
+from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.sizes import aligned, double_buffers, staging_span
 
 Shape = tuple[int, ...]
@@ -83,42 +75,40 @@ class WeightStore:
     """The weights of one model, placed.
 
     Args:
+        dtype: of the computation.
         layers: per layer the tensors it needs whole.
         gathered: tensors of which only rows are asked for, by `rows`.
         tiers: tier of every tensor by its name in the checkpoint.
         source: the checkpoint, or random weights.
-        make_file: (name, bytes) -> File, for random weights on disk.
-        direct: read from disk past the page cache.
-        progress: show a bar while loading. Raises UserError for NaN or infinite elements of tensors not on disk.
+        progress: show a bar while loading.
+
+    Raises:
+        UserError: NaN or infinite elements in a tensor that is not on disk; a tensor that cannot be read; no memory.
     """
 
     def __init__(
         self,
-        device: Device,
+        transport: Transport,
         dtype: torch.dtype,
         layers: list[Tensors],
         gathered: Tensors,
         tiers: dict[str, str],
         source: Checkpoint | DummyCheckpoint,
-        io: DiskIO,
-        queue: TransferQueue,
-        make_file,
-        direct: bool = True,
         progress: bool = True,
     ):
-        self.device, self.dtype, self.layers, self.gathered, self.tiers = device, dtype, layers, gathered, tiers
-        self.io, self.queue, self.direct = io, queue, direct
-        self.cpu_to_gpu_bytes = 0
+        self.transport, self.device, self._queue = transport, transport.device, transport.queues["weights"]
+        self.dtype, self.layers, self.gathered, self.tiers = dtype, layers, gathered, tiers
         shapes = {name: shape for spec in (*layers, gathered) for name, shape in spec.values()}
-        self.stored = source.on_disk([n for n in shapes if tiers[n] == "disk"], make_file, io, progress)
+        on_disk = [name for name in shapes if tiers[name] == "disk"]
+        self.stored = source.on_disk(on_disk, transport.file, transport.io, progress)
         self.resident: dict[str, Tensor] = {}
         self._load({n: shape for n, shape in shapes.items() if tiers[n] != "disk"}, source, progress)
 
         sizes = largest_layer([self._staging_bytes(name, shape) for name, shape in spec.values()] for spec in layers)
-        self._converted = device.buffer(sizes.converted)
-        count = double_buffers(queue.overlap)
-        self._buffers = [device.buffer(sizes.device) for _ in range(count)] if sizes.device else []
-        self._hosts = [device.host_buffer(sizes.host) for _ in range(count)] if sizes.host else []
+        count = double_buffers(transport.overlap)
+        self._converted = self.device.buffer(sizes.converted)
+        self._buffers = [self.device.buffer(sizes.device) for _ in range(count)] if sizes.device else []
+        self._hosts = [self.device.host_buffer(sizes.host) for _ in range(count)] if sizes.host else []
         self._buffer_free, self._host_free = [None] * count, [None] * count  # events
         self._next = 0  # the buffer for the next layer
         self._staged: dict[int, _StagedLayer] = {}
@@ -145,15 +135,12 @@ class WeightStore:
                 interrupts.check()
                 buffer = buffers[name] if name in buffers else self.device.host_buffer(self._nbytes(shape))
                 tensor = self._view(buffer, shape)
-                source.read(name, tensor, self.io)
+                source.read(name, tensor, self.transport.io)
                 if not is_finite(tensor):
                     narrowed = self.dtype == torch.float16 != source.stored_dtype(name)
-                    or_large = (
-                        ", or its elements too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
-                    )
-                    raise UserError(
-                        f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken{or_large}"
-                    )
+                    advice = ", or too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
+                    cause = f"the weights {name!r} hold NaN or infinite numbers"
+                    raise UserError(f"{cause}: the checkpoint is broken{advice}")
                 self.resident[name] = pack(tensor) if name in packed else tensor
                 bar.update(self._nbytes(shape))
 
@@ -175,8 +162,9 @@ class WeightStore:
         return any(self.tiers[name] != "gpu" for name, _ in self.layers[layer].values())
 
     def prefetch(self, layer: int) -> None:
-        """Start to stage a layer, if there is overlap and it is not staged already."""
-        if self.queue.overlap:
+        """Start to stage a layer, if there is overlap and it is not staged already. What is prefetched stays for the
+        next block, or the next job."""
+        if self.transport.overlap:
             self._start(layer)
 
     def _start(self, layer: int) -> None:
@@ -186,7 +174,7 @@ class WeightStore:
         self._next = (self._next + 1) % len(self._buffers)
         if not self.device.is_cuda:  # the buffer is free now: queue its reads behind those of the layer before
             self._request(staged)
-        staged.job = self.queue.submit(lambda: self.fill(staged), after=self._buffer_free[staged.buffer])
+        staged.job = self._queue.submit(lambda: self.fill(staged), after=self._buffer_free[staged.buffer])
 
     def _layout(self, layer: int, index: int) -> _StagedLayer:
         staged, at, host_at = _StagedLayer(index), 0, 0
@@ -195,16 +183,16 @@ class WeightStore:
                 continue
             sizes, stored = self._staging_bytes(name, shape), self.stored.get(name)
             span = self._buffers[index][at : at + sizes.device]
-            if stored is None:
-                tensor = self._view(span, shape)
-                staged.copies.append((tensor, self.resident[name]))
-            elif self.device.is_cuda:
-                tensor = self._view(span, shape)
-                host = self._hosts[index][host_at : host_at + sizes.host]
-                staged.reads.append(PagedRead(stored, host, tensor))
-            else:
+            if stored is not None and not self.device.is_cuda:
                 staged.reads.append(PagedRead(stored, span))
                 tensor = staged.reads[-1].tensor.view(shape)  # in the dtype that is stored
+            else:
+                tensor = self._view(span, shape)
+                if stored is None:
+                    staged.copies.append((tensor, self.resident[name]))
+                else:
+                    host = self._hosts[index][host_at : host_at + sizes.host]
+                    staged.reads.append(PagedRead(stored, host, tensor))
             staged.tensors[short] = tensor
             at += sizes.device
             host_at += sizes.host
@@ -232,12 +220,6 @@ class WeightStore:
         if staged is not None:
             self._buffer_free[staged.buffer] = self.device.record()
 
-    def drop_prefetched(self) -> None:
-        """Give up what was prefetched for a step that will not be computed."""
-        for layer, staged in list(self._staged.items()):
-            staged.job.exception()  # waits
-            self.release(layer)
-
     def fill(self, staged: _StagedLayer) -> None:
         """Fill a staging buffer; without CUDA its reads have been requested."""
         if self.device.is_cuda:
@@ -245,42 +227,32 @@ class WeightStore:
             self._request(staged)
         try:
             for target, source in staged.copies:
-                copy(target, source)
-                self.cpu_to_gpu_bytes += target.nbytes
+                self.transport.to_gpu(target, source)
             for read in staged.reads:
-                self.cpu_to_gpu_bytes += read.finish()
+                self.transport.count("cpu_to_gpu", read.finish())
         finally:
             wait([request for read in staged.reads for request in read.requests])
         self._host_free[staged.buffer] = self.device.record()
 
     def _request(self, staged: _StagedLayer) -> None:
         for read in staged.reads:
-            read.start(self.io, self.direct)
+            read.start(self.transport.io, direct=True)
 
     def rows(self, short: str, ids: Tensor) -> Tensor:
         """Rows `ids` (any shape, int64, on the CPU) of a gathered tensor: ids.shape + (width,), on the device."""
-        name, shape = self.gathered[short]
+        name, _ = self.gathered[short]
         device, stored = self.device.torch_device, self.stored.get(name)
         if self.tiers[name] == "gpu":
             return F.embedding(ids.to(device), self.resident[name])
         unique, inverse = torch.unique(ids, return_inverse=True)
-        rows = self.resident[name][unique] if stored is None else self._read_rows(stored, unique.tolist(), shape[1])
-        self.cpu_to_gpu_bytes += rows.nbytes
+        rows = self.resident[name][unique] if stored is None else self._read_rows(stored, unique.tolist())
+        self.transport.count("cpu_to_gpu", rows.nbytes)
         return F.embedding(inverse.to(device), rows.to(device=device, dtype=self.dtype))
 
-    def _read_rows(self, stored: Stored, ids: list[int], width: int) -> Tensor:
-        rows = torch.empty((len(ids), width), dtype=stored.dtype)
-        row_bytes = width * stored.dtype.itemsize
-        reads = []
+    def _read_rows(self, stored: Stored, ids: list[int]) -> Tensor:
+        rows, reads = torch.empty((len(ids), stored.shape[1]), dtype=stored.dtype), []
         for row, index in zip(as_numpy(rows), ids):
-            reads += self.io.read(stored.file, row, stored.offset + index * row_bytes)
+            reads += self.transport.io.read(stored.file, row, stored.offset + index * row.nbytes)
         with self.device.stalling("weights"):
             wait(reads)
         return rows
-
-    def find_broken(self) -> str | None:
-        """The name of a tensor on disk that holds NaN or infinite elements, or None."""
-        for name, stored in self.stored.items():
-            if not all(is_finite(part) for _, part in parts_of(stored, self.io)):
-                return name
-        return None

@@ -173,13 +173,6 @@ class Plan:
         """Of a tier, or of "ram": gpu and cpu together."""
         return sum(nbytes for t, _, nbytes in self.items if t in _parts(tier))
 
-    @property
-    def ram(self) -> float:
-        """Bytes of RAM that the process may hold in a job on the CPU; infinite with CUDA."""
-        if not self.shared:
-            return float("inf")
-        return min(self.limits["ram"], self.limits["gpu"] + self.needed("cpu"))
-
     def missing(self) -> dict[str, int]:
         """Bytes beyond the limit of each tier that is too small; without CUDA of "ram" too, gpu and cpu together."""
         tiers = ("ram", *TIERS) if self.shared else TIERS

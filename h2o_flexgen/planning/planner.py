@@ -22,7 +22,7 @@ RESIDENT_BATCH = 64
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy with all that follows from it.
+    """A policy for a workload, with all that follows from it: what the engine runs.
 
     Attributes:
         rule: the cache rule of `kv_budget`.
@@ -31,6 +31,7 @@ class Choice:
         curve: for the KV budget "auto" the trade of slots for throughput, the fewest slots first; else empty.
     """
 
+    workload: Workload
     policy: Policy
     kv_budget: KVBudget | None
     rule: CacheRule
@@ -105,7 +106,7 @@ class Planner:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
             prediction = cost.predict(policy, placement, planned.prompt_lens)
-        return Choice(policy, kv_budget, rule, placement, plan, prediction)
+        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction)
 
     def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""

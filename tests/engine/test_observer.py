@@ -32,11 +32,8 @@ class Watch(Observer):
     def on_block(self, block, blocks, sequences):
         self.see("block", block, blocks, [s.index for s in sequences])
 
-    def on_step(self, i, j, batches):
-        self.see("step", i, j, batches)
-
-    def on_progress(self, i, j, tokens):
-        self.see("progress", i, j, tokens)
+    def on_progress(self, i, j, batches):
+        self.see("progress", i, j, batches)
 
     def on_finished(self, sequences):
         self.see("finished", [s.index for s in sequences])
@@ -57,29 +54,21 @@ def watched(model, watch: Watch, max_tokens: int = 2):
 def test_every_event_comes_in_its_place(model):
     watch = Watch()
     watched(model, watch)
-    layers = 5
-    first = [
-        *[
-            e
-            for j in range(layers)
-            for e in (("step", 0, j, [0]), ("step", 0, j, [1]), ("progress", 0, j, 2 * (j == 4)))
-        ],
-        *[e for j in range(layers - 1) for e in (("step", 1, j, [0, 1]), ("progress", 1, j, 0))],
-    ]
+    steps = [(i, j) for i in range(2) for j in range(5)]
+    first = [("progress", i, j, [0, 1]) for i, j in steps[:-1]]
     assert watch.seen[:3] == [("plan", Policy(1, 2)), ("begin",), ("block", 0, 2, [2, 0])]  # the longest first
     assert watch.seen[3 : 3 + len(first)] == first
     rest = watch.seen[3 + len(first) :]
-    assert rest[:5] == [
-        ("step", 1, 4, [0, 1]),
+    assert rest[:4] == [
         ("finished", [2]),
         ("finished", [0]),
-        ("progress", 1, 4, 2),
+        ("progress", 1, 4, [0, 1]),
         ("block end", [2, 0]),
     ]
-    assert rest[5] == ("block", 1, 2, [1]) and rest[-1] == ("block end", [1])
+    assert rest[4] == ("block", 1, 2, [1]) and rest[-1] == ("block end", [1])
 
 
-@pytest.mark.parametrize("event", ["plan", "begin", "block", "step", "progress", "finished", "block end"])
+@pytest.mark.parametrize("event", ["plan", "begin", "block", "progress", "finished", "block end"])
 def test_what_an_observer_raises_ends_the_job(model, event):
     watch = Watch(event)
     with pytest.raises(RuntimeError, match=event):
@@ -87,13 +76,13 @@ def test_what_an_observer_raises_ends_the_job(model, event):
     assert watch.seen[-1][0] == event  # and an error is no interrupt
 
 
-def test_an_interrupt_says_how_far_the_block_is(model):
+def test_an_interrupt_says_how_far_the_job_is(model):
     class Interrupting(Watch):
-        def on_progress(self, i, j, tokens):
+        def on_progress(self, i, j, batches):
             if (i, j) == (1, 2):
                 raise KeyboardInterrupt
 
     watch = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         watched(model, watch)
-    assert watch.seen[-1] == ("interrupt", [1, 1])
+    assert watch.seen[-1] == ("interrupt", [1, 1, 0])

@@ -11,9 +11,8 @@ import torch
 
 from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import DiskIO, OffloadFolder
 from h2o_flexgen.offload.kv_store import KVStore
-from h2o_flexgen.offload.queues import TransferQueue
+from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.sizes import KV_BUFFERS, PAGE
 
 BLOCKS, SLOTS, HELD = 8, 16, 4
@@ -36,10 +35,9 @@ def gates(monkeypatch):
 @pytest.fixture
 def store(tmp_path, gates):
     """All blocks are on disk, each filled with its number."""
-    device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
-    queues = [TransferQueue(device, "cache", workers=KV_BUFFERS), TransferQueue(device, "store")]
+    transport = Transport(Device("cpu"), tmp_path / "offload")
     tiers = {(0, k): "disk" for k in range(BLOCKS)}
-    store = KVStore(device, [LAYOUT] * BLOCKS, tiers, io, *queues, folder.file)
+    store = KVStore(transport, [LAYOUT] * BLOCKS, tiers)
     store.begin_block([LAYOUT] * BLOCKS)
     for k in range(BLOCKS):
         cache = store.blank(0, k)
@@ -50,10 +48,7 @@ def store(tmp_path, gates):
     yield store
     for gate in gates:
         gate.set()
-    for queue in queues:
-        queue.close()
-    io.close()
-    folder.close()
+    transport.close()
 
 
 def number(cache) -> set[float]:
@@ -71,7 +66,7 @@ def test_as_many_blocks_are_loaded_at_once_as_there_are_staging_buffers(store, g
     reads, _ = gates
     reads.clear()
     assert [store.prefetch(0, k, HELD) for k in range(BLOCKS)] == [True] * KV_BUFFERS + [False] * (BLOCKS - KV_BUFFERS)
-    assert not any(future.done() for future in store.loading.values())
+    assert not any(block.loading.done() for block in store.blocks.values() if block.loading is not None)
     reads.set()
     for k in range(KV_BUFFERS):
         assert number(store.get(0, k, HELD)) == {k}
@@ -126,9 +121,8 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
     segments = (6, 4, 4, 3)
     layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, dtype=torch.float32)
     assert layout.row_bytes == PAGE
-    device, io, folder = Device("cpu"), DiskIO(), OffloadFolder(tmp_path / "offload")
-    queues = [TransferQueue(device, "cache"), TransferQueue(device, "store")]
-    store = KVStore(device, [layout], {(0, 0): "disk"}, io, *queues, folder.file)
+    transport = Transport(Device("cpu"), tmp_path / "offload")
+    store, io = KVStore(transport, [layout], {(0, 0): "disk"}), transport.io
     store.begin_block([layout])
     cache = store.blank(0, 0)
     for part in (*cache.k, *cache.v):
@@ -156,7 +150,4 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
             assert written == 1
         else:
             assert written == 4 if not lag else 4 < written <= held + 1
-    for queue in queues:
-        queue.close()
-    io.close()
-    folder.close()
+    transport.close()

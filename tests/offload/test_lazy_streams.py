@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen import llm as llm_module
-from h2o_flexgen.engine import runner
-from h2o_flexgen.offload import activations, checkpoint, kv_store, memory, weights
+from h2o_flexgen.offload import checkpoint, memory, transport
 from h2o_flexgen.offload.device import Device, host_memory
 from h2o_flexgen.offload.queues import TransferQueue
 
@@ -147,8 +146,8 @@ def _plain_copy(dst, src):
 def lazy(monkeypatch):
     streams.clear()
     monkeypatch.setattr(llm_module, "Device", LazyDevice)
-    monkeypatch.setattr(runner, "TransferQueue", LazyQueue)
-    for module in (activations, checkpoint, kv_store, weights):
+    monkeypatch.setattr(transport, "TransferQueue", LazyQueue)
+    for module in (checkpoint, transport):
         monkeypatch.setattr(module, "copy", lazy_copy)
     yield
 

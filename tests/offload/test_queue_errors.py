@@ -16,6 +16,7 @@ from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import DiskIO, File, wait
 from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.queues import TransferQueue
+from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.sizes import WRITE_BACKS
 
@@ -92,7 +93,7 @@ def test_closing_waits_for_the_running_job_and_drops_the_rest():
     assert done == [1]
 
 
-def test_only_so_many_hidden_states_wait_on_the_device_to_be_written_back(monkeypatch):
+def test_only_so_many_hidden_states_wait_on_the_device_to_be_written_back(tmp_path, monkeypatch):
     started, go = threading.Event(), threading.Event()
     real = ActivationStore.store
 
@@ -102,8 +103,8 @@ def test_only_so_many_hidden_states_wait_on_the_device_to_be_written_back(monkey
         real(*args)
 
     monkeypatch.setattr(ActivationStore, "store", slow)
-    device, queues = Device("cpu"), [TransferQueue(Device("cpu"), name) for name in ("load", "store")]
-    store = ActivationStore(device, ["cpu"], [64 * (WRITE_BACKS + 1)], 64, None, *queues, None)
+    transport = Transport(Device("cpu"), tmp_path)
+    store = ActivationStore(transport, ["cpu"], [64 * (WRITE_BACKS + 1)], 64)
     hiddens = [torch.full((1, 4, 4), float(n)) for n in range(WRITE_BACKS + 1)]
 
     def put(n):
@@ -118,11 +119,9 @@ def test_only_so_many_hidden_states_wait_on_the_device_to_be_written_back(monkey
     assert last.is_alive()
     go.set()
     last.join(30)
-    assert device.stall_seconds["activations"] > 0
-    assert all(torch.equal(store.get(0, n, 64 * n), hidden) for n, hidden in enumerate(hiddens))
-    store.drain()
-    for queue in queues:
-        queue.close()
+    assert transport.device.stall_seconds["activations"] > 0
+    assert all(torch.equal(store.get(0, n), hidden) for n, hidden in enumerate(hiddens))
+    transport.close()
 
 
 #: where a job can fail, and the policy under which it gets there

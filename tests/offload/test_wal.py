@@ -35,7 +35,7 @@ def replay(file: File, layout: KVLayout, steps: list[tuple[int, torch.Tensor]]) 
     held = steps[0][0]
     wanted[: layout.used_bytes(held)] = 1  # as prefill leaves it
     buffer[: layout.kv_bytes] = wanted
-    block.compact(buffer.numpy(), block.dirty(0, held))
+    block.compact(buffer.numpy(), block.dirty(held))
     compacted = 0
     for n, (held, slots) in enumerate(steps):
         used = layout.used_bytes(held)
@@ -46,13 +46,13 @@ def replay(file: File, layout: KVLayout, steps: list[tuple[int, torch.Tensor]]) 
         for cache in (buffer, wanted):
             layout.view(cache, host_memory(layout.meta_bytes)).write(slots, k, -k)
         if block.is_due(held + 1):
-            block.compact(buffer.numpy(), block.dirty(block.first_changed(slots), held + 1))
+            block.compact(buffer.numpy(), block.dirty(held + 1, slots))
             compacted += 1
         else:
             row = host_memory(layout.row_bytes)
             row.view(torch.float32).view(2, *k.shape)[:] = torch.stack((k, -k))
             whole_pages = torch.nn.functional.pad(row, (0, -len(row) % PAGE)).numpy()
-            block.append(whole_pages, (slots if layout.growth == "fixed" else slots[:, :1]).numpy())
+            block.append(whole_pages, slots.numpy())
     io.close()
     return compacted
 

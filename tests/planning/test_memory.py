@@ -184,7 +184,7 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_is_allocated(tiny, t
         assert name in message and f"({needed} bytes)" in message and f"({list(cap.values())[0]} bytes)" in message
         assert "\n" not in message
         assert not (tmp_path / "here").exists()
-        assert llm.runner.folder is None and llm.runner.stores.weights is None
+        assert llm.runner.transport is None and llm.runner.weights is None
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
