@@ -88,6 +88,8 @@ class Runner:
         for n, block in enumerate(blocks):
             observer.on_block(n, len(blocks), block)
             BlockRun(stores, block, sink, observer, is_last=n + 1 == len(blocks)).run(meter)
+            if n == 0 and all(s.finish_reason == "error" for s in block):
+                self.weights.check_finite()
             if all(s.finish_reason == "error" for s in sequences):
                 raise UserError(
                     "the model gives NaN for every prompt: its hidden states overflow (use `dtype` bfloat16 or "

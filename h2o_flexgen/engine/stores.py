@@ -59,17 +59,18 @@ class Prefetcher:
     def __init__(self, stores: Stores, schedule: ZigZag, batches: list[Batch], is_last: bool):
         self.stores, self.schedule, self.batches, self.is_last = stores, schedule, batches, is_last
         self.last = schedule.num_layers - 1
-        self._streaming = [j for j in range(schedule.num_layers) if stores.weights.streams(j)]
         blocks = ((j, k) for j in range(1, self.last) for k in range(len(batches)))
         self._steps = schedule.decode_steps([(j, k) for j, k in blocks if stores.caches.streams(j - 1, k)])
         self._next_step = next(self._steps, None)  # whose KV block is fetched next
 
     def weights(self, i: int, j: int) -> None:
-        """Those of layer j, and of the next layer that streams."""
+        """Those from layer j on, as far as the two staging buffers reach."""
+        groups = self.stores.weights.groups
+        left = [[layer for layer in group if layer >= j] for group in groups if group[-1] >= j]
         at_end = self.is_last and i + 1 == self.schedule.num_tokens
-        upcoming = [x for x in self._streaming if x > j] + ([] if at_end else self._streaming)
-        for layer in (j, *upcoming[:1]):  # layer j is queued first, whatever compute waits for
-            self.stores.weights.prefetch(layer)
+        for group in (left + ([] if at_end else groups))[:2]:
+            for layer in group:
+                self.stores.weights.prefetch(layer)
 
     def caches(self, step: Step) -> None:
         """The KV blocks of this decode step and of those that follow, while staging buffers are free."""

@@ -5,6 +5,12 @@ layer by layer, through one of two staging buffers:
     cpu   copied into the staging buffer, from pinned memory on CUDA
     disk  read into the staging buffer; on CUDA through a host buffer
 
+A buffer has room for the largest layer. Smaller layers share one, as many in a row as fit: while a vocabulary head is
+computed in one buffer, the other takes the first few layers of the next token step.
+
+    buffer 0   | layer 1 | layer 2 | layer 3 |         | layers 7 to 9 ...
+    buffer 1             | layer 4 | layer 5 | layer 6 |         | head ...
+
 A checkpoint of another dtype is converted by the copy to CUDA. On the CPU compute converts a layer right before it
 uses it, with all cores: a thread that converts beside compute costs it more time than that takes.
 """
@@ -25,7 +31,15 @@ from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import pack, packs
 from h2o_flexgen.models.spec import Tensors
-from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint, PagedRead, Stored, bar_of_bytes, is_finite
+from h2o_flexgen.offload.checkpoint import (
+    Checkpoint,
+    DummyCheckpoint,
+    PagedRead,
+    Stored,
+    bar_of_bytes,
+    is_finite,
+    parts_of,
+)
 from h2o_flexgen.offload.device import as_numpy, convert, finish
 from h2o_flexgen.offload.disk import wait
 from h2o_flexgen.offload.transport import Transport
@@ -56,7 +70,27 @@ def staging_bytes(tier: str, nbytes: int, stored_bytes: int, converts: bool, cud
 
 def largest_layer(layers: Iterable[list[StagingBytes]]) -> StagingBytes:
     """What buffers must hold that serve every layer."""
-    return StagingBytes(*map(max, zip(*(map(sum, zip(StagingBytes(), *layer)) for layer in layers))))
+    return StagingBytes(*map(max, zip(*map(_sum, layers))))
+
+
+def _sum(tensors: Iterable[StagingBytes]) -> StagingBytes:
+    return StagingBytes(*map(sum, zip(StagingBytes(), *tensors)))
+
+
+def _share_buffers(
+    layers: Iterable[StagingBytes], room: StagingBytes
+) -> tuple[list[list[int]], dict[int, StagingBytes]]:
+    """Which layers share a buffer, and where each begins in it, of those that need any."""
+    groups, begin, used = [], {}, room
+    for layer, needed in enumerate(layers):
+        if needed.device == 0:
+            continue
+        if used.device + needed.device > room.device or used.host + needed.host > room.host:
+            groups.append([])
+            used = StagingBytes()
+        groups[-1].append(layer)
+        begin[layer], used = used, _sum([used, needed])
+    return groups, begin
 
 
 @dataclass
@@ -73,6 +107,9 @@ class _StagedLayer:
 
 class WeightStore:
     """The weights of one model, placed.
+
+    Attributes:
+        groups: the layers that stream, in order; those of a group share a staging buffer.
 
     Args:
         dtype: of the computation.
@@ -104,13 +141,15 @@ class WeightStore:
         self.resident: dict[str, Tensor] = {}
         self._load({n: shape for n, shape in shapes.items() if tiers[n] != "disk"}, source, progress)
 
-        sizes = largest_layer([self._staging_bytes(name, shape) for name, shape in spec.values()] for spec in layers)
+        staging = [[self._staging_bytes(name, shape) for name, shape in spec.values()] for spec in layers]
+        sizes = largest_layer(staging)
+        self.groups, self._begin = _share_buffers(map(_sum, staging), sizes)
         count = double_buffers(transport.overlap)
         self._converted = self.device.buffer(sizes.converted)
         self._buffers = [self.device.buffer(sizes.device) for _ in range(count)] if sizes.device else []
         self._hosts = [self.device.host_buffer(sizes.host) for _ in range(count)] if sizes.host else []
         self._buffer_free, self._host_free = [None] * count, [None] * count  # events
-        self._next = 0  # the buffer for the next layer
+        self._buffer = 0  # of the group whose layers are staged next
         self._staged: dict[int, _StagedLayer] = {}
 
     def _nbytes(self, shape: Shape) -> int:
@@ -157,10 +196,6 @@ class WeightStore:
         held = (*self.resident.values(), *self._buffers, *self._hosts, self._converted)
         return sum(t.nbytes for t in held if t.is_cuda == cuda)
 
-    def streams(self, layer: int) -> bool:
-        """Whether any tensor of the layer is streamed."""
-        return any(self.tiers[name] != "gpu" for name, _ in self.layers[layer].values())
-
     def prefetch(self, layer: int) -> None:
         """Start to stage a layer, if there is overlap and it is not staged already. What is prefetched stays for the
         next block, or the next job."""
@@ -168,16 +203,24 @@ class WeightStore:
             self._start(layer)
 
     def _start(self, layer: int) -> None:
-        if layer in self._staged or not self.streams(layer):
+        if layer in self._staged or layer not in self._begin:
             return
-        staged = self._staged[layer] = self._layout(layer, self._next)
-        self._next = (self._next + 1) % len(self._buffers)
+        if self._is_first(layer):
+            self._buffer = (self._buffer + 1) % len(self._buffers)
+        staged = self._staged[layer] = self._layout(layer)
         if not self.device.is_cuda:  # the buffer is free now: queue its reads behind those of the layer before
             self._request(staged)
+        if self.device.is_cuda and self._is_first(layer):
+            self._queue.submit(lambda: finish(self._host_free[staged.buffer]))
         staged.job = self._queue.submit(lambda: self.fill(staged), after=self._buffer_free[staged.buffer])
 
-    def _layout(self, layer: int, index: int) -> _StagedLayer:
-        staged, at, host_at = _StagedLayer(index), 0, 0
+    def _is_first(self, layer: int) -> bool:
+        """Whether a layer is at the start of its buffer."""
+        return self._begin[layer].device == 0
+
+    def _layout(self, layer: int) -> _StagedLayer:
+        index, (at, host_at, _) = self._buffer, self._begin[layer]
+        staged = _StagedLayer(index)
         for short, (name, shape) in self.layers[layer].items():
             if self.tiers[name] == "gpu":
                 continue
@@ -223,7 +266,6 @@ class WeightStore:
     def fill(self, staged: _StagedLayer) -> None:
         """Fill a staging buffer; without CUDA its reads have been requested."""
         if self.device.is_cuda:
-            finish(self._host_free[staged.buffer])
             self._request(staged)
         try:
             for target, source in staged.copies:
@@ -256,3 +298,9 @@ class WeightStore:
         with self.device.stalling("weights"):
             wait(reads)
         return rows
+
+    def check_finite(self) -> None:
+        """Raises UserError if a tensor on disk holds NaN or infinite elements; the others were checked when loaded."""
+        for name, stored in self.stored.items():
+            if not all(is_finite(part) for _, part in parts_of(stored, self.transport.io)):
+                raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
