@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zoo
 
-from h2o_flexgen import sizes
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
 from h2o_flexgen.sizes import wal_rows
 
@@ -121,6 +121,28 @@ def test_tokens_do_not_depend_on_the_policy(tiny, run, name, policy, overlap, bu
     prompts = model.clear_cut_prompts(LENGTHS, LONG, [(None, None), BUDGET])
     outputs = run(model, prompts, LONG, budget, overlap=overlap, **POLICIES[policy])
     assert_same(outputs, model.references(prompts, LONG, *(budget or ())))
+
+
+@pytest.fixture(scope="module")
+def large_head(tmp_path_factory) -> zoo.Tiny:
+    """Its vocabulary head takes as many bytes as several layers."""
+    return zoo.build("llama", tmp_path_factory.mktemp("large_head"), vocab_size=3000, num_hidden_layers=7)
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize("percent", [(0, 0, 100, 0, 100, 0), (0, 100, 0, 0, 0, 0), (0, 30, 0, 50, 50, 0)], ids=str)
+def test_layers_share_a_staging_buffer_beside_a_large_head(large_head, percent, overlap, budget):
+    prompts = large_head.clear_cut_prompts(LENGTHS, 20, [(None, None), BUDGET])
+    kv_budget = KVBudget.from_size(*budget) if budget else None
+    policy = Policy(2, 2, percent, overlap)
+    with LLM(str(large_head.folder), policy, kv_budget, device="cpu", dtype="float32", progress=False) as llm:
+        for _ in range(2):  # the second job begins with what the first one has left in the buffers
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+            assert_same([o.outputs[0] for o in outputs], large_head.references(prompts, 20, *(budget or ())))
+        groups = llm.runner.weights.groups
+    assert [layer for group in groups for layer in group] == sorted(layer for group in groups for layer in group)
+    assert max(map(len, groups)) > 1
 
 
 def test_the_long_outputs_compact_blocks_on_disk_several_times():
