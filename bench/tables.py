@@ -224,7 +224,8 @@ def command_line(data: dict) -> str:
 
 OF_ROWS = (throughput, throughput_details, throughput_deaths, throughput_ours, throughput_machines)
 OF_ROWS = {function.__name__: function for function in OF_ROWS}
-OTHERS = {"opt-30b-searched": command_line, "opt-6.7b-8gib": command_line, "prediction": prediction}
+RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
+OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction}
 
 
 def table(name: str) -> str:
