@@ -5,8 +5,8 @@
     disk   OPT-6.7B with weights on disk under an 8 GiB memory cgroup: a decode step against reading alone and
            computing alone, for a block that is I/O bound, one that is balanced and one that is compute bound
     families    the same for OPT-1.3B and Llama-3.2-1B, whose weights take about as many bytes
-    opt-30b-searched, opt-6.7b-8gib, llama-3.1-8b-8gib    whole runs of the command line, the last two in an 8 GiB memory
-           cgroup
+    opt-30b-searched, opt-6.7b-8gib, llama-3.1-8b-8gib    whole runs of the command line, the last two in an 8 GiB
+           memory cgroup
 
 Results go to docs/benchmarks/.
 """

@@ -87,10 +87,13 @@ def test_an_exception_that_is_kept_holds_no_weights(model):
         assert raised.value is not None  # and with it the traceback
 
 
-@pytest.mark.parametrize("seconds, micro_batches", [(0, 3), (float("inf"), 0)])
-def test_prefill_gives_gaps_back_at_its_end_and_now_and_then(model, monkeypatch, seconds, micro_batches):
+@pytest.mark.parametrize("seconds, over_plan, micro_batches", [(0, 0, 3), (0, float("inf"), 0), (float("inf"), 0, 0)])
+def test_prefill_gives_gaps_back_at_its_end_and_where_it_holds_more_than_planned(
+    model, monkeypatch, seconds, over_plan, micro_batches
+):
     given_back = []
     monkeypatch.setattr(step, "GAPS_SECONDS", seconds)
+    monkeypatch.setattr(step, "GAPS_OVER_PLAN", over_plan)
     monkeypatch.setattr(Device, "release_gaps", lambda self: given_back.append(self))
     policy = Policy(gpu_batch_size=3, num_gpu_batches=1, prefill_tokens=4)
     with LLM(str(model), device="cpu", dtype="float32", progress=False, policy=policy) as llm:

@@ -17,10 +17,11 @@ from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.engine.stores import Prefetcher, Stores
 from h2o_flexgen.models.parts import Weights
 from h2o_flexgen.models.registry import family
+from h2o_flexgen.offload import memory
 from h2o_flexgen.sizes import HEAD_ROWS, matmul_groups
 
-#: least time between two times that prefill gives back gaps in the heap
-GAPS_SECONDS = 0.5
+#: prefill gives gaps in the heap back where the process holds so many times what was planned, and so seldom
+GAPS_OVER_PLAN, GAPS_SECONDS = 1.0, 0.25
 
 
 class LogitsSink(Protocol):
@@ -141,8 +142,9 @@ class BlockRun:
 
     def _release_gaps(self) -> None:
         """Micro-batches leave gaps in the heap, several times as large as one of them. Giving the pages back and taking
-        new ones costs time, so it is done seldom."""
-        if time.perf_counter() - self._gaps_released > GAPS_SECONDS:
+        new ones costs up to a sixth of prefill, so it is done only where it must be."""
+        is_due = time.perf_counter() - self._gaps_released > GAPS_SECONDS
+        if is_due and memory.resident() > GAPS_OVER_PLAN * self.job.plan.needed("ram"):
             self.device.release_gaps()
             self._gaps_released = time.perf_counter()
 

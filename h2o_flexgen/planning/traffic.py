@@ -90,11 +90,19 @@ class Flows(NamedTuple):
 
 
 def weights_beside(weights: list[Offloaded]) -> list[Offloaded]:
-    """The weights that are fetched while each layer computes: those of the next layer that streams. The engine begins
-    with them at the layer that streamed before it. `weights`: of each layer."""
+    """The weights that are fetched while each layer computes: those of the next group of layers, which share a staging
+    buffer as in `offload.weights`. The engine begins with them at the first layer of the group before. `weights`: of
+    each layer."""
+    groups: list[Offloaded] = []
+    begins: list[int] = []
+    for j, w in enumerate(weights):
+        if any(w):
+            if not groups or sum(groups[-1]) + sum(w) > max(map(sum, weights)):
+                groups.append(Offloaded())
+                begins.append(j)
+            groups[-1] = Offloaded(*map(sum, zip(groups[-1], w)))
     fetched = [Offloaded()] * len(weights)
-    streams = [j for j, w in enumerate(weights) if any(w)]
-    for before, j in zip([streams[-1] - len(weights), *streams] if streams else [], streams):
+    for before, j, group in zip([begins[-1] - len(weights), *begins] if begins else [], begins, groups):
         for layer in range(before, j):  # those below 0 are the last ones
-            fetched[layer] = Offloaded(*(x / (j - before) for x in weights[j]))
+            fetched[layer] = Offloaded(*(x / (j - before) for x in group))
     return fetched

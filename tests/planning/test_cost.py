@@ -83,12 +83,20 @@ def test_equal_blocks_are_counted_whatever_their_number(blocks):
 
 @given(st.lists(st.sampled_from([0, 1, 5]), min_size=4, max_size=12))
 def test_what_streams_comes_while_something_computes(disk):
-    """All of it in a step, never more than the layers before have time for, and none while nothing streams."""
+    """All of it in a step, and never more beside a layer than a staging buffer holds."""
     fetched = weights_beside([Offloaded(0, d) for d in disk])
     assert sum(c.disk for c in fetched) == pytest.approx(sum(disk))
     assert max(c.disk for c in fetched) <= max(disk)
-    if all(disk):  # the next layer's; the head brings the first's
-        assert [c.disk for c in fetched] == [*disk[1:], disk[0]]
+
+
+def test_layers_alike_come_one_ahead():
+    """The head brings the first one's."""
+    assert [c.disk for c in weights_beside([Offloaded(0, 4.0)] * 5)] == [4] * 5
+
+
+def test_layers_that_fit_beside_a_large_head_come_together():
+    weights = [Offloaded(), *[Offloaded(0, 2.0)] * 4, Offloaded(0, 6.0)]
+    assert [c.disk for c in weights_beside(weights)] == [3, 2 / 3, 2 / 3, 2 / 3, 6, 3]
 
 
 def test_a_layer_that_seldom_streams_has_several_layers_time():
