@@ -29,12 +29,12 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "flexgen")
 
 
 def machine() -> dict:
-    """The machine in words. The processor's model tells apart what is sold under one name."""
+    """The machine in words. The model of the CPU tells apart what is sold under one name."""
     found = profiled.machine()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = dict([part.strip() for part in line.split(":", 1)] for line in lines if ":" in line)
     model = ", ".join(f"{name} {cpu[name]}" for name in ("cpu family", "model") if name in cpu)
-    return {name: found[name] for name in ("processor", "cores", "ram_gib", "gpu")} | {"processor_model": model or None}
+    return {name: found[name] for name in ("cpu", "cores", "ram_gib", "gpu")} | {"cpu_model": model or None}
 
 
 def command() -> str:

@@ -34,8 +34,8 @@ def columns(rows: list[dict], header: str, template: str) -> str:
 
 
 def machine_text(m: dict) -> str:
-    model = f" ({m['processor_model']})" if m.get("processor_model") else ""
-    return f"{m['processor']}{model}, {m['cores']} cores, {m['ram_gib']:g} GiB RAM, {m['gpu'] or 'no GPU'}"
+    model = f" ({m['cpu_model']})" if m.get("cpu_model") else ""
+    return f"{m['cpu']}{model}, {m['cores']} cores, {m['ram_gib']:g} GiB RAM, {m['gpu'] or 'no GPU'}"
 
 
 def version_text(data: dict) -> str:

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         if choice.curve:
             cli.say(cli.describe_curve(choice.curve) + "\n")
-        machine = profile.machine.get("gpu" if profile.device == "cuda" else "processor", "the profile's machine")
+        machine = profile.machine.get("gpu" if profile.device == "cuda" else "cpu", "the profile's machine")
         job = cli.describe_job(args.model, profile.dtype, machine, workload, choice.policy, result["kv_budget"])
         cli.say(f"{job}\n{describe(choice)}\nrun it     {result['command']}")
     choice.plan.check()

@@ -45,7 +45,7 @@ KERNELS = kernels(bfloat16="native", float16="widened", slow=("float16",))
 def laptop(**changes) -> Profile:
     """Two cores, bf16, no GPU; round numbers."""
     values = {
-        "machine": {"processor": "two round cores"},
+        "machine": {"cpu": "two round cores"},
         "versions": {},
         "date": "2026-01-01",
         "command": "made up",

@@ -177,8 +177,8 @@ class Oracle:
     def _prompt_heads(self, layer: int, h: int, group: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
         """The query heads of KV head h."""
         n = len(k)
-        later = torch.arange(n)[None, :] > torch.arange(n)[:, None]
-        each = [torch.softmax((q @ k.T / q.shape[-1] ** 0.5).masked_fill(later, float("-inf")), -1) for q in group]
+        future = torch.arange(n)[None, :] > torch.arange(n)[:, None]
+        each = [torch.softmax((q @ k.T / q.shape[-1] ** 0.5).masked_fill(future, float("-inf")), -1) for q in group]
         if self.heavy is not None:
             score = sum(p.sum(0) for p in each).tolist()
             kept, gap = choose_kept(score, self.heavy, self.recent)

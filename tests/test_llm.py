@@ -262,7 +262,7 @@ def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path,
 @pytest.mark.parametrize("rows", [1, 4, 5])
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK, MIXED], ids=str)
 @pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
-def test_tokens_do_not_depend_on_which_batches_share_products(tiny, run, monkeypatch, percent, budget, rows):
+def test_tokens_do_not_depend_on_which_batches_share_matmuls(tiny, run, monkeypatch, percent, budget, rows):
     """Of five batches of two and one, none share them, two do, or the last one joins the two before it."""
     monkeypatch.setattr("h2o_flexgen.sizes.GROUP_ROWS", rows)
     model = tiny()

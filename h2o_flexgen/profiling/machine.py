@@ -29,7 +29,7 @@ def machine(offload_root: Path | None = None, device: Device | None = None) -> d
     gpu = device.torch_device if device is not None and device.is_cuda else None
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = {
-        "processor": next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine()),
+        "cpu": next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

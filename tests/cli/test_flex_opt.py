@@ -41,11 +41,11 @@ def assert_shape(value, shape, where: str = "report") -> None:
         assert type(value) is shape, f"{where} is {value!r}"
 
 
-@pytest.mark.parametrize("home", [ON_GPU, ON_CPU, ON_DISK], ids=["gpu", "cpu", "disk"])
+@pytest.mark.parametrize("tier", [ON_GPU, ON_CPU, ON_DISK], ids=["gpu", "cpu", "disk"])
 @pytest.mark.parametrize("budget", [False, True], ids=["full", "h2o"])
-def test_the_report_has_exactly_the_fields_of_the_contract(cli, model, tmp_path, home, budget):
+def test_the_report_has_exactly_the_fields_of_the_contract(cli, model, tmp_path, tier, budget):
     report = tmp_path / "report.json"
-    where = (*percent(home), "--offload-dir", tmp_path / "offload", "--report", report, "--gpu-batch-size", 2)
+    where = (*percent(tier), "--offload-dir", tmp_path / "offload", "--report", report, "--gpu-batch-size", 2)
     where += ("--num-gpu-batches", 2)  # the second has one sequence
     options = ("--hh-size", 3, "--recent-size", 2) if budget else ()
     job = ("--model", model, *FP32, "--prompt-len", 10, "--gen-len", 5, "--num-prompts", 3, "--ignore-eos")
@@ -55,7 +55,7 @@ def test_the_report_has_exactly_the_fields_of_the_contract(cli, model, tmp_path,
     assert_shape(found, REPORT if budget else REPORT | {"kv_budget": type(None)})
     assert found["model"] == str(model) and found["device"] == "cpu" and found["dtype"] == "float32"
     assert found["workload"] == {"num_prompts": 3, "prompt_len": 10, "gen_len": 5}
-    assert Policy.from_dict(found["policy"]) == Policy(2, 2, tuple(map(float, home)))
+    assert Policy.from_dict(found["policy"]) == Policy(2, 2, tuple(map(float, tier)))
     assert found["kv_budget"] == ({"heavy": 3, "recent": 2} if budget else None)
     total = found["total"]
     assert total["generated_tokens"] == 15
@@ -66,9 +66,9 @@ def test_the_report_has_exactly_the_fields_of_the_contract(cli, model, tmp_path,
     moved = found["bytes_moved"]
     for link, nbytes in moved.items():
         assert nbytes == sum(found[phase]["bytes_moved"][link] for phase in ("prefill", "decode"))
-    assert (moved["disk_to_cpu"] > 0) == (moved["cpu_to_disk"] > 0) == (home == ON_DISK)
-    assert (moved["cpu_to_gpu"] > 0) == (home != ON_GPU)
-    assert (found["planned_memory_bytes"]["disk"] > 0) == (home == ON_DISK)
+    assert (moved["disk_to_cpu"] > 0) == (moved["cpu_to_disk"] > 0) == (tier == ON_DISK)
+    assert (moved["cpu_to_gpu"] > 0) == (tier != ON_GPU)
+    assert (found["planned_memory_bytes"]["disk"] > 0) == (tier == ON_DISK)
     assert found["peak_memory_bytes"]["disk"] <= found["planned_memory_bytes"]["disk"]
 
 

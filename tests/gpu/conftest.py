@@ -16,7 +16,7 @@ def own_folders(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def clean_device():
-    """Each test starts with nothing of the one before, with exact fp32 products and without a memory cap."""
+    """Each test starts with nothing of the one before, with exact fp32 matmuls and without a memory cap."""
     import torch
 
     if not torch.cuda.is_available():

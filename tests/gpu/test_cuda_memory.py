@@ -182,5 +182,5 @@ def test_the_host_runs_ahead_through_the_layers(tmp_path, budget):
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
             counts.append(sum("called a synchronizing" in str(w.message) for w in found))
-    # a piece's own buffers are made and zeroed per layer, which waits for nothing
+    # a KV block's own buffers are made and zeroed per layer, which waits for nothing
     assert counts[0] == counts[1]

@@ -28,7 +28,7 @@ POLICIES = {
     "all_cpu": dict(percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=3, num_gpu_batches=2),
     "all_cpu_one_batch": dict(percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=7),
     "all_cpu_micro": dict(percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=4, num_gpu_batches=2, prefill_tokens=25),
-    "all_cpu_attention_there": dict(
+    "all_cpu_attention_on_cpu": dict(
         percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=3, num_gpu_batches=2, cpu_cache_compute=True
     ),
     "all_disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=3, num_gpu_batches=2),
@@ -36,7 +36,7 @@ POLICIES = {
     "all_disk_micro": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=5, num_gpu_batches=2, prefill_tokens=10),
     "thirds": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=2, num_gpu_batches=3),
     "thirds_micro": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=4, num_gpu_batches=2, prefill_tokens=25),
-    "thirds_attention_there": dict(
+    "thirds_attention_on_cpu": dict(
         percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=2, num_gpu_batches=4, cpu_cache_compute=True
     ),
     "weights_cpu": dict(percent=(0, 100, 100, 0, 100, 0), gpu_batch_size=4, num_gpu_batches=2),
@@ -47,7 +47,7 @@ POLICIES = {
     "cache_disk": dict(percent=(100, 0, 0, 0, 100, 0), gpu_batch_size=6, num_gpu_batches=2, prefill_tokens=1),
     "cache_gpu_cpu": dict(percent=(100, 0, 50, 50, 100, 0), gpu_batch_size=2, num_gpu_batches=4),
     "cache_cpu_disk": dict(percent=(100, 0, 0, 50, 100, 0), gpu_batch_size=3, num_gpu_batches=3),
-    "cache_cpu_disk_attention_there": dict(
+    "cache_cpu_disk_attention_on_cpu": dict(
         percent=(100, 0, 0, 50, 100, 0), gpu_batch_size=3, num_gpu_batches=3, cpu_cache_compute=True
     ),
     "activations_cpu": dict(percent=(100, 0, 100, 0, 0, 100), gpu_batch_size=4, prefill_tokens=30),
@@ -122,7 +122,7 @@ def test_a_second_job_and_several_blocks_give_the_same(models, prompts, on_cpu, 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
 @pytest.mark.parametrize(
-    "name", ["all_gpu", "all_cpu", "all_cpu_attention_there", "all_disk_micro", "thirds", "everything_mixed"]
+    "name", ["all_gpu", "all_cpu", "all_cpu_attention_on_cpu", "all_disk_micro", "thirds", "everything_mixed"]
 )
 def test_half_precision_runs_to_the_end_with_finite_logprobs(models, prompts, name, budget, dtype):
     outputs = generate(models(), prompts, budget, dtype=dtype, **POLICIES[name])

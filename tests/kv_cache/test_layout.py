@@ -24,12 +24,12 @@ def test_places_are_where_write_puts_a_token(segments, dtype):
         if len(segments) == 1:
             slots = (slots + torch.arange(H)) % layout.slots  # heads need not agree
         row = torch.randn(2, B, H, D).to(dtype)
-        expected, mine = (torch.zeros(layout.kv_bytes, dtype=torch.uint8) for _ in range(2))
+        expected, found = (torch.zeros(layout.kv_bytes, dtype=torch.uint8) for _ in range(2))
         layout.view(expected).write(slots, row[0], row[1])
-        layout.vectors(mine.numpy())[layout.places(slots.numpy())] = layout.vectors(
+        layout.vectors(found.numpy())[layout.places(slots.numpy())] = layout.vectors(
             row.view(torch.uint8).numpy().reshape(-1)
         )
-        assert torch.equal(mine, expected)
+        assert torch.equal(found, expected)
 
 
 def test_of_two_tokens_in_one_slot_the_later_stays():
