@@ -64,7 +64,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Path | None = None,
         policy: Policy | str = "auto",
         kv_budget: KVBudget | str | None = None,
         device: str = "auto",
@@ -104,7 +104,9 @@ class LLM:
         self.choice: Choice | None = None
         self.report: dict = {}
 
-        self.model = load_model(model, path, lambda stored: _job_dtype(self.device, dtype, stored, profile), progress)
+        self.model = load_model(
+            model and str(model), path, lambda stored: _job_dtype(self.device, dtype, stored, profile), progress
+        )
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
@@ -205,10 +207,10 @@ class LLM:
             In the order of the texts. One that cannot be scored has an `error` and stops no other.
 
         Raises:
-            UserError: `prompt_len` is less than 1, or there is no memory for the job.
+            UserError: `prompt_len` is no whole number from 1 on, or there is no memory for the job.
         """
-        if prompt_len is not None and prompt_len < 1:
-            raise UserError(f"prompt_len must be 1 or more, not {prompt_len}")
+        if prompt_len is not None and (type(prompt_len) is not int or prompt_len < 1):
+            raise UserError(f"`prompt_len` must be a whole number, 1 or more, not {prompt_len!r}")
         first = prompt_len or 1  # the first token that is scored
         self.report = {}
         outputs, sequences, targets = [], [], {}

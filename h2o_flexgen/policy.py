@@ -44,9 +44,9 @@ class KVBudget:
             raise UserError("a KV budget needs a ratio or a size; leave it out for a full cache")
         for name, value in given.items():
             if name.endswith("ratio") and not 0 <= value <= 1:
-                raise UserError(f"{name} must lie in [0, 1], not {value}")
+                raise UserError(f"`{name}` must lie in [0, 1], not {value}")
             if name.endswith("size") and not (value >= 0 and value % 1 == 0):
-                raise UserError(f"{name} must be a whole number of slots, 0 or more, not {value}")
+                raise UserError(f"`{name}` must be a whole number of slots, 0 or more, not {value}")
 
     @classmethod
     def from_ratio(cls, hh_ratio: float, recent_ratio: float | None = None) -> KVBudget:

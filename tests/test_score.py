@@ -124,5 +124,5 @@ def test_a_whole_text_takes_no_memory_for_a_cache(tiny):
 
 
 def test_a_prompt_without_tokens_is_refused(tiny):
-    with pytest.raises(UserError, match="prompt_len must be 1 or more"):
+    with pytest.raises(UserError, match="prompt_len. must be a whole number, 1 or more"):
         score(tiny("opt"), [[1, 2]], 0)

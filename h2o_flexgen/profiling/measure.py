@@ -113,7 +113,7 @@ def measure(
     if profile.crowded > CROWDED:
         log.warning(
             "other programs kept this one waiting for a CPU core %.0f%% of the time while the machine was measured: "
-            "its rates may be too low, and a policy by them poor; close them and run the command again",
+            "its rates may be too low, and a policy by them poor; close them and measure again",
             100 * profile.crowded,
         )
     return profile
