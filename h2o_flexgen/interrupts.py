@@ -2,7 +2,8 @@
 
 While a job loads and runs (`deferred`), the first signal only waits for the next `check`, so that no exception strikes
 within the engine's threads and locks. There is a check for every tensor that is loaded, every layer, every micro-batch
-of prefill and every batch's attention. A second signal ends the process at once.
+of prefill and every batch's attention. A Ctrl-C behind the first signal ends the process at once; other signals do
+nothing more, since who stops a job (a closing terminal, `timeout`) often sends one twice.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ def take_over() -> None:
 
 
 def interrupt(signum, frame) -> None:
-    """The commands' handler: raises Interrupted. The next signal meets the system's handler and ends the process."""
-    for s in STOPPING:
-        if signal.getsignal(s) is interrupt:
-            signal.signal(s, signal.SIG_DFL)
+    """The commands' handler: raises Interrupted."""
+    _give_up(s for s in STOPPING if signal.getsignal(s) is interrupt)
     raise Interrupted(signum)
+
+
+def _give_up(taken) -> None:
+    """Behind the first signal only Ctrl-C counts, and ends the process."""
+    for s in taken:
+        signal.signal(s, signal.SIG_DFL if s == signal.SIGINT else signal.SIG_IGN)
 
 
 def check() -> None:
@@ -57,8 +62,9 @@ def deferred() -> Iterator[None]:
     def note(signum, frame) -> None:
         global _waiting
         _waiting = signum
-        for s in taken:
-            signal.signal(s, signal.SIG_DFL if handlers[s] is interrupt else handlers[s])
+        _give_up(s for s in taken if handlers[s] is interrupt)
+        if handlers[signal.SIGINT] is not interrupt:
+            signal.signal(signal.SIGINT, handlers[signal.SIGINT])
 
     for s in taken:
         signal.signal(s, note)

@@ -45,7 +45,7 @@ class LLM:
         dtype: a float type's name, or "auto": on CUDA fp16, or bf16 for a checkpoint in bf16 where the GPU has it; on
             the CPU the type whose matmuls are the fastest, by measuring (`kernels.linear`).
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
-        offload_dir: where cache, hidden states and random weights on disk go, in a private folder of its own.
+        offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
         hardware: a profile as `python -m h2o_flexgen.hardware` writes it, instead of measuring.

@@ -224,7 +224,7 @@ def _cannot_write(folder: Path, e: OSError) -> UserError:
 
 
 def default_root() -> Path:
-    """The folder for the offload folders of jobs, unless a job names one."""
+    """The folder for what jobs offload, unless a job names one."""
     return Path(os.environ.get("H2O_FLEXGEN_OFFLOAD") or cache_root() / "offload")
 
 

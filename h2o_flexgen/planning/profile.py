@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_json
 from h2o_flexgen.kernels.linear import KernelRates
 from h2o_flexgen.kv_cache import RULES
+from h2o_flexgen.policy import TIERS
 
+#: types to compute in
+DTYPES = ("float16", "bfloat16", "float32")
 #: directions of traffic
 LINKS = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
 #: query heads to a KV head in the attention that `AttentionRates.grouped` is measured with
@@ -123,7 +126,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: dict) -> Profile:
-        """What `to_json` wrote. Raises UserError if something is missing, or a rate is no number."""
+        """What `to_json` wrote. Raises UserError if something is missing, or not the number it should be."""
         try:
             values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
             values["links"] = {name: Link(**data["links"][name]) for name in LINKS}
@@ -137,9 +140,36 @@ class Profile:
             }
             if data.get("kernels") is not None:
                 values["kernels"] = KernelRates.from_dict(data["kernels"])
-            return cls(**values)
+            profile = cls(**values)
+            profile._check()
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise UserError(f"not a hardware profile ({type(e).__name__}: {e})") from None
+        return profile
+
+    def _check(self) -> None:
+        """Raises an error for what a search would stumble over."""
+        if self.device not in ("cpu", "cuda") or self.dtype not in DTYPES or not isinstance(self.machine, dict):
+            raise ValueError("device, dtype or machine is not understood")
+        phases = ("prefill", "decode", "cpu") if self.device == "cuda" else ("prefill", "decode")
+        attention = [rates for phase in phases for rates in self.attention[phase].values()]
+        tables = [*self.matmul["streamed"].values(), *self.matmul.get("resident", {}).values()]
+        tables += [rates.rates for rates in attention]
+        if not self.matmul["streamed"] or not all(tables):
+            raise ValueError("a table of rates is empty")
+        positive = [x for table in tables for entry in table.items() for x in entry]
+        positive += [x for shapes in self.matmul.values() for shape in shapes for x in shape]
+        positive += [link.bytes_per_s for link in self.links.values()] + [rates.grouped for rates in attention]
+        others = [x for link in self.links.values() for x in astuple(link)] + [
+            rates.head_seconds for rates in attention
+        ]
+        others += [self.step_seconds, self.baseline_bytes, self.workspace_bytes, self.crowded]
+        others += [self.memory[tier] for tier in TIERS]
+        if not all(math.isfinite(x) and x > 0 for x in positive):
+            raise ValueError("a rate or a size is not a positive number")
+        if not all(math.isfinite(x) and x >= 0 for x in others):
+            raise ValueError("a number is negative or not finite")
+        if any(link.slowed_by_compute > 1 for link in self.links.values()):
+            raise ValueError("slowed_by_compute is more than 1")
 
     @classmethod
     def from_file(cls, path: str | Path) -> Profile:

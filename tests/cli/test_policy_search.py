@@ -133,7 +133,7 @@ def test_hh_ratio_auto_prints_the_trade(find, tmp_path):
         (("--prompt-len", 2040, "--gen-len", 32), "longer than the model's 2048 positions"),
         (("--gpu-mem", -1), "--gpu-mem: must be more than 0"),
         (("--max-latency", 0), "--max-latency: must be more than 0"),
-        (("--hh-ratio", 2), "hh_ratio must lie in"),
+        (("--hh-ratio", 2), "--hh-ratio must lie in"),
         (("--hh-ratio", "some"), "--hh-ratio"),
         (("--hh-ratio", "auto", "--hh-size", 3), "--hh-ratio auto sizes the whole"),
         (("--hh-ratio", "auto", "--min-hh-ratio", 0), "--min-hh-ratio"),

@@ -53,9 +53,38 @@ def test_a_matmul_has_the_rate_of_the_nearest_shape(shape, like):
     assert PROFILE.matmul_seconds(shape, 10, resident=True) == pytest.approx(10 * flops / 1e12)
 
 
+def damaged(path: str, value) -> dict:
+    """A part of a profile in which one value is another: "links/disk_to_cpu/bytes_per_s"."""
+    part, *folders, name = path.split("/")
+    inner = whole = json.loads(laptop().to_json())[part]
+    for key in folders:
+        inner = inner[key]
+    inner[name] = value
+    return {part: whole}
+
+
+NUMBERS = (-5, 0, float("nan"), "7", None)
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        *(damaged("links/disk_to_cpu/bytes_per_s", x) for x in NUMBERS),
+        *(damaged("matmul/streamed/768x768", {"1": x}) for x in (-5, 0, float("nan"), "x", None)),
+        damaged("matmul/streamed/768x768", {}),
+        damaged("matmul/streamed", {"0x0": {"1": 1.0}}),
+        damaged("matmul/streamed", {}),
+        *(damaged("attention/decode/h2o/grouped", x) for x in NUMBERS),
+        damaged("attention/decode/h2o/rates", {}),
+        damaged("links/disk_to_cpu/slowed_by_compute", 2),
+        *(damaged("memory/gpu", x) for x in (-5, "7", None)),
+        {"matmul": {}},
+        {"attention": {}},
+        {"device": "cuda"},  # without attention on the CPU
+        {"device": "tpu"},
+        {"dtype": "foo"},
+        {"dtype": 5},
+        {"machine": []},
         {"links": {}},
         {"links": {**json.loads(laptop().to_json())["links"], "disk_to_cpu": {"rate": 1}}},
         {"matmul": {"streamed": {"768x768": [[1, 5]]}}},
