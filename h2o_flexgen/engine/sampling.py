@@ -123,7 +123,7 @@ def sample(logits: Tensor, params: SamplingParams, indices: list[int], step: int
         else:
             tokens = _draw(rows / params.temperature, params, indices[at : at + SAMPLE_ROWS], step)
         chosen.append(tokens)
-        logprobs.append(rows.gather(1, tokens[:, None])[:, 0] - rows.logsumexp(-1))
+        logprobs.append(_logprobs(rows, tokens))
     return torch.cat(chosen).cpu(), torch.cat(logprobs).cpu()
 
 
@@ -153,7 +153,11 @@ def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]
     logprobs, greedy = [], []
     for rows, target in zip(logits.split(SAMPLE_ROWS), targets.to(logits.device).split(SAMPLE_ROWS)):
         rows = rows.float()
-        chosen = rows.gather(1, target[:, None])[:, 0]
-        logprobs += (chosen - rows.logsumexp(-1)).tolist()
+        logprobs += _logprobs(rows, target).tolist()
         greedy += (rows.argmax(-1) == target).tolist()
     return logprobs, greedy
+
+
+def _logprobs(rows: Tensor, tokens: Tensor) -> Tensor:
+    """Of a token (B,) for each row of logits (B, V) fp32."""
+    return rows.gather(1, tokens[:, None])[:, 0] - rows.logsumexp(-1)

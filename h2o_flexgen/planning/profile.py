@@ -9,12 +9,10 @@ from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_json
-from h2o_flexgen.kernels.linear import KernelRates
+from h2o_flexgen.kernels.linear import HALF_TYPES, KernelRates
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.policy import TIERS
 
-#: types to compute in
-DTYPES = ("float16", "bfloat16", "float32")
 #: directions of traffic
 LINKS = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
 #: query heads to a KV head in the attention that `AttentionRates.grouped` is measured with
@@ -148,7 +146,8 @@ class Profile:
 
     def _check(self) -> None:
         """Raises an error for what a search would stumble over."""
-        if self.device not in ("cpu", "cuda") or self.dtype not in DTYPES or not isinstance(self.machine, dict):
+        known = self.device in ("cpu", "cuda") and self.dtype in (*HALF_TYPES, "float32")
+        if not known or not isinstance(self.machine, dict):
             raise ValueError("device, dtype or machine is not understood")
         phases = ("prefill", "decode", "cpu") if self.device == "cuda" else ("prefill", "decode")
         attention = [rates for phase in phases for rates in self.attention[phase].values()]

@@ -95,9 +95,10 @@ def weights_beside(weights: list[Offloaded]) -> list[Offloaded]:
     each layer."""
     groups: list[Offloaded] = []
     begins: list[int] = []
+    room = max(map(sum, weights))
     for j, w in enumerate(weights):
         if any(w):
-            if not groups or sum(groups[-1]) + sum(w) > max(map(sum, weights)):
+            if not groups or sum(groups[-1]) + sum(w) > room:
                 groups.append(Offloaded())
                 begins.append(j)
             groups[-1] = Offloaded(*map(sum, zip(groups[-1], w)))
