@@ -20,7 +20,8 @@ from h2o_flexgen.models.registry import family
 from h2o_flexgen.offload import memory
 from h2o_flexgen.sizes import HEAD_ROWS, matmul_groups
 
-#: prefill gives gaps in the heap back where the process holds so many times what was planned, and so seldom
+#: prefill gives gaps in the heap back where the process holds more than this multiple of the plan, and at most once in
+#: this many seconds
 GAPS_OVER_PLAN, GAPS_SECONDS = 1.0, 0.25
 
 

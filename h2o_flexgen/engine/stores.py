@@ -38,7 +38,7 @@ class Stores:
         self.activations = ActivationStore(transport, job.placement.activations, batch_bytes, micro_bytes)
 
     def layout(self, batch: int, longest: int) -> KVLayout:
-        """The KV blocks of so many sequences, whose prompts have up to `longest` tokens."""
+        """The KV blocks of `batch` sequences, whose prompts have up to `longest` tokens."""
         return self.job.rule.layout(self.model.spec, self.model.dtype, batch, longest, self.job.workload.gen_len)
 
     def close(self) -> None:

@@ -314,7 +314,7 @@ def batches_of(policy: Policy, prompt_lens: Sequence[int]) -> Batches:
 
 
 def _read(policy: Policy, sequences: float, nbytes: float) -> Traffic:
-    """So many bytes of each of the sequences from disk, one batch after the other."""
+    """`nbytes` of each of the sequences from disk, one batch after the other."""
     return Traffic(disk_to_cpu=sequences * nbytes, reads=sequences * _requests_each(policy, nbytes))
 
 

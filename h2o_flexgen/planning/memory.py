@@ -113,7 +113,7 @@ class Shapes(ModelData):
     segments: tuple[int, ...]
 
     def layout(self, batch: int) -> KVLayout:
-        """The cache of so many sequences in one layer."""
+        """The cache of a batch of this size in one layer."""
         spec, rule, dtype = self.spec, self.rule, getattr(torch, self.dtype)
         return KVLayout(batch, spec.kv_heads, self.segments, spec.head_dim, dtype, rule.metadata, rule.growth)
 
@@ -223,8 +223,8 @@ def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: R
 
 
 def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int]) -> int:
-    """What computing a layer or the head takes on the device, for batches of so many prompts, the largest first, of up
-    to `longest` tokens."""
+    """What computing a layer or the head takes on the device, for batches of these sizes, the largest first, of
+    prompts of up to `longest` tokens."""
     prefill = prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
@@ -290,7 +290,7 @@ def _plan_activations(
 
 
 def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
-    """Bytes of a micro-batch of so many tokens, of prompts of up to `P`, in one transformer block."""
+    """Bytes of a micro-batch of `tokens` tokens, of prompts of up to `P`, in one transformer block."""
     spec, size = shapes.spec, shapes.itemsize
     E, Q, KV = spec.hidden, spec.query_width, spec.kv_width
     inner = spec.inner * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)

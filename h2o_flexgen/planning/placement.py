@@ -61,7 +61,7 @@ class Diffusion:
 
 @lru_cache(maxsize=1024)
 def spread(count: int, fractions: tuple[float, float, float]) -> tuple[str, ...]:
-    """Tiers of so many things of equal size, in order."""
+    """Tiers of `count` things of equal size, in order."""
     diffusion = Diffusion(fractions)
     return tuple(diffusion.place([1])[0] for _ in range(count))
 

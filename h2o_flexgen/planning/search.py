@@ -45,7 +45,7 @@ class Constraints:
         max_latency: the most seconds of a block.
         min_hh_ratio: the floor of the KV budget "auto".
         resident: take everything on the compute device, without a search, if it fits and nothing is to be gained.
-        one_block: throughput is that of a full block, not of a job with so many prompts.
+        one_block: throughput is that of a full block, whatever the number of prompts.
     """
 
     gpu_batch_size: int | None = None
@@ -274,7 +274,7 @@ class Search:
     # without it
 
     def _moves(self, policy: Policy, step: int) -> Iterator[Policy]:
-        """Policies with so many percent of weights, cache or activations moved to another tier."""
+        """Policies with `step` percent of weights, cache or activations moved to another tier."""
         tiers = TIERS if self.shapes.cuda else ("gpu", "disk")
         for n in range(3):
             gpu, cpu = policy.percent[2 * n : 2 * n + 2]

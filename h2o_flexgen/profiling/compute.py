@@ -23,7 +23,7 @@ from h2o_flexgen.sizes import HEAD_ROWS, prefill_pairs
 TINY_SHAPE: Shape = (64, 64)
 #: matmuls in a layer: four of attention, three of a gated MLP
 LAYER_MATMULS = 7
-#: a matrix that is so many times taller than wide is a vocabulary head
+#: a matrix that is this many times taller than wide is a vocabulary head
 HEAD_RATIO = 16
 #: head sizes of attention, with WIDTH elements in all heads together
 HEAD_DIMS, WIDTH = (64, 128), 1024
@@ -165,7 +165,7 @@ def layer_call(device: Device, dtype: torch.dtype, shape: Shape, rows: int, weig
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention that is timed: over prompts of so many tokens, or of one token over the cache that they leave."""
+    """An attention that is timed: over prompts of `tokens` tokens, or of one token over the cache that they leave."""
 
     rule_name: str
     batch: int

@@ -128,6 +128,6 @@ def _calls_per_second(device: Device, work: Callable[[], object], ended: Callabl
 
 
 def _after(seconds: float) -> Callable[[], bool]:
-    """A function that says whether so many seconds have passed since now."""
+    """A function that says whether `seconds` have passed since this call."""
     end = time.perf_counter() + seconds
     return lambda: time.perf_counter() > end
