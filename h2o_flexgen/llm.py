@@ -219,7 +219,7 @@ class LLM:
             outputs.append(output)
             try:
                 ids = output.token_ids = self.model.encode(text)
-                self.spec.check_length(first, len(ids) - first)
+                self.spec.check_length(len(ids))
                 if len(ids) <= first:
                     raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
                 targets[index] = ids[first:]

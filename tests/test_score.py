@@ -109,7 +109,8 @@ def test_what_cannot_be_scored_stops_no_other_text(tiny):
     model = tiny("opt")
     texts = [[5], [1, 2, 3], [], [7, 400], "no tokenizer", list(range(90)) * 2]
     outputs = score(model, texts)
-    says = ["none behind the first 1", None, "empty", "the vocabulary", "no tokenizer", "positions"]
+    too_long = "the text has 180 tokens, more than the model's 128 positions"
+    says = ["none behind the first 1", None, "empty", "the vocabulary", "no tokenizer", too_long]
     for output, expects in zip(outputs, says, strict=True):
         assert (output.error is None) if expects is None else (expects in output.error)
     assert len(outputs[1].token_logprobs) == 2

@@ -58,14 +58,18 @@ class ModelSpec:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
-    def check_length(self, prompt_len: int, gen_len: int) -> None:
-        """Raises UserError unless the model can take a prompt and an output of these lengths."""
-        is_longer = f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's"
+    def check_length(self, prompt_len: int, gen_len: int = 0) -> None:
+        """Raises UserError unless the model can take a prompt and an output of these lengths; without an output the
+        prompt is a text to be scored."""
+        is_longer, what = f"the text has {prompt_len} tokens, more than the model's", "the text"
+        if gen_len:
+            is_longer = f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's"
+            what = "the prompt or the output"
         if prompt_len + gen_len > self.positions:
             raise UserError(f"{is_longer} {self.positions} positions")
         if self.window is not None and prompt_len + gen_len > self.window:
             window = f"sliding window of {self.window} tokens, which is not supported"
-            raise UserError(f"{is_longer} {window}: shorten the prompt or the output")
+            raise UserError(f"{is_longer} {window}: shorten {what}")
 
 
 @dataclass(frozen=True)
