@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import random
-import re
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-
-#: modules of the standard library whose source text makes the built-in prompts
-PROMPT_MODULES = (
-    "textwrap heapq json.decoder shlex fnmatch statistics calendar csv difflib queue sched string bisect "
-    "tempfile zipfile argparse ast base64 cmd code codecs colorsys configparser contextlib copy dataclasses "
-    "decimal dis enum filecmp fileinput fractions functools getpass glob gzip hashlib hmac imaplib inspect"
-).split()
 
 
 def read_prompts(path: str) -> list[str | list[int] | UserError]:
@@ -51,29 +41,28 @@ def _parse_row(line: bytes) -> str | list[int] | UserError:
     return row["prompt"] if isinstance(row["prompt"], str) else UserError("prompt must be a text")
 
 
+def builtin_text() -> str:
+    """English prose that comes with Python: its language reference, by topic.
+
+    Raises:
+        UserError: this Python lacks it.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise UserError("this Python comes without the text of the built-in prompts: give an `input_file`") from None
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
 def builtin_prompts(tokenizer, vocab: int, count: int, length: int) -> list[list[int]]:
-    """`count` prompts of exactly `length` tokens: the source text before the body of a function of the standard
-    library, repeated if it is too short; without a tokenizer random ids below `vocab`."""
+    """`count` prompts of exactly `length` tokens: passages of `builtin_text` that begin at even distances, and go on at
+    its beginning where it ends; without a tokenizer random ids below `vocab`."""
     if tokenizer is None:
         rng = random.Random(0)
         return [[rng.randrange(4, vocab) for _ in range(length)] for _ in range(count)]
     first = tokenizer("")["input_ids"][:length]  # what the tokenizer puts before every text
+    ids = tokenizer(builtin_text(), add_special_tokens=False, verbose=False)["input_ids"]
     left = length - len(first)
-    prompts = []
-    for n in range(count):
-        function, module = divmod(n, len(PROMPT_MODULES))
-        text = _source_before_a_body(PROMPT_MODULES[module], function, 4 * length)[-8 * length - 2000 :]
-        ids = tokenizer(text, verbose=False)["input_ids"][len(first) :]
-        ids *= 1 + left // len(ids)
-        prompts.append(first + ids[len(ids) - left :])
-    return prompts
-
-
-def _source_before_a_body(module: str, function: int, least: int) -> str:
-    """The text of a module up to the body of one of its functions, at least `least` characters long if it can be."""
-    text = inspect.getsource(importlib.import_module(module))
-    # up to the colon: the line's end and the indentation behind it may be one token, which is the model's to choose
-    ends = [match.end() for match in re.finditer(r"^ *def [^\n]*:$", text, re.MULTILINE) if match.end() >= least]
-    ends = ends or [len(text)]
-    rounds, index = divmod(function, len(ends))
-    return text[: ends[index] - 7 * rounds]  # more prompts than functions: end a little earlier
+    begins = [n * len(ids) // count for n in range(count)]
+    ids *= 2 + left // len(ids)
+    return [first + ids[begin : begin + left] for begin in begins]

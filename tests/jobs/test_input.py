@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from cli_tools import FP32, ON_DISK, ON_GPU, PROMPTS, percent, read_rows, write_rows
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs.input import builtin_prompts
+from h2o_flexgen.jobs.input import builtin_prompts, builtin_text
 from h2o_flexgen.models.source import load_tokenizer
 
 pytest_plugins = ["cli_tools"]
@@ -205,12 +206,33 @@ def test_builtin_prompts_have_exactly_the_length(texts, model, length):
             assert all(2 not in ids[1:] for ids in prompts)
 
 
-def test_builtin_prompts_are_many_and_differ(texts):
+@pytest.mark.parametrize("count, length", [(120, 64), (4096, 512)])
+def test_builtin_prompts_are_many_and_differ(texts, count, length):
     tokenizer = load_tokenizer(texts)
-    prompts = builtin_prompts(tokenizer, 300, 120, 64)
-    assert len(prompts) == 120 and all(len(ids) == 64 for ids in prompts)
-    assert len({tuple(ids) for ids in prompts}) == 120
-    assert builtin_prompts(tokenizer, 300, 120, 64) == prompts
+    prompts = builtin_prompts(tokenizer, 300, count, length)
+    assert len(prompts) == count and all(len(ids) == length for ids in prompts)
+    assert len({tuple(ids) for ids in prompts}) == count
+    assert builtin_prompts(tokenizer, 300, count, length) == prompts
+
+
+def test_builtin_prompts_are_passages_of_a_text_that_goes_round(texts, monkeypatch):
+    monkeypatch.setattr("h2o_flexgen.jobs.input.builtin_text", lambda: "One sentence. And another one!")
+    tokenizer = load_tokenizer(texts)
+    prompts = builtin_prompts(tokenizer, 300, 3, 100)
+    assert len({tuple(ids) for ids in prompts}) == 3
+    for ids in prompts:
+        assert tokenizer.decode(ids[1:]) in "One sentence. And another one!" * 10
+
+
+def test_the_builtin_text_is_english():
+    text = builtin_text()
+    assert len(text) > 300_000 and builtin_text() == text
+    assert text.count(" the ") > 2000 and "\ufffd" not in text
+
+
+def test_a_python_without_the_builtin_text(refused, texts, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    assert "give an --input-file" in refused("--model", texts)
 
 
 @pytest.mark.parametrize(
