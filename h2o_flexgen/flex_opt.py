@@ -32,12 +32,13 @@ def make_parser() -> argparse.ArgumentParser:
     cli.add_machine_options(add)
 
     add = parser.add_argument_group("prompts and outputs").add_argument
-    add("--input-file", help='JSON lines, each {"prompt": "text"} or {"prompt_token_ids": [..]}')
+    add("--input-file", help='JSON lines: {"prompt": "text"}, {"prompt_token_ids": [..]} or {"messages": [..]}')
     add("--output-file", help='JSON lines in input order; what an interrupt cut short says "abort"')
     add("--num-prompts", type=cli.count, help="built-in prompts (default: one block, or 4 if that is searched)")
     add("--prompt-len", type=cli.count, help="tokens of a built-in prompt (default: 512)")
     add("--gen-len", type=cli.count, default=32, help="output tokens per prompt (default: 32)")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    add("--stop", action="append", metavar="TEXT", help="end a text before this one; may be given several times")
     add("--temperature", type=float, default=0.0, help="0 takes the most likely token")
     add("--top-k", type=int, default=0, help="sample among the k most likely tokens; 0: all")
     add("--top-p", type=float, default=1.0, help="sample among the most likely tokens that reach p together")
@@ -110,7 +111,8 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.engine.sampling import SamplingParams
     from h2o_flexgen.llm import LLM
 
-    params = SamplingParams(args.temperature, args.top_k, args.top_p, args.gen_len, args.ignore_eos, args.seed)
+    sampling = (args.temperature, args.top_k, args.top_p, args.gen_len, args.ignore_eos, args.seed, args.stop)
+    params = SamplingParams(*sampling)
 
     class Planned(Observer):
         """Prints the policy before it is run."""

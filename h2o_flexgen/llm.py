@@ -175,9 +175,11 @@ class LLM:
                 is not called if no prompt can be run.
 
         Raises:
-            UserError: a prompt that cannot be run, or a job for which there is no memory.
+            UserError: a prompt that cannot be run, stop strings without a tokenizer, or a job for which there is no
+                memory.
         """
         params = sampling_params or SamplingParams()
+        sampler = Sampler(params, self.eos_ids, self.tokenizer)
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         self.report = {}
         collector = OutputCollector(self.tokenizer, on_output)
@@ -192,7 +194,7 @@ class LLM:
                     raise UserError(f"prompt {index}: {e}") from None
                 output.error = str(e)
         if sequences:
-            self._run(sequences, params.max_tokens, Sampler(params, self.eos_ids), collector)
+            self._run(sequences, params.max_tokens, sampler, collector)
         return list(collector.outputs.values())
 
     def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | None = None) -> list[ScoreOutput]:

@@ -18,6 +18,7 @@ class Sequence:
         prompt, tokens: token ids. The last of `tokens` is the input of the next decode step.
         logprobs: log-probability of each of `tokens`.
         finish_reason: None while it runs; then "length", "stop", "error" or "abort".
+        text: what was generated before the stop string that ended it; None if none did.
     """
 
     index: int
@@ -25,6 +26,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    text: str | None = None
 
     def append(self, token: int, logprob: float) -> bool:
         """Whether the token was appended. A sequence that has ended takes none; a `logprob` that is not finite ends it

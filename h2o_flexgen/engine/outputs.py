@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer
+from h2o_flexgen.engine.stop import decode
 
 
 @dataclass
 class CompletionOutput:
-    """One generated text. `finish_reason` is "length", "stop", or "abort" (the job was interrupted)."""
+    """One generated text.
+
+    Attributes:
+        text: if a stop string ended it, what is before that.
+        token_ids: all tokens that were generated, those of a stop string too; logprobs: one for each.
+        finish_reason: "length", "stop" (an end-of-sequence token or a stop string), or "abort" (the job was
+            interrupted).
+    """
 
     index: int
     text: str
@@ -22,10 +30,15 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The outcome of one prompt: one output, or `error`, which says why it could not be run or broke off."""
+    """The outcome of one prompt: one output, or `error`, which says why it could not be run or broke off.
+
+    Attributes:
+        prompt: the text or the conversation as it was given; None for token ids.
+        prompt_token_ids: what the model got; of a conversation, with all that the chat template writes around it.
+    """
 
     index: int
-    prompt: str | None
+    prompt: str | list[dict] | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     error: str | None = None
@@ -91,10 +104,12 @@ class OutputCollector(Observer):
             if s.finish_reason == "error":
                 output.error = "the model's hidden states overflowed for this prompt"
             else:
-                # a clean-up would take away the blanks that code has before brackets and dots
-                how = dict(skip_special_tokens=True, clean_up_tokenization_spaces=False)
-                text = "" if self.tokenizer is None else self.tokenizer.decode(s.tokens, **how)
-                output.outputs = [CompletionOutput(0, text, s.tokens, s.logprobs, s.finish_reason)]
+                output.outputs = [CompletionOutput(0, self._text(s), s.tokens, s.logprobs, s.finish_reason)]
             if self.on_output is not None:
                 self.on_output(output)
             self._emitted.add(s.index)  # an interrupt before this line must not lose it
+
+    def _text(self, s: Sequence) -> str:
+        if s.text is not None:
+            return s.text
+        return "" if self.tokenizer is None else decode(self.tokenizer, s.tokens)

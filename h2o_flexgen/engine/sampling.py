@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.engine.stop import StopStrings
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.sizes import SAMPLE_ROWS
 
@@ -29,9 +31,11 @@ class SamplingParams:
         max_tokens: output length.
         ignore_eos: go on after the end-of-sequence token.
         seed: random numbers depend on it, on a prompt's place in the job and on the step, and on nothing else.
+        stop: a text or several; a sequence ends as soon as what it generates contains one, and its text is what is
+            before it. Kept as a tuple.
 
     Raises:
-        UserError: a value out of range.
+        UserError: a value out of range, or a stop string that is empty or no text.
     """
 
     temperature: float = 0.0
@@ -40,6 +44,7 @@ class SamplingParams:
     max_tokens: int = 16
     ignore_eos: bool = False
     seed: int = 0
+    stop: str | Seq[str] | None = ()
 
     def __post_init__(self):
         for name, least in {"top_k": 0, "max_tokens": 1, "seed": 0}.items():
@@ -52,6 +57,16 @@ class SamplingParams:
             raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
         if self.seed >= 1 << 64:
             raise UserError(f"seed must be less than 2**64, not {self.seed}")
+        object.__setattr__(self, "stop", self._checked_stop())
+
+    def _checked_stop(self) -> tuple[str, ...]:
+        stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        if not isinstance(stop, (list, tuple)):
+            raise UserError(f"stop must be a text or a list of texts, not {stop!r}")
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise UserError(f"a stop string must be a text that is not empty, not {text!r}")
+        return tuple(stop)
 
 
 class Sampler:
@@ -59,12 +74,19 @@ class Sampler:
 
     Args:
         eos_ids: token ids that end a sequence, unless `params` ignores them.
+        tokenizer: for stop strings.
+
+    Raises:
+        UserError: stop strings without a tokenizer.
     """
 
     every_position = False
 
-    def __init__(self, params: SamplingParams, eos_ids: frozenset[int]):
+    def __init__(self, params: SamplingParams, eos_ids: frozenset[int], tokenizer=None):
+        if params.stop and tokenizer is None:
+            raise UserError("`stop` needs a tokenizer, and this model has none: leave it out")
         self.params = params
+        self.stop = StopStrings(tokenizer, params.stop) if params.stop else None
         self.eos_ids = frozenset() if params.ignore_eos else eos_ids
 
     def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
@@ -72,10 +94,19 @@ class Sampler:
         tokens, logprobs = sample(logits, self.params, [s.index for s in sequences], i)
         for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist()):
             if s.append(token, logprob):
-                if token in self.eos_ids:
-                    s.finish_reason = "stop"
-                elif len(s.tokens) == self.params.max_tokens:
-                    s.finish_reason = "length"
+                self._end(s)
+
+    def _end(self, s: Sequence) -> None:
+        """Set `finish_reason` if the newest token ends the sequence."""
+        if s.tokens[-1] in self.eos_ids:
+            s.finish_reason = "stop"
+            return
+        if self.stop is not None:
+            s.text = self.stop.text_before(s.tokens)
+        if s.text is not None:
+            s.finish_reason = "stop"
+        elif len(s.tokens) == self.params.max_tokens:
+            s.finish_reason = "length"
 
 
 class TeacherForcing:

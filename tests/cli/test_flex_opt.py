@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import FP32, ON_CPU, ON_DISK, ON_GPU, percent, wide, write_model
+from cli_tools import FP32, ON_CPU, ON_DISK, ON_GPU, percent, read_rows, wide, write_model, write_rows
 
 from h2o_flexgen import flex_opt
 from h2o_flexgen.policy import GIB, Policy
@@ -102,6 +102,25 @@ def test_with_an_output_file_they_are_not(cli, model, tmp_path):
     assert "prompt 0" not in out and out.startswith("model")
 
 
+def test_texts_end_before_a_stop_string(cli, texts, tmp_path):
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt": "def f(x):"}, {"prompt": "class A"}])
+    out = tmp_path / "out.jsonl"
+    job = ("--model", texts, *FP32, "--gen-len", 12, "--ignore-eos", "--input-file", rows, "--output-file", out)
+    assert cli(*job)[0] == 0
+    whole = [row["text"] for row in read_rows(out)]
+    stop = [text[4:6] for text in whole]
+    code, _, err = cli(*job, "--stop", stop[0], "--stop", stop[1])
+    assert code == 0, err
+    for row, text in zip(read_rows(out), whole):
+        assert row["finish_reason"] == "stop"
+        assert row["text"] == text[: min(text.find(s) for s in stop if s in text)]
+
+
+def test_stop_strings_that_cannot_be(refused, model, texts):
+    assert "not empty" in refused("--model", texts, "--stop", "")
+    assert "--stop needs a tokenizer" in refused("--model", model, "--stop", "a", early=False)
+
+
 def test_verbose_shows_policy_and_plan(cli, model):
     code, _, err = cli("--model", model, *FP32, "--gen-len", 3, "--prompt-len", 5, "--verbose")
     assert code == 0
@@ -116,7 +135,7 @@ def test_help_lists_every_option_of_the_contract(cli, capfd):
     for option in (
         "model path prompt-len gen-len gpu-batch-size num-gpu-batches percent policy hh-ratio recent-ratio hh-size "
         "recent-size device dtype offload-dir overlap no-overlap gpu-mem cpu-mem disk-mem cpu-cache-compute "
-        "input-file output-file ignore-eos temperature top-k top-p seed report verbose"
+        "input-file output-file ignore-eos stop temperature top-k top-p seed report verbose"
     ).split():
         assert f"--{option}" in out
 

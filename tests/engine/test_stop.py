@@ -1,0 +1,192 @@
+"""A sequence ends at the token that completes a stop string, wherever that begins: as if its whole text were decoded at
+every step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from h2o_flexgen import LLM, Policy, SamplingParams, UserError
+from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.engine.sampling import Sampler
+from h2o_flexgen.engine.stop import PARTIAL, StopStrings, decode
+from h2o_flexgen.models.source import load_tokenizer
+
+pytest_plugins = ["cli_tools"]
+
+#: letters in one to four bytes, and what decoders treat apart
+LETTERS = "ab \n_é€😀"
+
+
+def by_bytes(token):
+    return f"<0x{token:02X}>"
+
+
+@pytest.fixture(scope="module")
+def fallback():
+    """A tokenizer as LLaMA's: blanks are ▁, a text loses its first one, characters without a token are bytes, of which
+    a whole run is broken if one is."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", *map(by_bytes, range(256)), "▁", "a", "b", "▁a", "ab", "▁▁", "\n"]
+    vocab = {piece: n for n, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("a", "b"), ("▁", "▁")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@pytest.fixture(scope="module")
+def byte_level(texts):
+    return load_tokenizer(texts)
+
+
+def outcome(tokenizer, stop, tokens):
+    """The slow way: tokens until the first stop string, and the text before it, or None."""
+    for n in range(1, len(tokens) + 1):
+        text = decode(tokenizer, tokens[:n])
+        ends = [text.find(s) for s in stop if s in text]
+        if ends:
+            return n, text[: min(ends)]
+    return len(tokens), None
+
+
+def found(tokenizer, stop, tokens):
+    strings = StopStrings(tokenizer, tuple(stop))
+    for n in range(1, len(tokens) + 1):
+        text = strings.text_before(tokens[:n])
+        if text is not None:
+            return n, text
+    return len(tokens), None
+
+
+def encode(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+@st.composite
+def cases(draw, tokenizer):
+    """Tokens, and stop strings of which some are in their text: texts in pieces, and any tokens, unknown ones too."""
+    texts = st.text(LETTERS, max_size=12).map(lambda text: encode(tokenizer, text))
+    some_bytes = st.binary(max_size=6).map(lambda data: [tokenizer.convert_tokens_to_ids(by_bytes(b)) for b in data])
+    any_ids = st.lists(st.integers(0, len(tokenizer) + 3), max_size=5)
+    special = st.integers(1, 30).map(lambda count: [2] * count)
+    parts = draw(st.lists(st.one_of(texts, texts, some_bytes, any_ids, special), max_size=8))
+    tokens = [token for part in parts for token in part if token is not None]
+    text = decode(tokenizer, tokens)
+    stop = draw(st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=2))
+    for _ in range(draw(st.integers(0, 2))):
+        begin = draw(st.integers(0, len(text)))
+        stop.append(text[begin : begin + draw(st.integers(1, 12))].strip(PARTIAL))
+    # one that names broken characters is looked for, but not promised
+    return tokens, [text for text in stop if text and PARTIAL not in text] or ["ab"]
+
+
+@settings(max_examples=500, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+@pytest.mark.parametrize("kind", ["byte_level", "fallback"])
+def test_the_last_tokens_tell_as_much_as_the_whole_text(request, kind, data):
+    tokenizer = request.getfixturevalue(kind)
+    tokens, stop = data.draw(cases(tokenizer))
+    assert found(tokenizer, stop, tokens) == outcome(tokenizer, stop, tokens)
+
+
+@pytest.mark.parametrize(
+    "text, stop, before",
+    [
+        ("one two\nthree", ["\n"], "one two"),
+        ("one two\nthree", ["o\nth"], "one tw"),  # begins inside a token, spans several
+        ("Grüße 😀 an alle", ["😀"], "Grüße "),  # four bytes
+        ("Grüße 😀 an alle", ["ß", "ü"], "Gr"),
+        ("one two", ["two", "one"], ""),
+        ("aaab", ["ab", "aab"], "a"),  # both end at once: the one that begins first
+        ("one two", ["One", "  "], None),
+    ],
+)
+def test_a_text_ends_before_its_first_stop_string(byte_level, text, stop, before):
+    tokens = encode(byte_level, text)
+    assert found(byte_level, stop, tokens)[1] == before
+
+
+def test_only_a_few_tokens_are_decoded(byte_level, monkeypatch):
+    tokens, stops = encode(byte_level, "the same again and " * 200), StopStrings(byte_level, ("zebra",))
+    sizes = []
+    monkeypatch.setattr("h2o_flexgen.engine.stop.decode", lambda t, ids: sizes.append(len(ids)) or decode(t, ids))
+    assert stops.text_before(tokens) is None
+    assert max(sizes) <= 2 * (len("zebra") + 4)
+
+
+# as the engine uses it
+
+
+def take(sampler, tokens):
+    """A sequence to which the sampler appends these tokens, as far as it goes."""
+    s = Sequence(0, [5, 6])
+    for i, token in enumerate(tokens):
+        logits = torch.zeros(1, 300)
+        logits[0, token] = 9.0
+        sampler.take(i, [s], logits)
+    return s
+
+
+@pytest.mark.parametrize("extra, reason", [(dict(), "stop"), (dict(max_tokens=2), "length")])
+def test_a_stop_string_ends_a_sequence_with_all_its_tokens(byte_level, extra, reason):
+    tokens = encode(byte_level, "xyz#and more")
+    params = SamplingParams(**{"max_tokens": 20, **extra}, stop="z#")
+    s = take(Sampler(params, frozenset(), byte_level), tokens)
+    assert s.finish_reason == reason
+    count = found(byte_level, ["z#"], tokens)[0] if reason == "stop" else 2
+    assert s.tokens == tokens[:count] and len(s.logprobs) == count
+    assert s.text == ("xy" if reason == "stop" else None)
+
+
+def test_a_stop_string_in_the_last_token_counts_and_the_end_token_comes_first(byte_level):
+    tokens = encode(byte_level, "xyz")
+    last = SamplingParams(max_tokens=len(tokens), stop=["z"])
+    s = take(Sampler(last, frozenset(), byte_level), tokens)
+    assert (s.finish_reason, s.text) == ("stop", "xy")
+    s = take(Sampler(last, frozenset(tokens[-1:]), byte_level), tokens)
+    assert (s.finish_reason, s.text) == ("stop", None)
+
+
+def test_stop_strings_end_texts_of_a_job_and_leave_the_others(texts):
+    """The prompt is not looked at, and every text is what the whole one has before the stop string."""
+    prompts = ["def f(x):", "import json", "class A", "for n in range(9):"]
+    options = dict(device="cpu", dtype="float32", progress=False)
+    with LLM(str(texts), Policy(2, 2), **options) as llm:
+        whole = [o.outputs[0] for o in llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))]
+        stop = [whole[0].text[5:8], whole[1].text[2:4], "def", "json"]
+        params = SamplingParams(max_tokens=12, ignore_eos=True, stop=stop)
+        outputs = [o.outputs[0] for o in llm.generate(prompts, params)]
+    for output, full in zip(outputs, whole):
+        count, before = outcome(llm.tokenizer, stop, full.token_ids)
+        assert output.token_ids == full.token_ids[:count]
+        assert output.logprobs == pytest.approx(full.logprobs[:count], abs=1e-4)
+        assert output.text == (full.text if before is None else before)
+        assert output.finish_reason == ("length" if before is None else "stop")
+    assert {o.finish_reason for o in outputs[:2]} == {"stop"}
+
+
+def test_stop_strings_need_a_tokenizer(model):
+    with LLM(str(model), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        with pytest.raises(UserError, match="`stop` needs a tokenizer"):
+            llm.generate([[5, 6]], SamplingParams(stop=["a"]), skip_errors=True)
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [5], 5, b"a", {"a"}, [["a"]], [None]], ids=repr)
+def test_a_stop_string_that_is_none_is_refused(stop):
+    with pytest.raises(UserError, match="stop"):
+        SamplingParams(stop=stop)
+
+
+def test_stop_strings_are_kept_as_a_tuple():
+    assert SamplingParams(stop="a b").stop == ("a b",)
+    assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
+    assert SamplingParams(stop=None).stop == SamplingParams().stop == ()
+    assert StopStrings(None, ("\ud800",)).most_tokens  # half a surrogate pair never matches
