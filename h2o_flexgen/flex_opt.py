@@ -82,7 +82,7 @@ def describe(report: dict) -> str:
 
 
 def show(tokenizer, outputs: list) -> str:
-    """The first three completions, each after the end of its prompt."""
+    """The first three completions, each after the end of its prompt, or of the last question of a conversation."""
     parts = []
     bold = sys.stdout.isatty()
     for output in [o for o in outputs if o.error is None][:3]:
@@ -90,11 +90,24 @@ def show(tokenizer, outputs: list) -> str:
         if tokenizer is None:
             parts.append(f"--- prompt {output.index}: {done.token_ids}")
             continue
-        prompt = tokenizer.decode(output.prompt_token_ids[-60:], skip_special_tokens=True)
-        tail = "\n".join(prompt.split("\n")[-6:])
         text = f"\033[1m{done.text}\033[0m" if bold else f"⟦{done.text}⟧"
-        parts.append(f"--- prompt {output.index} ends, and the model goes on:\n{tail}{text}")
+        if isinstance(output.prompt, list):
+            asked = _last_lines(last_question(output.prompt)[-400:])
+            parts.append(f"--- prompt {output.index} asks, and the model answers:\n{asked}\n{text}")
+        else:
+            tail = _last_lines(tokenizer.decode(output.prompt_token_ids[-60:], skip_special_tokens=True))
+            parts.append(f"--- prompt {output.index} ends, and the model goes on:\n{tail}{text}")
     return "\n".join(parts)
+
+
+def last_question(messages: list[dict]) -> str:
+    """The last message of the user, or if there is none the last one."""
+    asked = [message for message in messages if message["role"] == "user"]
+    return (asked or messages)[-1]["content"]
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.split("\n")[-6:])
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.engine.model import load_model
+from h2o_flexgen.engine.model import Prompt, is_conversation, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreOutput
 from h2o_flexgen.engine.runner import Runner
@@ -145,11 +145,11 @@ class LLM:
 
     # prompts
 
-    def admit(self, prompt: str | Seq[int], gen_len: int) -> list[int]:
+    def admit(self, prompt: Prompt, gen_len: int) -> list[int]:
         """Token ids of a prompt, if an output of `gen_len` tokens fits behind it.
 
         Raises:
-            UserError: empty, too long, of a wrong type, no tokenizer for text, or an id outside the vocabulary.
+            UserError: it is too long, or as `LoadedModel.encode`.
         """
         ids = self.model.encode(prompt)
         self.spec.check_length(len(ids), gen_len)
@@ -159,7 +159,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Seq[str | Seq[int]],
+        prompts: str | Seq[Prompt],
         sampling_params: SamplingParams | None = None,
         *,
         skip_errors: bool = False,
@@ -168,7 +168,8 @@ class LLM:
         """Generate for all prompts, in blocks of prompts of like length; results in the order of the prompts.
 
         Args:
-            prompts: texts, or lists of token ids.
+            prompts: texts, lists of token ids, or conversations, which go through the model's chat template: lists of
+                messages, each {"role": "user", "content": "text"} or of another role that the template knows.
             skip_errors: a prompt that cannot be run becomes an output with `error` instead of raising.
             on_output: called with every output as soon as its batch is done, and on an interrupt with the outputs of
                 the block that was running as far as they are ("abort"). A call that is interrupted is made again. It
@@ -185,7 +186,8 @@ class LLM:
         collector = OutputCollector(self.tokenizer, on_output)
         sequences = []
         for index, prompt in enumerate(prompts):
-            output = collector.outputs[index] = RequestOutput(index, prompt if isinstance(prompt, str) else None, [])
+            shown = prompt if isinstance(prompt, str) or is_conversation(prompt) else None
+            output = collector.outputs[index] = RequestOutput(index, shown, [])
             try:
                 output.prompt_token_ids = self.admit(prompt, params.max_tokens)
                 sequences.append(Sequence(index, output.prompt_token_ids))
@@ -196,6 +198,20 @@ class LLM:
         if sequences:
             self._run(sequences, params.max_tokens, sampler, collector)
         return list(collector.outputs.values())
+
+    def chat(
+        self,
+        conversations: Seq[dict] | Seq[Seq[dict]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        skip_errors: bool = False,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """The model's answer to one conversation or to each of several; all else as in `generate`."""
+        several = [conversations] if is_conversation(conversations) else conversations
+        no_messages = UserError("a conversation is a list of messages, one or more, with role and content")
+        prompts = [messages if is_conversation(messages) else no_messages for messages in several]
+        return self.generate(prompts, sampling_params, skip_errors=skip_errors, on_output=on_output)
 
     def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | None = None) -> list[ScoreOutput]:
         """Log-probabilities of texts under the model, in blocks and on all tiers as in `generate`.

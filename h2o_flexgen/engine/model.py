@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from h2o_flexgen.errors import UserError
+from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer
@@ -20,6 +20,8 @@ from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
 
 #: the path that stands for random weights
 DUMMY = "_DUMMY_"
+#: a text, token ids, or a conversation: messages with the texts "role" and "content"
+Prompt = str | Seq[int] | Seq[dict]
 
 
 @dataclass
@@ -50,19 +52,25 @@ class LoadedModel:
         """Token ids that end a text; none where weights are random."""
         return frozenset() if self.is_dummy else self.spec.eos
 
-    def encode(self, prompt: str | Seq[int]) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. A UserError stands for a prompt that could not be read, and is raised.
 
+        A conversation becomes what the model's chat template makes of it, and the beginning of an answer: also behind
+        a last message of the assistant's, which is not continued.
+
         Raises:
-            UserError: empty, of a wrong type, no tokenizer for text, or an id outside the vocabulary.
+            UserError: empty, of a wrong type, no tokenizer for text, no chat template for a conversation or one that
+                refuses it, or an id outside the vocabulary.
         """
         if isinstance(prompt, UserError):
             raise prompt
         if not isinstance(prompt, (str, list, tuple)):
-            raise UserError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
-        if isinstance(prompt, str) and self.tokenizer is None:
-            raise UserError("this model has no tokenizer: give prompt_token_ids instead of text")
-        ids = self._tokenize(prompt) if prompt and isinstance(prompt, str) else prompt
+            kinds = "a text, a list of token ids or a conversation"
+            raise UserError(f"a prompt is {kinds}, not {type(prompt).__name__}")
+        if is_conversation(prompt):
+            ids = self._apply_template(prompt)
+        else:
+            ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise UserError("the prompt is empty")
         for token in ids:
@@ -72,11 +80,46 @@ class LoadedModel:
         return list(map(int, ids))
 
     def _tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer: give prompt_token_ids instead of text")
+        _check_unicode(text, "the prompt")
+        return self.tokenizer(text, verbose=False)["input_ids"] if text else []
+
+    def _apply_template(self, messages: Seq[dict]) -> list[int]:
+        """The template writes the special tokens too: the tokenizer puts none before the text."""
+        _check_messages(messages)
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer: give prompt_token_ids instead of messages")
+        if self.tokenizer.chat_template is None:
+            raise UserError("the model has no chat template: give a prompt instead of messages")
+        how = dict(add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False})
         try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UserError("the prompt is not valid Unicode: it holds half a surrogate pair") from None
-        return self.tokenizer(text, verbose=False)["input_ids"]
+            return self.tokenizer.apply_chat_template(messages, **how)
+        except Exception as e:  # a template is a program, and may raise anything
+            raise UserError(f"the model's chat template refuses these messages: {reason(e)}") from None
+
+
+def is_conversation(prompt) -> bool:
+    """Whether it is a list of messages, and not of token ids. An empty list is neither."""
+    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], dict)
+
+
+def _check_messages(messages: Seq[dict]) -> None:
+    """Raises UserError for one without the texts "role" and "content"."""
+    for n, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise UserError(f"message {n} is not an object with role and content")
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise UserError(f'message {n}: "{name}" must be a text')
+            _check_unicode(message[name], f'message {n}: "{name}"')
+
+
+def _check_unicode(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{what} is not valid Unicode: it holds half a surrogate pair") from None
 
 
 def load_model(

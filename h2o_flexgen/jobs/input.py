@@ -9,9 +9,9 @@ from pathlib import Path
 from h2o_flexgen.errors import UserError
 
 
-def read_prompts(path: str) -> list[str | list[int] | UserError]:
-    """The prompts of an input file: texts or lists of token ids. A row that is no prompt becomes a UserError that
-    says why.
+def read_prompts(path: str) -> list[str | list[int] | list[dict] | UserError]:
+    """The prompts of an input file: texts, lists of token ids, or conversations. A row that is no prompt becomes a
+    UserError that says why.
 
     Raises:
         UserError: the file cannot be read, or holds no prompts.
@@ -26,7 +26,7 @@ def read_prompts(path: str) -> list[str | list[int] | UserError]:
     return [_parse_row(line) for line in lines]
 
 
-def _parse_row(line: bytes) -> str | list[int] | UserError:
+def _parse_row(line: bytes) -> str | list[int] | list[dict] | UserError:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
@@ -36,9 +36,14 @@ def _parse_row(line: bytes) -> str | list[int] | UserError:
     if "prompt_token_ids" in row:
         ids = row["prompt_token_ids"]
         return ids if isinstance(ids, list) else UserError("prompt_token_ids must be a list of token ids")
-    if "prompt" not in row:
-        return UserError('neither "prompt" nor "prompt_token_ids"')
-    return row["prompt"] if isinstance(row["prompt"], str) else UserError("prompt must be a text")
+    if "prompt" in row:
+        return row["prompt"] if isinstance(row["prompt"], str) else UserError("prompt must be a text")
+    if "messages" not in row:
+        return UserError('no "prompt", "prompt_token_ids" or "messages"')
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return UserError("messages must be a list of objects with role and content")
+    return messages or UserError("messages is an empty list: a conversation has one or more")
 
 
 def builtin_text() -> str:

@@ -102,7 +102,7 @@ BAD_ROWS = [
     ("5", "object"),
     ("null", "object"),
     ('"text"', "object"),
-    ("{}", "prompt"),
+    ("{}", "messages"),
     ('{"text": "hello"}', "prompt"),
     ('{"prompt_token_ids": []}', "empty"),
     ('{"prompt_token_ids": "1 2"}', "list"),
@@ -124,6 +124,10 @@ BAD_ROWS = [
     ('{"prompt": 5}', "text"),
     ('{"prompt": null}', "text"),
     ('{"prompt": ["a"]}', "text"),
+    ('{"messages": [{"role": "user", "content": "text, and no tokenizer"}]}', "tokenizer"),
+    ('{"messages": []}', "empty"),
+    ('{"messages": [5, 6, 7]}', "list of objects"),
+    ('{"messages": "text"}', "list of objects"),
 ]
 
 
@@ -136,9 +140,9 @@ def test_bad_rows_among_good_ones(cli, model, tmp_path, sampled):
     for n, (row, say) in enumerate(BAD_ROWS):
         bad.append((len(rows), say))
         rows.append(row)
-        if n % 6 == 2:
+        if n % 7 == 2:
             good.append(len(rows))
-            rows.append({"prompt_token_ids": PROMPTS[n // 6]})
+            rows.append({"prompt_token_ids": PROMPTS[n // 7]})
     assert len(good) == len(PROMPTS)
     source, target = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
     files = ("--input-file", source, "--output-file", target, "--offload-dir", tmp_path / "offload")
