@@ -18,6 +18,9 @@ from h2o_flexgen.files import check_writable
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
 from h2o_flexgen.policy import GIB, KVBudget, Policy
 
+#: what other programs call our options
+FOREIGN = {"--max-tokens": "--gen-len", "--max-new-tokens": "--gen-len", "--output-len": "--gen-len"}
+
 
 class Parser(argparse.ArgumentParser):
     """Of a command; `prog`: what the user typed to run it. Errors are the user's, and end as all of those do."""
@@ -31,22 +34,22 @@ class Parser(argparse.ArgumentParser):
             word = unknown[0].partition("=")[0]
             is_option = word.startswith("-")
             what = f"unknown option {word}" if is_option else f"unexpected {word!r}, which belongs to no option"
-            self.error(what + did_you_mean(word, self._option_string_actions if is_option else ()))
+            known = {*self._option_string_actions, *FOREIGN} if is_option else ()
+            self.error(what + did_you_mean(word, sorted(known)))
         return args
 
     def error(self, message: str):
         """Raises UserError; what is said of an option's value ends in what the option is."""
         found = re.match(r"argument (-[^:/ ]+)", message)
         if found:
-            action = self._option_string_actions[found[1]]
-            message = f"{message} ({action.option_strings[-1]}: {action.help})"
-        raise UserError(f"{message}; {self.prog} --help lists the options")
+            message = f"{message.removeprefix('argument ')}; it means: {self._option_string_actions[found[1]].help}"
+        raise UserError(f"{message} ({self.prog} --help lists the options)")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """For the end of a message about a word that is not known: the nearest that is, if any is near."""
     near = difflib.get_close_matches(word, known, 1, 0.7)
-    return f": did you mean {near[0]}?" if near else ""
+    return f": did you mean {FOREIGN.get(near[0], near[0])}?" if near else ""
 
 
 # options
@@ -91,8 +94,8 @@ def add_machine_options(add) -> None:
 
 def add_policy_options(add) -> None:
     """The policy; what is not given is searched. `make_policy` reads them."""
-    tiers = "weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk"
-    add("--percent", nargs=6, type=float, metavar="P", help=f"do not search: {tiers}")
+    tiers = "percent of weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk"
+    add("--percent", nargs=6, type=float, metavar="P", help=f"no search, but six numbers: {tiers}")
     add("--gpu-batch-size", type=count, help="sequences per batch (with --percent by default up to 32)")
     add("--num-gpu-batches", type=count, help="batches per block (with --percent by default 1)")
     on_off = argparse.BooleanOptionalAction

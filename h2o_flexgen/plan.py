@@ -20,7 +20,6 @@ from h2o_flexgen.sizes import Workload
 
 #: prompts of a search without --num-prompts: long enough for any block
 MANY = 4096
-DUMMY = "_DUMMY_"
 
 
 def make_parser(prog: str = "python -m h2o_flexgen.plan") -> argparse.ArgumentParser:
@@ -56,23 +55,13 @@ def run(args: argparse.Namespace) -> None:
     budget, policy = cli.make_budget(args), cli.make_policy(args, args.num_prompts)
 
     from h2o_flexgen import forecast
-    from h2o_flexgen.models.registry import named_spec
-    from h2o_flexgen.planning.memory import ModelData
-    from h2o_flexgen.planning.profile import Profile
 
-    dummy = args.path == DUMMY
-    found = forecast.find(args.model, None if dummy else args.path)
+    found = forecast.find(args.model, args.path)
     length = cli.prompt_len(args, found.spec.positions)
     found.spec.check_length(length, args.gen_len)
-    if args.hardware is None:
-        profile = forecast.this_machine(args.device, args.dtype, args.offload_dir, found.stored)
-    else:
-        profile = Profile.from_file(args.hardware)
-    dummy = dummy or (args.search and named_spec(args.model) is not None)
-    # a config that names no type is of float32, as transformers reads it
-    stored = found.stored or "float32"
-    model = ModelData.of(found.spec, profile.dtype, [stored], profile.device == "cuda", dummy)
-    sizes = forecast.sizes(model, stored)
+    profile = profile_for(args, found)
+    model = model_data(args, found, profile)
+    sizes = forecast.sizes(model, found.stored(profile.dtype))
     try:
         choice = choose(args, length, model, profile, policy, budget)
     except PlanError:  # a newcomer wants to know how large the model is
@@ -92,6 +81,26 @@ def run(args: argparse.Namespace) -> None:
         result["curve"] = [asdict(point) for point in choice.curve]
     if args.output is not None:
         write_text("--output", args.output, json.dumps(result, indent=1) + "\n")
+
+
+def profile_for(args: argparse.Namespace, found):
+    """Of the machine that is asked about."""
+    from h2o_flexgen.forecast import this_machine
+    from h2o_flexgen.planning.profile import Profile
+
+    if args.hardware is not None:
+        return Profile.from_file(args.hardware)
+    return this_machine(args.device, args.dtype, args.offload_dir, found.declared)
+
+
+def model_data(args: argparse.Namespace, found, profile):
+    """The model as the planner counts it."""
+    from h2o_flexgen.models.registry import named_spec
+    from h2o_flexgen.planning.memory import ModelData
+
+    to_come = args.search and named_spec(args.model) is not None
+    stored = [found.stored(profile.dtype)]
+    return ModelData.of(found.spec, profile.dtype, stored, profile.device == "cuda", found.is_dummy or to_come)
 
 
 def choose(args: argparse.Namespace, length: int, model, profile, policy, budget):

@@ -71,7 +71,7 @@ class Lines:
             self._write()
 
     def close(self) -> None:
-        if self.leave or self.last:
+        if (self.leave or self.last) and self.n > self.last:
             self._write()
 
     def _write(self) -> None:
@@ -83,6 +83,6 @@ class Lines:
             return tqdm.format_sizeof(n) if self.unit == "B" else f"{n:.4g}" if isinstance(n, float) else str(n)
 
         parts = [f"{amount(self.n)} of {amount(self.total)} {self.unit}", self.postfix]
-        if self.n:
+        if self.n and self.iterable is None:
             parts.append(f"{amount(self.n / max(1e-9, time.monotonic() - self.start))} {self.unit}/s")
         return f"{self.desc}: {', '.join(filter(None, parts))}"
