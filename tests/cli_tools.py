@@ -125,7 +125,8 @@ def read_until(process: subprocess.Popen, text: str) -> str:
 
 
 def last_line(stderr: str) -> str:
-    return [line for line in stderr.split("\n") if line.strip()][-1]
+    """The last line of stderr; progress bars end theirs with a carriage return."""
+    return [line for line in stderr.replace("\r", "\n").split("\n") if line.strip()][-1]
 
 
 def write_sharded(folder: Path) -> tuple[Path, list[Path]]:
