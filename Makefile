@@ -1,12 +1,15 @@
-.PHONY: demo test lint bench
+.PHONY: help demo test lint bench
 
-demo:  ## set up, then then complete text with the demo model
+help:  ## what can be made (the default)
+	@sed -n 's/^\([a-z]*\):  ## /\1  /p' Makefile
+
+demo:  ## set up, then show what the demo model writes
 	bash scripts/demo.sh
 
 test:  ## set up, then all tests
 	bash scripts/test.sh
 
-lint:
+lint:  ## rules and format
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import math
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
@@ -17,15 +18,38 @@ from h2o_flexgen.files import check_writable
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
 from h2o_flexgen.policy import GIB, KVBudget, Policy
 
+#: what other programs call our options
+FOREIGN = {"--max-tokens": "--gen-len", "--max-new-tokens": "--gen-len", "--output-len": "--gen-len"}
+
 
 class Parser(argparse.ArgumentParser):
-    """Of a command. Errors are the user's, and end as all of those do."""
+    """Of a command; `prog`: what the user typed to run it. Errors are the user's, and end as all of those do."""
 
-    def __init__(self, command: str, description: str):
-        super().__init__(prog=f"python -m h2o_flexgen.{command}", description=description, allow_abbrev=False)
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def parse_args(self, argv: list[str] | None = None, namespace: argparse.Namespace | None = None):
+        args, unknown = self.parse_known_args(argv, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            is_option = word.startswith("-")
+            what = f"unknown option {word}" if is_option else f"unexpected {word!r}, which belongs to no option"
+            known = {*self._option_string_actions, *FOREIGN} if is_option else ()
+            self.error(what + did_you_mean(word, sorted(known)))
+        return args
 
     def error(self, message: str):
-        raise UserError(f"{message} (--help lists the options)")
+        """Raises UserError; what is said of an option's value ends in what the option is."""
+        found = re.match(r"argument (-[^:/ ]+)", message)
+        if found:
+            message = f"{message.removeprefix('argument ')}; it means: {self._option_string_actions[found[1]].help}"
+        raise UserError(f"{message} ({self.prog} --help lists the options)")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """For the end of a message about a word that is not known: the nearest that is, if any is near."""
+    near = difflib.get_close_matches(word, known, 1, 0.7)
+    return f": did you mean {FOREIGN.get(near[0], near[0])}?" if near else ""
 
 
 # options
@@ -65,13 +89,13 @@ def add_machine_options(add) -> None:
     add("--gpu-mem", type=gibibytes, metavar="GIB", help="use at most this much device memory (RAM without CUDA)")
     add("--cpu-mem", type=gibibytes, metavar="GIB", help="use at most this much RAM for the cpu tier, with CUDA")
     add("--disk-mem", type=gibibytes, metavar="GIB", help="use at most this much disk")
-    add("--hardware", help="a profile by python -m h2o_flexgen.hardware (default: this machine, measured once)")
+    add("--hardware", help="a profile by h2o-flexgen hardware (default: this machine, measured once)")
 
 
 def add_policy_options(add) -> None:
     """The policy; what is not given is searched. `make_policy` reads them."""
-    tiers = "weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk"
-    add("--percent", nargs=6, type=float, metavar="P", help=f"do not search: {tiers}")
+    tiers = "percent of weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk"
+    add("--percent", nargs=6, type=float, metavar="P", help=f"no search, but six numbers: {tiers}")
     add("--gpu-batch-size", type=count, help="sequences per batch (with --percent by default up to 32)")
     add("--num-gpu-batches", type=count, help="batches per block (with --percent by default 1)")
     on_off = argparse.BooleanOptionalAction
@@ -89,6 +113,18 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | N
     size = args.gpu_batch_size or min(32, num_prompts or 4)
     on_cpu = bool(args.cpu_cache_compute)
     return Policy(size, args.num_gpu_batches or 1, tuple(args.percent), args.overlap is not False, on_cpu)
+
+
+def prompt_len(args: argparse.Namespace, positions: int) -> int:
+    """Tokens of a built-in prompt, for a model with so many positions."""
+    return args.prompt_len or min(512, max(1, positions - args.gen_len))
+
+
+def num_prompts(args: argparse.Namespace, policy: Policy | str | None) -> int:
+    """How many built-in prompts a job has: one block, or 4 where the block is searched."""
+    if isinstance(policy, Policy):
+        return args.num_prompts or policy.block_size
+    return args.num_prompts or (args.gpu_batch_size or 4) * (args.num_gpu_batches or 1)
 
 
 def add_budget_options(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +237,7 @@ def name_options(text: str, parser: argparse.ArgumentParser) -> str:
 def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
     """Run a command to its end; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
     interrupts.take_over()
-    logging.getLogger("h2o_flexgen").addHandler(logging.lastResort)  # warnings go to stderr as they are
+    logging.getLogger("h2o_flexgen").addHandler(logging.lastResort)  # plain warnings on stderr; added once
     try:
         run(parser.parse_args(argv))
     except UserError as e:

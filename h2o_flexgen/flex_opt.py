@@ -1,6 +1,6 @@
 """Command line: generate text with a model that need not fit into memory.
 
-python -m h2o_flexgen.flex_opt --model facebook/opt-30b --hh-ratio 0.2
+h2o-flexgen generate --model facebook/opt-30b --hh-ratio 0.2
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PASSED = "model device dtype path offload_dir gpu_mem cpu_mem disk_mem hardware 
 SEARCHED = "gpu_batch_size num_gpu_batches overlap cpu_cache_compute".split()
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = cli.Parser("flex_opt", "Generate text in large batches with a model that need not fit into memory.")
+def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.ArgumentParser:
+    parser = cli.Parser(prog, "Generate text in large batches with a model that need not fit into memory.")
     add = parser.add_argument_group("model and machine").add_argument
     add("--model", help="folder or Hugging Face name; the demo model if left out")
     add("--path", help="folder of the weights; _DUMMY_ for random weights of the named size, without download")
@@ -151,12 +151,9 @@ def run(args: argparse.Namespace) -> None:
 
 def builtin_rows(llm, args: argparse.Namespace) -> list[list[int]]:
     """The prompts of a job without an input file."""
-    block = (args.gpu_batch_size or 4) * (args.num_gpu_batches or 1)
-    if llm.policy != "auto":
-        block = llm.policy.block_size
-    length = args.prompt_len or min(512, max(1, llm.spec.positions - args.gen_len))
+    length = cli.prompt_len(args, llm.spec.positions)
     llm.spec.check_length(length, args.gen_len)
-    return builtin_prompts(llm.tokenizer, llm.spec.vocab, args.num_prompts or block, length)
+    return builtin_prompts(llm.tokenizer, llm.spec.vocab, cli.num_prompts(args, llm.policy), length)
 
 
 def tell(llm, outputs: list, args: argparse.Namespace) -> None:

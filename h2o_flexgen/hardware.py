@@ -1,6 +1,6 @@
 """Command line: measure this machine for the policy search, in under a minute.
 
-python -m h2o_flexgen.hardware -o profile.json
+h2o-flexgen hardware -o profile.json
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.files import write_text
-from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import default_root
-from h2o_flexgen.profiling.measure import job_dtype, measure
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = cli.Parser("hardware", "Measure this machine for the policy search, in under a minute.")
+def make_parser(prog: str = "python -m h2o_flexgen.hardware") -> argparse.ArgumentParser:
+    parser = cli.Parser(prog, "Measure this machine for the policy search, in under a minute.")
     parser.add_argument("-o", "--output", help="write the profile here (default: print it)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--dtype", default="auto", help="that jobs compute in: auto, float16, bfloat16, float32")
@@ -27,6 +24,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
     cli.check_files(args, reads=(), writes=("output",))
+
+    from h2o_flexgen.offload.device import Device
+    from h2o_flexgen.offload.disk import default_root
+    from h2o_flexgen.profiling.measure import job_dtype, measure
+
     device = Device(args.device)
     root = Path(args.offload_dir) if args.offload_dir else default_root()
     text = measure(device, job_dtype(device, args.dtype), root).to_json()

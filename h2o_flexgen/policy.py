@@ -44,7 +44,8 @@ class KVBudget:
             raise UserError("a KV budget needs a ratio or a size; leave it out for a full cache")
         for name, value in given.items():
             if name.endswith("ratio") and not 0 <= value <= 1:
-                raise UserError(f"`{name}` must lie in [0, 1], not {value}")
+                percent = f": for {value:g} % give {value / 100:g}" if 1 < value <= 100 else ""
+                raise UserError(f"`{name}` must lie in [0, 1], not {value}{percent}")
             if name.endswith("size") and not (value >= 0 and value % 1 == 0):
                 raise UserError(f"`{name}` must be a whole number of slots, 0 or more, not {value}")
 

@@ -96,11 +96,15 @@ def command(*argv) -> list[str]:
     return [sys.executable, "-m", "h2o_flexgen.flex_opt", *map(str, argv)]
 
 
+#: the command, with a line of progress for every step
+TALKING = "import sys; from h2o_flexgen import flex_opt, progress; progress.EVERY = 0; sys.exit(flex_opt.main())"
+
+
 def start(*argv, **changes: str) -> subprocess.Popen:
-    """The command as a process; its stderr can be read as it comes."""
-    return subprocess.Popen(
-        command(*argv), env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
-    )
+    """The command as a process; its stderr, with every step, can be read as it comes."""
+    words = [sys.executable, "-c", TALKING, *map(str, argv)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+    return subprocess.Popen(words, env=environment(**changes), **pipes)
 
 
 def end(process: subprocess.Popen, timeout: float = 60) -> tuple[int, str, str]:

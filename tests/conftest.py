@@ -78,7 +78,8 @@ def no_measuring(monkeypatch):
     """Policy "auto" searches on a machine that was never measured: measuring takes half a minute."""
     import machines
 
-    monkeypatch.setattr("h2o_flexgen.llm.load_or_measure", lambda *a: machines.laptop())
+    for module in ("llm", "forecast"):
+        monkeypatch.setattr(f"h2o_flexgen.{module}.load_or_measure", lambda *a: machines.laptop())
 
 
 @pytest.fixture(autouse=True)

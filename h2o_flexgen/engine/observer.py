@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tqdm import tqdm
-
 from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.progress import bar
 
 
 class Observer:
@@ -50,22 +49,21 @@ class Observers:
 
 
 class ProgressBar(Observer):
-    """A bar on stderr that counts generated tokens.
+    """Counts generated tokens on stderr.
 
     Args:
         sequences, gen_len: of the job; their product is the whole of the bar.
         layers: steps of the schedule through the model, embedding and head included.
-        show: False for no bar.
+        show: False for none.
     """
 
     def __init__(self, sequences: int, gen_len: int, layers: int, show: bool):
         self.total, self.gen_len, self.layers, self.show = sequences * gen_len, gen_len, layers, show
-        self.bar: tqdm | None = None
+        self.bar = None
         self.block, self.sequences, self.before = "", [], 0  # `before`: tokens of earlier blocks
 
     def on_begin(self) -> None:  # not earlier: loading the weights shows a bar of its own
-        disable = not self.show
-        self.bar = tqdm(total=self.total, unit="tok", desc="generating", disable=disable, smoothing=0.1)
+        self.bar = bar(desc="generating", total=self.total, unit="tokens", show=self.show, leave=True)
 
     def on_block(self, block: int, blocks: int, sequences: list[Sequence]) -> None:
         self.block, self.sequences, self.before = f"block {block + 1}/{blocks}", sequences, self.bar.n

@@ -35,6 +35,11 @@ def find_model(model: str | None, path: str | None = None) -> tuple[Path, Path]:
     return weights, _find(model, weights=False)
 
 
+def find_config(model: str | None, path: str | None = None) -> Path:
+    """The folder of a model's configuration and tokenizer: that of `find_model`, but no weights are downloaded."""
+    return _find(model, weights=False) if path is None else find_model(model, path)[1]
+
+
 def _find(model: str | None, weights: bool = True) -> Path:
     if model is None:
         if not (DEMO_MODEL / "config.json").exists():

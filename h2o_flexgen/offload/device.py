@@ -250,7 +250,9 @@ def _torch_device(name: str) -> torch.device:
     if device.type == "cpu":
         return device
     if (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device {name}: this torch sees {torch.cuda.device_count()} CUDA devices")
+        count = torch.cuda.device_count()
+        other = f"the last is cuda:{count - 1}" if count else "leave `device` out to compute on the CPU"
+        raise UserError(f"`device` {name}: this torch sees {count} CUDA devices: {other}")
     # an index: each thread has its own current device, and some calls need one
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tqdm import tqdm
-
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.policy import KVBudget
+from h2o_flexgen.progress import bar
 
 T = TypeVar("T")
 #: the floor of an automatic budget: heavy hitters, and as many recent tokens, as a fraction of the longest prompt
@@ -76,7 +75,7 @@ def size_budget(
     """
     found, errors = {}, []
     budgets = budget_choices(floor, longest, total)
-    for ratio, budget in tqdm(budgets, desc="sizing the KV budget", leave=False, disable=not progress):
+    for ratio, budget in bar(budgets, "sizing the KV budget", unit="budgets", show=progress):
         try:
             point, choice = find(ratio, budget)
             found[point] = choice

@@ -46,6 +46,13 @@ _ADVICE = {
     "disk": "free disk space or name another `offload_dir`",
     "ram": "move weights or cache to disk (`percent`), or lower the batch sizes or the KV budget",
 }
+#: the same where the search has lowered all these already
+SEARCHED_ADVICE = {
+    "gpu": "raise `gpu_mem` if you gave it, or take shorter prompts or a smaller model",
+    "cpu": "raise `cpu_mem` if you gave it, or take shorter prompts or a smaller model",
+    "disk": "raise `disk_mem` if you gave it, free disk space or name another `offload_dir`",
+    "ram": "end other programs, or take shorter prompts or a smaller model",
+}
 
 
 @dataclass(frozen=True)
@@ -178,16 +185,16 @@ class Plan:
         tiers = ("ram", *TIERS) if self.shared else TIERS
         return {tier: n for tier in tiers if (n := self.needed(tier) - self.limits[tier]) > 0}
 
-    def check(self, message: str = "") -> None:
+    def check(self, message: str = "", advice: dict[str, str] = _ADVICE) -> None:
         """Raises PlanError, after a message, naming each tier that is too small, the bytes needed and available, and
-        what to change."""
+        what to change, by `advice` for each tier."""
         tiers, short = self.missing(), []
         for tier in ("ram",) if "ram" in tiers else tiers:
             needed, limit = self.needed(tier), self.limits[tier]
             _, what, nbytes = max((item for item in self.items if item[0] in _parts(tier)), key=lambda item: item[2])
             short.append(
                 f"{_NAMES[tier]} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
-                f"({limit} bytes); most goes to {what} ({gib(nbytes)}): {_ADVICE[tier]}"
+                f"({limit} bytes); most goes to {what} ({gib(nbytes)}): {advice[tier]}"
             )
         if short:
             raise PlanError(message + "; ".join(short))

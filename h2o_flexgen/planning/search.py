@@ -18,7 +18,7 @@ import pulp
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.cost import CostModel, Part, Prediction, batches_of
-from h2o_flexgen.planning.memory import Plan, Resources, Shapes, plan_policy, workspace_bytes
+from h2o_flexgen.planning.memory import SEARCHED_ADVICE, Plan, Resources, Shapes, plan_policy, workspace_bytes
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.traffic import Flows, Offloaded, Traffic
 from h2o_flexgen.policy import KINDS, TIERS, Policy
@@ -310,7 +310,7 @@ class Search:
         if found.plan.missing():
             # what could be on several tiers is missed where it is cheapest
             least = min(tried, key=lambda c: [c.plan.missing().get(tier, 0) for tier in ("ram", *TIERS)])
-            least.plan.check(f"no policy fits this job, not even {size} x {batches} sequences: ")
+            least.plan.check(f"no policy fits this job, not even {size} x {batches} sequences: ", SEARCHED_ADVICE)
         free = replace(self.constraints, gpu_batch_size=size, num_gpu_batches=batches, max_latency=None)
         fastest = Search(self.profile, self.shapes, self.workload, self.resources, free).best()
         if self.missing(fastest) > 0:

@@ -11,7 +11,6 @@ from statistics import median
 from zlib import crc32
 
 import torch
-from tqdm import tqdm
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
@@ -22,6 +21,7 @@ from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.profiling.compute import CUDA, Scale, measure_compute
 from h2o_flexgen.profiling.links import measure_links
 from h2o_flexgen.profiling.machine import CROWDED, crowding, here, keep, kept_file, mount_point, read_kept, scheduled
+from h2o_flexgen.progress import bar
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def measure(
     before, baseline = scheduled(), memory.baseline()
     passes = []
     try:
-        for _ in tqdm(range(scale.passes), "measuring this machine", unit="pass", disable=not progress, leave=False):
+        for _ in bar(range(scale.passes), "measuring this machine, once", unit="passes", show=progress):
             links = {"links": measure_links(device, dtype, offload_root, scale)}
             passes.append(measure_compute(device, dtype, scale) | links)
     except torch.OutOfMemoryError:
@@ -100,7 +100,7 @@ def measure(
     profile = Profile(
         **here(offload_root, device),
         date=date.today().isoformat(),
-        command="python -m h2o_flexgen.hardware",
+        command="h2o-flexgen hardware",
         device=device.torch_device.type,
         dtype=dtype_name(dtype),
         memory={"gpu": gpu, "cpu": ram, "disk": memory.disk_free(offload_root)},

@@ -23,8 +23,8 @@ pytest_plugins = ["cli_tools"]
         (("101", "0", "100", "0", "100", "0"), "0 or more"),
         (("nan", "0", "100", "0", "100", "0"), "0 or more"),
         (("100", "0", "100", "0", "inf", "0"), "0 or more"),
-        (("100", "0", "100", "0", "100"), "6 arguments"),
-        (("100", "0", "100", "0", "100", "0", "0"), "unrecognized"),
+        (("100", "0", "100", "0", "100"), "six numbers"),
+        (("100", "0", "100", "0", "100", "0", "0"), "unexpected"),
         (("a", "0", "100", "0", "100", "0"), "invalid float"),
     ],
 )
@@ -106,6 +106,28 @@ def test_an_unknown_dtype(refused, model):
 @pytest.mark.parametrize("argv", [("--no-such-option",), ("--gen",), ("--gen-len",), ("word",), ("--overlap=3",)])
 def test_unknown_options(refused, model, argv):
     assert "--help" in refused("--model", model, *argv)
+
+
+@pytest.mark.parametrize(
+    "argv, say",
+    [
+        (("--hh-ration", "0.2"), "unknown option --hh-ration: did you mean --hh-ratio?"),
+        (("--gen_len=3",), "unknown option --gen_len: did you mean --gen-len?"),
+        (("--max-tokens", "3"), "unknown option --max-tokens: did you mean --gen-len?"),
+        (("--batch-size", "3"), "unknown option --batch-size: did you mean --gpu-batch-size?"),
+        (("--zzz",), "unknown option --zzz (python -m h2o_flexgen.flex_opt --help lists the options)"),
+        (("word",), "unexpected 'word', which belongs to no option"),
+        (("--gpu-mem", "0"), "--gpu-mem: must be more than 0, not 0; it means: use at most this much device memory"),
+        (("--percent", "1", "2", "3", "4", "5"), "it means: no search, but six numbers: percent of weights gpu cpu"),
+        (("--hh-ratio", "20"), "--hh-ratio must lie in [0, 1], not 20.0: for 20 % give 0.2"),
+        (("--device", "cuda"), "leave --device out to compute on the CPU"),
+        (("--gpu-mem", "0.01"), "raise --gpu-mem if you gave it"),
+        (("--input-file", "nowhere.jsonl"), "cannot read --input-file nowhere.jsonl: No such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_messages_lead_to_a_job_that_runs(refused, model, argv, say):
+    assert say in refused("--model", model, *argv)
 
 
 @pytest.mark.parametrize(

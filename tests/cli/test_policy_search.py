@@ -20,7 +20,7 @@ pytest_plugins = ["cli_tools"]
 T4_FILE = ROOT / "policies" / "hardware" / "t4-16gb.json"
 
 
-FIELDS = {"policy", "kv_budget", "predicted", "memory_bytes", "bound_by", "command"}
+FIELDS = {"model", "policy", "kv_budget", "predicted", "memory_bytes", "bound_by", "command"}
 
 
 JOB = ("--model", "facebook/opt-1.3b", "--prompt-len", "64", "--gen-len", "8", "--num-prompts", "24")
@@ -79,8 +79,8 @@ def test_what_it_prints_says_what_a_user_needs(find):
 def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
     result = json.loads(find(*JOB, "--hh-size", 5, "--gpu-mem", 2, "--json")[1])
     words = shlex.split(result["command"])
-    assert words[:3] == ["python", "-m", "h2o_flexgen.flex_opt"]
-    args = flex_opt.make_parser().parse_args(words[3:])
+    assert words[:2] == ["h2o-flexgen", "generate"]
+    args = flex_opt.make_parser().parse_args(words[2:])
     assert make_policy(args, None) == Policy.from_dict(result["policy"])
     assert make_budget(args) == KVBudget.from_size(5)
     assert args.device == "cpu"  # the profile's, whatever this machine has
@@ -128,7 +128,7 @@ def test_hh_ratio_auto_prints_the_trade(find, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--model", "facebook/opt-9b"), "neither a folder nor one of"),
+        (("--model", "facebook/opt-9b"), "cannot get the model 'facebook/opt-9b'"),
         (("--prompt-len", 0), "--prompt-len: must be 1 or more"),
         (("--prompt-len", 2040, "--gen-len", 32), "longer than the model's 2048 positions"),
         (("--gpu-mem", -1), "--gpu-mem: must be more than 0"),
@@ -143,7 +143,6 @@ def test_hh_ratio_auto_prints_the_trade(find, tmp_path):
         (("--dtype", "float32"), "--device and --dtype are of this machine"),
         (("-o", "x.json", "--hardware", "./x.json"), "--hardware and --output name the same file"),
         (("--hardware", "/nowhere/x.json"), "cannot read the hardware profile"),
-        (("--disk-mem", 0.1, "--gpu-mem", 1), "tier is too small"),
         (("-o", "/nowhere/policy.json"), "the folder /nowhere does not exist"),
     ],
 )
@@ -154,6 +153,12 @@ def test_what_a_careless_user_asks_for(find, options, message):
     assert message in err
     assert out == ""
     assert "Traceback" not in err
+
+
+def test_where_nothing_fits_it_says_how_large_the_model_is(find):
+    code, out, err = find(*JOB, "--disk-mem", 0.1, "--gpu-mem", 1)
+    assert code == 2
+    assert "1,316 M parameters" in out and "tier is too small" in err
 
 
 def test_a_checkpoint_counts_in_its_own_type(find, tmp_path):

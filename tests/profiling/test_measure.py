@@ -90,7 +90,7 @@ def test_kept_profiles_can_be_read(path):
 @pytest.fixture
 def quick(monkeypatch):
     """The command measures little."""
-    monkeypatch.setattr(command, "measure", partial(hardware.measure, progress=False, scale=TINY))
+    monkeypatch.setattr(hardware, "measure", partial(hardware.measure, progress=False, scale=TINY))
 
 
 def test_the_command_writes_a_profile(quick, tmp_path):

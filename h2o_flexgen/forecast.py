@@ -1,0 +1,89 @@
+"""What a job would be on a machine, from a model's config alone: nothing is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from h2o_flexgen.kv_cache import CacheRule, rule_for
+from h2o_flexgen.models.registry import named_dtype, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.source import find_config, load_tokenizer
+from h2o_flexgen.models.spec import ModelSpec
+from h2o_flexgen.offload import memory
+from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload.disk import default_root
+from h2o_flexgen.planning.memory import ModelData
+from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.profiling.measure import job_dtype, load_or_measure
+from h2o_flexgen.sizes import Workload
+
+DUMMY = "_DUMMY_"  # a path: random weights
+
+
+class Found(NamedTuple):
+    """A model without its weights. `declared`: the type that they are in, or None where the config does not say; where
+    the config was not read, as the sizes are built in, there is no tokenizer."""
+
+    spec: ModelSpec
+    declared: str | None
+    is_dummy: bool = False
+    tokenizer: object = None
+
+    def stored(self, dtype: str) -> str:
+        """The type in the checkpoint, for a job that computes in `dtype`."""
+        if self.is_dummy:
+            return "float16" if dtype == "float32" else dtype
+        return self.declared or "float32"  # as transformers reads a config without a type
+
+
+def find(model: str | None, path: str | None = None) -> Found:
+    """A model as `LLM` finds it. Of one on the hub only the config and the tokenizer are fetched, and nothing if its
+    sizes are built in. Raises UserError if there is none."""
+    if path == DUMMY:
+        return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True)
+    if path is None and model is not None and not Path(model).expanduser().exists():
+        spec = named_spec(model)
+        if spec is not None:
+            return Found(spec, named_dtype(model))
+    folder = find_config(model, path)
+    return Found(read_spec(folder), stored_dtype(folder), tokenizer=load_tokenizer(folder))
+
+
+def this_machine(device_name: str, dtype: str, offload_dir: str | None, declared: str | None) -> Profile:
+    """This machine's rates as they were measured, now if they never were, and its memory as it is now; `dtype` as for
+    `LLM`, for weights of the type `declared`."""
+    from transformers import AutoTokenizer  # noqa: F401  a job holds it
+
+    device, root = Device(device_name), Path(offload_dir) if offload_dir else default_root()
+    if device.is_cuda:
+        device.start(None)
+    baseline = memory.baseline()
+    profile = load_or_measure(device, job_dtype(device, dtype, declared and getattr(torch, declared)), root)
+    ram = memory.ram_in_all()
+    gpu = device.free_bytes() + device.workspace_bytes if device.is_cuda else ram
+    available = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}
+    return replace(profile, memory=available, baseline_bytes=baseline, workspace_bytes=device.workspace_bytes)
+
+
+def sizes(model: ModelData, stored: str) -> dict:
+    """Of a model whose weights are of the type `stored`, as plain data."""
+    spec = model.spec
+    shapes = {name: shape for layer in model.layers for name, shape in layer.shapes.items()}
+    count = sum(map(prod, shapes.values()))
+    names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "positions")
+    found = {"family": spec.model_type, "parameters": count} | {name: getattr(spec, name) for name in names}
+    return found | {"stored_dtype": stored, "weight_bytes": count * model.stored_itemsize}
+
+
+def kv_bytes(model: ModelData, workload: Workload, rule: CacheRule) -> dict[str, int]:
+    """Bytes of a sequence's KV cache in all layers at its end: full, and by the rule of the job."""
+
+    def nbytes(rule: CacheRule) -> int:
+        kv = model.shapes(rule, workload).kv
+        return model.spec.layers * (kv.kv_bytes + kv.meta_bytes)
+
+    return {"full": nbytes(rule_for(None, workload, model.spec.positions)), "job": nbytes(rule)}

@@ -1,0 +1,216 @@
+"""Command line: what `generate` would run with the same options, before anything is loaded.
+
+h2o-flexgen plan facebook/opt-30b --num-prompts 512 --hh-ratio 0.2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import asdict
+
+from h2o_flexgen import cli
+from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.files import write_text
+from h2o_flexgen.planning.budget import MIN_HH_RATIO
+from h2o_flexgen.policy import GIB, TIERS, gib
+from h2o_flexgen.sizes import Workload
+
+#: prompts of a search without --num-prompts: long enough for any block
+MANY = 4096
+
+
+def make_parser(prog: str = "python -m h2o_flexgen.plan") -> argparse.ArgumentParser:
+    parser = cli.Parser(prog, "Show what `generate` would run with the same options, before anything is loaded.")
+    add = parser.add_argument_group("job").add_argument
+    whole = "folder or Hugging Face name, of which only the config is fetched; the demo model if left out"
+    add("model", nargs="?", metavar="MODEL", help=whole)
+    add("--path", help="folder of the weights; _DUMMY_ for random weights")
+    add_options(parser, add, "as many as generate would take")
+    parser.set_defaults(search=False)
+    return parser
+
+
+def add_options(parser: cli.Parser, add, default_prompts: str) -> None:
+    """The options that `run` reads beside the model; `add` is the `add_argument` of the job's group."""
+    add("--prompt-len", type=cli.count, help="tokens of the longest prompt (default: 512)")
+    add("--gen-len", type=cli.count, default=32, help="output tokens per prompt (default: 32)")
+    add("--num-prompts", type=cli.count, help=f"prompts of the job (default: {default_prompts})")
+    cli.add_budget_options(parser)
+    cli.add_machine_options(parser.add_argument_group("machine").add_argument)
+    cli.add_policy_options(parser.add_argument_group("policy; what is not given is searched").add_argument)
+    add = parser.add_argument_group("output").add_argument
+    add("-o", "--output", help="write the result to this file as JSON")
+    add("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    """`args.search`: for the policy search, which always searches, and counts the weights of a name on the disk: they
+    need not be there yet."""
+    if args.hardware is not None and (args.device, args.dtype) != ("auto", "auto"):
+        raise UserError("--device and --dtype are of this machine: --hardware brings its own")
+    cli.check_files(args, reads=("hardware",), writes=("output",))
+    budget, policy = cli.make_budget(args), cli.make_policy(args, args.num_prompts)
+
+    from h2o_flexgen import forecast
+
+    found = forecast.find(args.model, args.path)
+    length = cli.prompt_len(args, found.spec.positions)
+    found.spec.check_length(length, args.gen_len)
+    profile = profile_for(args, found)
+    model = model_data(args, found, profile)
+    sizes = forecast.sizes(model, found.stored(profile.dtype))
+    try:
+        choice = choose(args, length, model, profile, policy, budget)
+    except PlanError:  # a newcomer wants to know how large the model is
+        if not args.json:
+            cli.say(describe_sizes(sizes))
+        raise
+    prompts = args.num_prompts or (choice.policy.block_size if args.search else len(choice.workload.prompt_lens))
+    workload = {"prompt_len": length, "gen_len": args.gen_len, "num_prompts": prompts}
+    sizes["kv_bytes_per_sequence"] = forecast.kv_bytes(model, choice.workload, choice.rule)
+    result = result_of(choice, sizes, command_for(args, workload, choice, profile))
+    if args.json:
+        cli.say(json.dumps(result))
+    else:
+        tell(args, choice, profile, workload, result)
+    choice.plan.check()
+    if choice.curve:
+        result["curve"] = [asdict(point) for point in choice.curve]
+    if args.output is not None:
+        write_text("--output", args.output, json.dumps(result, indent=1) + "\n")
+
+
+def profile_for(args: argparse.Namespace, found):
+    """Of the machine that is asked about."""
+    from h2o_flexgen.forecast import this_machine
+    from h2o_flexgen.planning.profile import Profile
+
+    if args.hardware is not None:
+        return Profile.from_file(args.hardware)
+    return this_machine(args.device, args.dtype, args.offload_dir, found.declared)
+
+
+def model_data(args: argparse.Namespace, found, profile):
+    """The model as the planner counts it."""
+    from h2o_flexgen.models.registry import named_spec
+    from h2o_flexgen.planning.memory import ModelData
+
+    to_come = args.search and named_spec(args.model) is not None
+    stored = [found.stored(profile.dtype)]
+    return ModelData.of(found.spec, profile.dtype, stored, profile.device == "cuda", found.is_dummy or to_come)
+
+
+def choose(args: argparse.Namespace, length: int, model, profile, policy, budget):
+    """The choice for prompts of `length` tokens on a profile's machine, by the planner that a job asks."""
+    from h2o_flexgen.planning.memory import Resources
+    from h2o_flexgen.planning.planner import Planner, check_cpu_cap
+    from h2o_flexgen.planning.search import Constraints
+
+    caps = {tier: getattr(args, f"{tier}_mem") for tier in TIERS}
+    check_cpu_cap(caps, profile.device != "cuda", policy is None)
+    size, batches = args.gpu_batch_size, args.num_gpu_batches
+    constraints = Constraints(
+        size,
+        batches,
+        args.cpu_cache_compute,
+        args.overlap is not False,
+        args.max_latency,
+        args.min_hh_ratio or MIN_HH_RATIO,
+        resident=not args.search,
+        one_block=args.search and args.num_prompts is None,
+    )
+    prompts = args.num_prompts or (size * batches if size and batches else MANY)
+    if not args.search:
+        prompts = cli.num_prompts(args, policy)
+    planner = Planner(model, constraints, profile, progress=not args.json)
+    workload = Workload((length,) * prompts, args.gen_len)
+    return planner.choose(workload, Resources.of(profile, caps), policy, budget)
+
+
+def result_of(choice, sizes: dict, command: str) -> dict:
+    """The result as plain data."""
+    p, plan, rule = choice.prediction, choice.plan, choice.rule
+    return {
+        "model": sizes,
+        "policy": asdict(choice.policy),
+        "kv_budget": None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
+        "predicted": {
+            "prefill_seconds": p.prefill_seconds,
+            "decode_seconds": p.decode_seconds,
+            "tokens_per_s": p.block_tokens_per_s,
+        },
+        "memory_bytes": {tier: {"needed": plan.needed(tier), "limit": plan.limits[tier]} for tier in TIERS},
+        "bound_by": p.bound_by,
+        "command": command,
+    }
+
+
+def describe_sizes(sizes: dict) -> str:
+    """A model, for people."""
+    heads = f"{sizes['heads']} heads on {sizes['kv_heads']} of K and V"
+    parameters = f"{sizes['parameters'] / 1e6:,.0f} M parameters in {sizes['layers']} layers"
+    return (
+        f"sizes      {sizes['family']}, {parameters}, {heads}, context {sizes['positions']}\n"
+        f"weights    {gib(sizes['weight_bytes'])} in {sizes['stored_dtype']}"
+    )
+
+
+def tell(args: argparse.Namespace, choice, profile, workload: dict, result: dict) -> None:
+    """The result for people."""
+    if choice.curve:
+        cli.say(cli.describe_curve(choice.curve) + "\n")
+    machine = profile.machine.get("gpu" if profile.device == "cuda" else "cpu", "the profile's machine")
+    name = args.model or "demo_model"
+    job = cli.describe_job(name, profile.dtype, machine, workload, choice.policy, result["kv_budget"])
+    nbytes = result["model"]["kv_bytes_per_sequence"]
+    each = f"each       {gib(nbytes['full'])} of KV cache for a sequence"
+    if choice.rule.budget is not None:
+        each += f" if it were full, {gib(nbytes['job'])} with H2O"
+    cli.say(f"{describe_sizes(result['model'])}\n{job}\n{each}\n{describe(choice)}\nrun it     {result['command']}")
+
+
+def describe(choice) -> str:
+    """The costs and the bytes of a policy, for people."""
+    p, plan = choice.prediction, choice.plan
+    lines = [
+        f"prefill    {p.prefill_seconds:.1f} s of a block",
+        f"decode     {p.decode_seconds:.1f} s of a block",
+        f"predicted  {p.block_tokens_per_s:.2f} tokens/s",
+        f"bound by   {p.bound_by}",
+        *(f"{tier:<11}{gib(plan.needed(tier))} of {gib(plan.limits[tier])}" for tier in TIERS),
+    ]
+    if plan.shared:
+        lines.append(f"RAM        {gib(plan.needed('ram'))} of {gib(plan.limits['ram'])}, gpu and cpu together")
+    return "\n".join(lines)
+
+
+def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> str:
+    """The command that runs a policy."""
+    policy = choice.policy
+    options = {"model": args.model, "path": args.path, **workload}
+    options |= asdict(choice.kv_budget) if choice.kv_budget else {}
+    options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
+    options |= {"device": profile.device if args.device == "auto" else args.device, "dtype": profile.dtype}
+    options |= {"offload_dir": args.offload_dir}
+    for tier in TIERS:
+        nbytes = getattr(args, f"{tier}_mem")
+        options[f"{tier}_mem"] = None if nbytes is None else f"{nbytes / GIB:g}"
+    words = ["h2o-flexgen", "generate"]
+    for name, value in options.items():
+        if value is not None:
+            words += [cli.option(name), str(value)]
+    words += ["--percent", *(f"{x:g}" for x in policy.percent)]
+    words += ["--cpu-cache-compute"] * policy.cpu_cache_compute + ["--no-overlap"] * (not policy.overlap)
+    return shlex.join(words)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code, as `cli.main` says."""
+    return cli.main(make_parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

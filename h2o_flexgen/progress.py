@@ -1,0 +1,88 @@
+"""Progress on stderr: a bar in a terminal, and in a log file a plain line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+from tqdm import tqdm
+
+#: seconds after which a log gets another line, and after which it gets one if another tenth is done
+EVERY, SOON = 60.0, 5.0
+
+
+def bar(
+    iterable: Iterable | None = None,
+    desc: str = "",
+    *,
+    total: int | None = None,
+    unit: str = "steps",
+    show: bool = True,
+    leave: bool = False,
+) -> tqdm | Lines:
+    """Progress of a loop over `iterable`, or of what `update` counts up to `total`.
+
+    Args:
+        desc: what is being done.
+        unit: of what is counted; "B" is shown with prefixes, as 1.2G.
+        show: False for none.
+        leave: it stays on the screen when it has ended; in a log file the last line is always written.
+    """
+    if show and not sys.stderr.isatty():
+        return Lines(iterable, desc, total, unit, leave)
+    is_bytes = unit == "B"
+    options = dict(total=total, unit=unit if is_bytes else f" {unit}", unit_scale=is_bytes, leave=leave)
+    return tqdm(iterable, desc, disable=not show, smoothing=0.1, **options)
+
+
+class Lines:
+    """What is used of a tqdm bar, for a log file: no line is ever written over."""
+
+    def __init__(self, iterable: Iterable | None, desc: str, total: int | None, unit: str, leave: bool):
+        self.iterable, self.desc, self.unit, self.leave = iterable, desc, unit, leave
+        self.total = len(iterable) if total is None else total
+        self.n, self.postfix, self.start = 0, "", time.monotonic()
+        self.last, self.last_time = 0, self.start  # of the last line
+
+    def __iter__(self) -> Iterator:
+        with self:
+            for item in self.iterable:
+                yield item
+                self.update(1)
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def set_postfix_str(self, text: str, refresh: bool = False) -> None:
+        self.postfix = text
+
+    def update(self, n: int) -> None:
+        self.n += n
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Write a line if one is due."""
+        waited = time.monotonic() - self.last_time
+        if waited >= EVERY or (waited >= SOON and 10 * (self.n - self.last) >= self.total):
+            self._write()
+
+    def close(self) -> None:
+        if (self.leave or self.last) and self.n > self.last:
+            self._write()
+
+    def _write(self) -> None:
+        self.last, self.last_time = self.n, time.monotonic()
+        print(self, file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        def amount(n: float) -> str:
+            return tqdm.format_sizeof(n) if self.unit == "B" else f"{n:.4g}" if isinstance(n, float) else str(n)
+
+        parts = [f"{amount(self.n)} of {amount(self.total)} {self.unit}", self.postfix]
+        if self.n and self.iterable is None:
+            parts.append(f"{amount(self.n / max(1e-9, time.monotonic() - self.start))} {self.unit}/s")
+        return f"{self.desc}: {', '.join(filter(None, parts))}"

@@ -1,0 +1,72 @@
+"""The console command: its sub-commands, and that it is quick to help."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from cli_tools import environment
+
+from h2o_flexgen import __version__
+from h2o_flexgen.main import COMMANDS, main
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]], ids=["alone", "--help", "-h"])
+def test_it_lists_its_commands_and_an_example(argv, capsys):
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    for name, (_, what) in COMMANDS.items():
+        assert re.search(rf"^  {name} +{what}$", out, re.MULTILINE)
+    assert "h2o-flexgen generate --hh-ratio 0.2" in out
+
+
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"h2o-flexgen {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "word, say",
+    [
+        ("plna", "unknown command 'plna': did you mean plan?"),
+        ("Generate", "unknown command 'Generate': did you mean generate?"),
+        ("xyz", "unknown command 'xyz' (generate, plan"),
+        ("--model", "--model before a command: begin with one, as in h2o-flexgen generate --model"),
+    ],
+)
+def test_what_is_no_command(word, say, capsys):
+    assert main([word, "--no-such-option"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {say}")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_and_errors_name_what_was_typed(name, capsys):
+    with pytest.raises(SystemExit) as done:
+        main([name, "--help"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: h2o-flexgen {name} ")
+    assert main([name, "--no-such-option"]) == 2
+    assert capsys.readouterr().err.endswith(f"(h2o-flexgen {name} --help lists the options)\n")
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_does_not_import_torch(name):
+    code = f"""
+import sys
+from h2o_flexgen.main import main
+try:
+    main({[*filter(None, [name]), "--help"]})
+except SystemExit:
+    pass
+sys.exit("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "usage: h2o-flexgen" in done.stdout
+
+
+def test_it_is_a_module_too():
+    argv = [sys.executable, "-m", "h2o_flexgen", "search", "--help"]
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m h2o_flexgen search ")

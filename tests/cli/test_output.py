@@ -1,0 +1,47 @@
+"""The library logs, or shows progress on stderr; only command lines print."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+
+import h2o_flexgen
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen import cli as cli_module
+from h2o_flexgen.main import COMMANDS
+
+pytest_plugins = ["cli_tools"]
+
+ROOT = Path(h2o_flexgen.__file__).parent
+#: what may print: command lines, and lines of progress
+PRINTS = {"cli.py", "main.py", "progress.py", *(f"{module}.py" for module, _ in COMMANDS.values())}
+LIBRARY = [path for path in ROOT.rglob("*.py") if str(path.relative_to(ROOT)) not in PRINTS]
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_module_of_the_library_prints(path):
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not [f for f in calls if isinstance(f, ast.Name) and f.id == "print"]
+    loggers = [f for f in calls if isinstance(f, ast.Attribute) and f.attr == "getLogger"]
+    assert not loggers or "log = logging.getLogger(__name__)" in path.read_text()
+
+
+def test_a_job_by_the_library_says_nothing_on_stdout(model, capfd):
+    for progress in (True, False):
+        with LLM(str(model), device="cpu", dtype="float32", progress=progress) as llm:
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+            llm.score([[5, 6, 7]])
+        out, err = capfd.readouterr()
+        assert out == "" and ("generating" in err) == progress
+
+
+def test_a_command_shows_warnings_once_and_plain(capsys):
+    def run(args):
+        logging.getLogger("h2o_flexgen.offload.disk").warning("the disk is nearly %s", "full")
+
+    for _ in range(2):
+        cli_module.main(cli_module.Parser("x", "y"), run, [])
+        assert capsys.readouterr().err == "the disk is nearly full\n"

@@ -1,0 +1,82 @@
+"""Progress: a bar in a terminal, lines in a log file."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from h2o_flexgen import progress
+from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.engine.observer import ProgressBar
+from h2o_flexgen.progress import bar
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(seconds) moves the time on."""
+    now = [0.0]
+    monkeypatch.setattr("h2o_flexgen.progress.time.monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_a_line_for_every_tenth_and_for_every_minute(clock, capsys):
+    with bar(desc="generating", total=1000, unit="tokens", leave=True) as b:
+        for n, seconds in ((50, 30), (10, 31), (100, 1), (0, 4), (840, 10)):
+            clock(seconds)
+            b.update(n)
+    assert capsys.readouterr().err.splitlines() == [
+        "generating: 60 of 1000 tokens, 0.9836 tokens/s",  # a minute
+        "generating: 160 of 1000 tokens, 2.424 tokens/s",  # a tenth, as soon as the last line is some seconds old
+        "generating: 1000 of 1000 tokens, 13.16 tokens/s",  # and the last line once
+    ]
+
+
+def test_what_is_done_at_once_says_nothing_but_its_result(clock, capsys):
+    for leave in (False, True):
+        with bar(desc="loading weights", total=3_000_000_000, unit="B", leave=leave) as b:
+            clock(1)
+            b.update(1_500_000_000)
+            b.update(1_500_000_000)
+    assert capsys.readouterr().err == "loading weights: 3.00G of 3.00G B, 3.00G B/s\n"
+
+
+def test_a_loop(clock, capsys):
+    for _ in bar(range(3), "measuring", unit="passes"):
+        clock(10)
+    assert capsys.readouterr().err.splitlines() == [f"measuring: {n} of 3 passes" for n in (1, 2, 3)]
+
+
+def test_no_line_ends_in_a_carriage_return_and_none_is_shown_unasked(clock, capsys):
+    for show in (True, False):
+        with bar(desc="x", total=10, show=show) as b:
+            clock(100)
+            b.update(5)
+        out, err = capsys.readouterr()
+        assert "\r" not in err and (err == "") == (not show) and out == ""
+
+
+def test_in_a_terminal_it_is_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with bar(desc="generating", total=10, unit="tokens", leave=True) as b:
+        b.update(10)
+    err = capsys.readouterr().err
+    assert "\r" in err and "10/10" in err and "tokens/s" in err
+
+
+def test_a_job_tells_its_block_and_step(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "EVERY", 0)
+    sequences = [Sequence(0, [1, 2]), Sequence(1, [3])]
+    job = ProgressBar(sequences=2, gen_len=4, layers=5, show=True)
+    job.on_begin()
+    job.on_block(0, 1, sequences)
+    job.on_progress(0, 2, [0])
+    for s in sequences:
+        s.tokens.extend([7, 8])
+    job.on_progress(1, 4, [0])
+    job.on_block_end(sequences)  # both have stopped early
+    job.close()
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "generating: 0 of 8 tokens, block 1/1 prefill 3/5"
+    assert second.startswith("generating: 4 of 8 tokens, block 1/1 token 2, ")
+    assert third.startswith("generating: 4 of 4 tokens, block 1/1 token 2, ")
