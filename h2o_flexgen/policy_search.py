@@ -27,7 +27,7 @@ from h2o_flexgen.planning.memory import ModelData, Resources
 from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints
-from h2o_flexgen.policy import GIB, TIERS, KVBudget, gib
+from h2o_flexgen.policy import DEFAULT_RULE, GIB, TIERS, KVBudget, gib
 from h2o_flexgen.profiling.measure import job_dtype, load_or_measure
 from h2o_flexgen.sizes import Workload
 
@@ -130,10 +130,10 @@ def choose(args: argparse.Namespace, budget: KVBudget | str | None, model: Model
 
 def result_of(choice: Choice, command: str) -> dict:
     """The result as plain data."""
-    p, plan, rule = choice.prediction, choice.plan, choice.rule
+    p, plan = choice.prediction, choice.plan
     return {
         "policy": asdict(choice.policy),
-        "kv_budget": None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
+        "kv_budget": choice.rule.to_dict(),
         "predicted": {
             "prefill_seconds": p.prefill_seconds,
             "decode_seconds": p.decode_seconds,
@@ -162,8 +162,9 @@ def describe(choice: Choice) -> str:
 
 def command_for(args: argparse.Namespace, workload: dict, choice: Choice, profile: Profile) -> str:
     """The flex_opt command that runs a policy."""
-    policy = choice.policy
-    options = {"model": args.model, **workload, **(asdict(choice.kv_budget) if choice.kv_budget else {})}
+    policy, budget = choice.policy, asdict(choice.kv_budget) if choice.kv_budget else {}
+    rule = budget.pop("rule", DEFAULT_RULE)
+    options = {"model": args.model, **workload, **budget, "kv_rule": None if rule == DEFAULT_RULE else rule}
     options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
     options |= {"device": profile.device if args.device == "auto" else args.device, "dtype": profile.dtype}
     options |= {"offload_dir": args.offload_dir}
