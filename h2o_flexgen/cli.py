@@ -16,7 +16,7 @@ from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
-from h2o_flexgen.policy import GIB, KVBudget, Policy
+from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget, Policy
 
 #: what other programs call our options
 FOREIGN = {"--max-tokens": "--gen-len", "--max-new-tokens": "--gen-len", "--output-len": "--gen-len"}
@@ -133,25 +133,36 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     def ratio(text: str) -> float | str:
         return text if text == "auto" else float(text)
 
-    add = parser.add_argument_group("KV budget (H2O); without these the cache is full").add_argument
+    add = parser.add_argument_group("KV budget; without these the cache is full").add_argument
     heavy = "heavy hitters as a fraction of the longest prompt (default: 0); auto: as many as cost no throughput"
     add("--hh-ratio", type=ratio, help=heavy)
     add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
     add("--hh-size", type=int, help="heavy hitters in slots")
     add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
     add("--min-hh-ratio", type=amount, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
+    add("--kv-rule", metavar="NAME", help=f"the rule that says which tokens have the slots (default: {DEFAULT_RULE})")
 
 
 def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
     """The KV budget, "auto", or None for a full cache."""
+    if args.kv_rule is not None:
+        from h2o_flexgen.kv_cache import check_rule
+
+        check_rule(args.kv_rule)
     given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
     if args.hh_ratio == "auto":
         if any(value is not None for value in given[1:]):
             raise UserError("--hh-ratio auto sizes the whole KV budget: leave --recent-ratio and the sizes out")
+        if args.kv_rule not in (None, DEFAULT_RULE):
+            raise UserError(f"--hh-ratio auto is for --kv-rule {DEFAULT_RULE}: with another rule give a number")
         return "auto"
     if args.min_hh_ratio is not None:
         raise UserError("--min-hh-ratio is the floor of --hh-ratio auto")
-    return None if all(value is None for value in given) else KVBudget(*given)
+    if any(value is not None for value in given):
+        return KVBudget(*given, args.kv_rule or DEFAULT_RULE)
+    if args.kv_rule is not None:
+        raise UserError("--kv-rule says which tokens a KV budget keeps: give one too, such as --hh-ratio 0.2")
+    return None
 
 
 def check_files(args: argparse.Namespace, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
@@ -178,7 +189,7 @@ def describe_job(model: str, dtype: str, machine: str, workload: dict, policy: P
 
     Args:
         workload: num_prompts, prompt_len and gen_len.
-        kv_budget: slots, "heavy" and "recent"; None for a full cache.
+        kv_budget: slots, "heavy" and "recent", and "rule"; None for a full cache.
     """
     prompts = f"{workload['num_prompts']} prompts of up to {workload['prompt_len']} tokens"
     percent = " ".join(f"{x:g}" for x in policy.percent)
@@ -187,7 +198,7 @@ def describe_job(model: str, dtype: str, machine: str, workload: dict, policy: P
         switches += ", attention on the CPU"
     cache = "full"
     if kv_budget is not None:
-        cache = f"{kv_budget['heavy']} heavy + {kv_budget['recent']} recent slots (H2O)"
+        cache = f"{kv_budget['heavy']} heavy + {kv_budget['recent']} recent slots ({kv_budget['rule']})"
     return (
         f"model      {model}, {dtype} on {machine}\n"
         f"workload   {prompts}, {workload['gen_len']} tokens each\n"

@@ -15,7 +15,7 @@ from h2o_flexgen import cli
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.files import write_text
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
-from h2o_flexgen.policy import GIB, TIERS, gib
+from h2o_flexgen.policy import DEFAULT_RULE, GIB, TIERS, gib
 from h2o_flexgen.sizes import Workload
 
 #: prompts of a search without --num-prompts: long enough for any block
@@ -136,7 +136,7 @@ def result_of(choice, sizes: dict, command: str) -> dict:
     return {
         "model": sizes,
         "policy": asdict(choice.policy),
-        "kv_budget": None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
+        "kv_budget": rule.to_dict(),
         "predicted": {
             "prefill_seconds": p.prefill_seconds,
             "decode_seconds": p.decode_seconds,
@@ -189,9 +189,10 @@ def describe(choice) -> str:
 
 def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> str:
     """The command that runs a policy."""
-    policy = choice.policy
+    policy, budget = choice.policy, asdict(choice.kv_budget) if choice.kv_budget else {}
+    rule = budget.pop("rule", DEFAULT_RULE)
     options = {"model": args.model, "path": args.path, **workload}
-    options |= asdict(choice.kv_budget) if choice.kv_budget else {}
+    options |= {**budget, "kv_rule": None if rule == DEFAULT_RULE else rule}
     options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
     options |= {"device": profile.device if args.device == "auto" else args.device, "dtype": profile.dtype}
     options |= {"offload_dir": args.offload_dir}

@@ -15,6 +15,8 @@ KINDS = ("weights", "cache", "activations")
 GIB = 1 << 30
 #: of what a tier has, this much may be planned for
 MARGIN = 0.95
+#: the cache rule of a KV budget that names none
+DEFAULT_RULE = "h2o"
 
 
 def gib(nbytes: float) -> str:
@@ -27,19 +29,21 @@ class KVBudget:
     """The fixed number of KV slots per sequence, layer and head (H2O, arXiv 2306.14048, section 4).
 
     Either ratios of the longest prompt of the job, or sizes in slots; a size wins over a ratio. The recent window is as
-    large as the heavy hitters where it is not given. Without heavy hitters the cache is a local window.
+    large as the heavy hitters where it is not given. Without heavy hitters the cache is a local window. `rule` is the
+    cache rule that says which tokens have the slots, by its name in `kv_cache.RULES`.
 
     Raises:
-        UserError: a ratio outside [0, 1], a negative size, or nothing given at all.
+        UserError: a ratio outside [0, 1], a negative size, or neither given.
     """
 
     hh_ratio: float | None = None
     recent_ratio: float | None = None
     hh_size: int | None = None
     recent_size: int | None = None
+    rule: str = DEFAULT_RULE
 
     def __post_init__(self):
-        given = {name: value for name, value in asdict(self).items() if value is not None}
+        given = {name: value for name, value in asdict(self).items() if name != "rule" and value is not None}
         if not given:
             raise UserError("a KV budget needs a ratio or a size; leave it out for a full cache")
         for name, value in given.items():
@@ -48,16 +52,18 @@ class KVBudget:
                 raise UserError(f"`{name}` must lie in [0, 1], not {value}{percent}")
             if name.endswith("size") and not (value >= 0 and value % 1 == 0):
                 raise UserError(f"`{name}` must be a whole number of slots, 0 or more, not {value}")
+        if not isinstance(self.rule, str):
+            raise UserError(f"the rule of a KV budget is a name, not {self.rule!r}")
 
     @classmethod
-    def from_ratio(cls, hh_ratio: float, recent_ratio: float | None = None) -> KVBudget:
+    def from_ratio(cls, hh_ratio: float, recent_ratio: float | None = None, rule: str = DEFAULT_RULE) -> KVBudget:
         """Slots as fractions of the longest prompt; `recent_ratio` defaults to `hh_ratio`."""
-        return cls(hh_ratio=hh_ratio, recent_ratio=recent_ratio)
+        return cls(hh_ratio=hh_ratio, recent_ratio=recent_ratio, rule=rule)
 
     @classmethod
-    def from_size(cls, heavy: int, recent: int | None = None) -> KVBudget:
+    def from_size(cls, heavy: int, recent: int | None = None, rule: str = DEFAULT_RULE) -> KVBudget:
         """Slots given directly; `recent` defaults to `heavy`."""
-        return cls(hh_size=heavy, recent_size=recent)
+        return cls(hh_size=heavy, recent_size=recent, rule=rule)
 
     def slots(self, longest_prompt: int) -> tuple[int, int]:
         """(heavy, recent) for a job whose longest prompt has `longest_prompt` tokens.
@@ -164,7 +170,8 @@ def given_policy(
         try:
             policy, slots = Policy.from_dict(data), data.get("kv_budget")
             if slots is not None:
-                kv_budget = kv_budget or KVBudget.from_size(slots["heavy"], slots["recent"])
+                found = KVBudget.from_size(slots["heavy"], slots["recent"], slots.get("rule", DEFAULT_RULE))
+                kv_budget = kv_budget or found
         except UserError as e:
             raise UserError(f"the policy {path}: {e}") from None
         except (TypeError, KeyError):

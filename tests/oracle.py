@@ -58,6 +58,10 @@ def choose_evicted(kept: set[int], score, now: int, heavy: int, recent: int) -> 
     return outside[0], gap
 
 
+#: rule -> (what prefill keeps, what goes after a step)
+CHOICES = {"h2o": (choose_kept, choose_evicted)}
+
+
 def fresh_rotary(model):
     """A new rotary module of a transformers model, None if it has none: with dynamic RoPE a used one remembers the
     longest text that it has seen."""
@@ -123,10 +127,12 @@ class Oracle:
         max_tokens: int,
         heavy: int | None = None,
         recent: int | None = None,
+        rule: str = "h2o",
         forced: list[int] | None = None,
     ) -> Trace:
         """The most likely tokens, or those of `forced`; `margins` are then how far each is above the best other."""
         L, KV = self.layers, self.kv_heads
+        self.choose_kept, self.choose_evicted = CHOICES[rule]
         self.heavy, self.recent, self.trace = heavy, recent, Trace(evicted=[[0] * KV for _ in range(L)])
         self.rotary = fresh_rotary(self.model)
         self.k = [None] * L
@@ -181,7 +187,7 @@ class Oracle:
         each = [torch.softmax((q @ k.T / q.shape[-1] ** 0.5).masked_fill(future, float("-inf")), -1) for q in group]
         if self.heavy is not None:
             score = sum(p.sum(0) for p in each).tolist()
-            kept, gap = choose_kept(score, self.heavy, self.recent)
+            kept, gap = self.choose_kept(score, self.heavy, self.recent)
             self.trace.slack = min(self.trace.slack, gap)
             self.trace.evicted[layer][h] += n - len(kept)
             self.kept[layer][h] = kept
@@ -200,7 +206,7 @@ class Oracle:
             given = sum(each).tolist()
             for j in kept:
                 score[j] = score.get(j, 0.0) + given[j]
-            goes, gap = choose_evicted(kept, score, now, self.heavy, self.recent)
+            goes, gap = self.choose_evicted(kept, score, now, self.heavy, self.recent)
             if goes is not None:
                 kept.remove(goes)
                 self.trace.slack = min(self.trace.slack, gap)

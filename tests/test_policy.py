@@ -168,6 +168,18 @@ def test_a_budget_that_cannot_be_is_refused(values):
         KVBudget(**values)
 
 
+@pytest.mark.parametrize("rule", [None, 3, ["h2o"]])
+def test_the_rule_of_a_budget_is_a_name(rule):
+    with pytest.raises(UserError, match="is a name"):
+        KVBudget.from_size(4, rule=rule)
+
+
+def test_a_budget_that_names_no_rule_is_h2o_in_policy_files_too(tmp_path):
+    """Files of before there was a choice name none."""
+    (tmp_path / "p.json").write_text(json.dumps({"policy": {}, "kv_budget": {"heavy": 5, "recent": 3}}))
+    assert given_policy(tmp_path / "p.json")[1] == KVBudget(hh_size=5, recent_size=3, rule="h2o")
+
+
 # the plan's verdict
 
 

@@ -164,18 +164,18 @@ class Tiny:
         rng = random.Random(f"{self.name} {seed}")
         return [[rng.randrange(self.vocab_size) for _ in range(n)] for n in lengths]
 
-    def reference(self, prompt: list[int], max_tokens: int, heavy=None, recent=None) -> Trace:
-        key = (tuple(prompt), max_tokens, heavy, recent)
+    def reference(self, prompt: list[int], max_tokens: int, heavy=None, recent=None, rule="h2o") -> Trace:
+        key = (tuple(prompt), max_tokens, heavy, recent, rule)
         if key not in self._references:
-            self._references[key] = self.oracle.generate(prompt, max_tokens, heavy, recent)
+            self._references[key] = self.oracle.generate(prompt, max_tokens, heavy, recent, rule)
         return self._references[key]
 
-    def references(self, prompts, max_tokens: int, heavy=None, recent=None) -> list[Trace]:
-        return [self.reference(p, max_tokens, heavy, recent) for p in prompts]
+    def references(self, prompts, max_tokens: int, *budget) -> list[Trace]:
+        return [self.reference(p, max_tokens, *budget) for p in prompts]
 
     def clear_cut_prompts(self, lengths, max_tokens: int, budgets=((None, None),)) -> list[list[int]]:
         """Prompts of these lengths for which no decision of the reference is a close call, under any of the
-        (heavy, recent) budgets."""
+        (heavy, recent) or (heavy, recent, rule) budgets."""
         return [self._clear_cut(n, place, max_tokens, budgets) for place, n in enumerate(lengths)]
 
     def _clear_cut(self, length: int, place: int, max_tokens: int, budgets) -> list[int]:

@@ -50,7 +50,7 @@ class Report:
     dtype: str
     workload: dict[str, int]  # num_prompts, prompt_len, gen_len
     policy: dict
-    kv_budget: dict[str, int] | None  # heavy and recent slots; None for a full cache
+    kv_budget: dict | None  # heavy and recent slots, and the rule's name; None for a full cache
     prefill: dict  # seconds, tokens_per_s, bytes_moved
     decode: dict
     total: dict[str, float]  # seconds, generated_tokens, tokens_per_s
@@ -78,7 +78,7 @@ class Report:
             dtype=dtype_name(model.dtype),
             workload={"num_prompts": len(sequences), "prompt_len": work.longest, "gen_len": work.gen_len},
             policy=asdict(job.policy),
-            kv_budget=None if rule.budget is None else {"heavy": rule.heavy, "recent": rule.recent},
+            kv_budget=rule.to_dict(),
             **phases,
             total={"seconds": seconds, "generated_tokens": generated, "tokens_per_s": _rate(generated, seconds)},
             peak_memory_bytes=_peak_bytes(device, planned["cpu"], stores.transport.disk_bytes()),

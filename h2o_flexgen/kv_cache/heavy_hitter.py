@@ -23,14 +23,7 @@ class HeavyHitterCache(FixedRule):
         recent: slots for the last tokens, the newest included.
     """
 
-    heavy: int
-    recent: int
-
     name = "h2o"
-
-    @property
-    def budget(self) -> int:
-        return self.heavy + self.recent
 
     def prompt_scores(self, score: Tensor, position: Tensor, lengths: Tensor) -> Tensor:
         return score.masked_fill(position >= lengths - self.recent, float("inf"))

@@ -6,6 +6,7 @@ head.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -33,6 +34,10 @@ class CacheRule:
     @property
     def budget(self) -> int | None:
         """Tokens that are kept at most; None: all."""
+        return None
+
+    def to_dict(self) -> dict | None:
+        """The KV budget as policy files and reports have it; None: all tokens are kept."""
         return None
 
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
@@ -64,15 +69,26 @@ class CacheRule:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
 class FixedRule(CacheRule):
-    """Keeps `budget` tokens per sequence and KV head, with the score and the position of each.
+    """Keeps `heavy` + `recent` tokens per sequence and KV head, with the score and the position of each.
 
     There is one slot more than the budget: the token that must go is chosen when the next one comes, and the new token
     takes its slot. So a step writes one slot per head, and no token ever moves. A rule says by three methods who stays.
     """
 
+    heavy: int
+    recent: int
+
     growth = "fixed"
     metadata = (("score", torch.float32), ("position", torch.int32))
+
+    @property
+    def budget(self) -> int:
+        return self.heavy + self.recent
+
+    def to_dict(self) -> dict:
+        return {"heavy": self.heavy, "recent": self.recent, "rule": self.name}
 
     def prompt_scores(self, score: Tensor, position: Tensor, lengths: Tensor) -> Tensor:
         """(B, KV, T): of a prompt's tokens those with the highest stay, of equal ones the earlier. `score` (B, KV, T)
@@ -80,12 +96,13 @@ class FixedRule(CacheRule):
         raise NotImplementedError
 
     def step_scores(self, score: Tensor, received: Tensor) -> Tensor:
-        """The scores (B, KV, S) after a step in which the tokens received this attention (B, KV, S)."""
+        """The scores (B, KV, S) after a step in which the tokens received this attention (B, KV, S); it may write to
+        `score`."""
         raise NotImplementedError
 
     def victim_scores(self, score: Tensor, position: Tensor, newest: Tensor) -> Tensor:
-        """(B, KV, S): the token with the lowest goes, of equal ones the earlier. score and position (B, KV, S), newest
-        (B, 1, 1) the position of the newest token."""
+        """(B, KV, S), a tensor of its own: the token with the lowest goes, of equal ones the earlier. score and
+        position (B, KV, S), newest (B, 1, 1) the position of the newest token."""
         raise NotImplementedError
 
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:

@@ -172,7 +172,7 @@ class CostModel:
         """Seconds of one sequence in one layer."""
         spec = self.shapes.spec
         heads, group = (spec.heads, 1) if phase == "prefill" else (spec.kv_heads, spec.groups)
-        return self.profile.attention[phase][self.shapes.rule.name].seconds(work, heads, spec.head_dim, group)
+        return self.profile.attention_rates(phase, self.shapes.rule.name).seconds(work, heads, spec.head_dim, group)
 
     def _head_compute(self, rows: list[int], streamed: float) -> float:
         """From the last hidden states to tokens. `rows`: sequences that go through the head together."""

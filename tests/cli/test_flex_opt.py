@@ -21,7 +21,7 @@ REPORT = {
     "dtype": str,
     "workload": {"num_prompts": int, "prompt_len": int, "gen_len": int},
     "policy": dict,
-    "kv_budget": {"heavy": int, "recent": int},
+    "kv_budget": {"heavy": int, "recent": int, "rule": str},
     "prefill": {"seconds": float, "tokens_per_s": float, "bytes_moved": MOVED},
     "decode": {"seconds": float, "tokens_per_s": float, "bytes_moved": MOVED},
     "total": {"seconds": float, "generated_tokens": int, "tokens_per_s": float},
@@ -56,7 +56,7 @@ def test_the_report_has_exactly_the_fields_of_the_contract(cli, model, tmp_path,
     assert found["model"] == str(model) and found["device"] == "cpu" and found["dtype"] == "float32"
     assert found["workload"] == {"num_prompts": 3, "prompt_len": 10, "gen_len": 5}
     assert Policy.from_dict(found["policy"]) == Policy(2, 2, tuple(map(float, tier)))
-    assert found["kv_budget"] == ({"heavy": 3, "recent": 2} if budget else None)
+    assert found["kv_budget"] == ({"heavy": 3, "recent": 2, "rule": "h2o"} if budget else None)
     total = found["total"]
     assert total["generated_tokens"] == 15
     assert total["seconds"] == pytest.approx(found["prefill"]["seconds"] + found["decode"]["seconds"])

@@ -1,0 +1,163 @@
+"""The recipes in docs/, followed to the letter: their code makes a model family and a cache rule that work."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from types import ModuleType
+
+import oracle
+import pytest
+import torch
+import zoo
+from cli_tools import FP32
+from machines import ROOT, T4, laptop, planner_of
+from test_parity import BUDGET, LENGTHS, PLACEMENTS, assert_same
+
+from h2o_flexgen import LLM, KVBudget, UserError, kv_cache, policy_search
+from h2o_flexgen.kv_cache import RULES
+from h2o_flexgen.models import registry
+from h2o_flexgen.offload.device import Device
+from h2o_flexgen.planning.memory import Resources
+from h2o_flexgen.profiling.compute import Scale, attention_call, smallest_attention
+from h2o_flexgen.sizes import Workload
+
+pytest_plugins = ["cli_tools"]
+
+
+def blocks(document: str) -> dict[str, str]:
+    """{file: code} of a document's Python blocks that begin with the name of a file."""
+    text = (ROOT / "docs" / document).read_text()
+    return dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.DOTALL))
+
+
+def added(code: str, module: ModuleType) -> dict:
+    """The names of a file after a block was added to it; the module itself stays as it is."""
+    names = dict(vars(module))
+    exec(code, names)
+    return names
+
+
+def new_module(patch: pytest.MonkeyPatch, name: str, code: str) -> ModuleType:
+    made = ModuleType(name)
+    patch.setitem(sys.modules, name, made)
+    exec(compile(code, name, "exec"), vars(made))
+    return made
+
+
+# a model family
+
+MODEL = blocks("adding-a-model.md")
+NEW_ZOO = added(MODEL["tests/zoo.py"], zoo)["VARIANTS"]["stablelm"]
+
+
+@pytest.fixture(scope="module")
+def family():
+    with pytest.MonkeyPatch.context() as patch:
+        made = new_module(patch, "h2o_flexgen.models.stablelm", MODEL["h2o_flexgen/models/stablelm.py"])
+        named = added(MODEL["h2o_flexgen/models/registry.py"], registry)["FAMILIES"]
+        patch.setattr(registry, "FAMILIES", (*registry.FAMILIES, *named[1:]))
+        patch.setattr(oracle, "ORACLES", added(MODEL["tests/oracle.py"], oracle)["ORACLES"])
+        for name, changes in NEW_ZOO.items():
+            patch.setitem(zoo.FAMILY, name, "stablelm")
+            patch.setitem(zoo.CONFIGS, name, {**zoo.LLAMA, **changes})
+        registry._named.cache_clear()
+        yield made
+    registry._named.cache_clear()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", NEW_ZOO)
+def test_the_new_family_gives_the_tokens_of_transformers_and_with_h2o_of_the_oracle(family, tiny, run, name, placement):
+    model = tiny(name)
+    prompts = model.clear_cut_prompts(LENGTHS, 20, [(None, None), BUDGET])
+    outputs = run(model, prompts, 20, **PLACEMENTS[placement])
+    assert [o.token_ids for o in outputs] == [model.transformers(p, 20)[0] for p in prompts]
+    assert_same(run(model, prompts, 20, BUDGET, **PLACEMENTS[placement]), model.references(prompts, 20, *BUDGET))
+
+
+def test_the_new_family_has_the_parameters_of_its_published_checkpoint(family):
+    spec = registry.named_spec("stablelm-3b-4e1t")
+    shapes = {name: shape for layer in family.tensors(spec) for name, shape in layer.shapes.items()}
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 2_795_443_200
+
+
+def test_the_new_family_refuses_what_it_does_not_compute(family):
+    config = zoo.LLAMA | {"model_type": "stablelm", "hidden_size": 32}
+    assert registry.spec_of(config).rope is not None
+    with pytest.raises(UserError, match="qk_layernorm"):
+        registry.spec_of(config | {"qk_layernorm": True})
+
+
+# a cache rule
+
+RULE = blocks("adding-a-rule.md")
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    """The rule's class, registered."""
+    code = RULE["h2o_flexgen/kv_cache/mean.py"]
+    found = new_module(monkeypatch, "h2o_flexgen.kv_cache.mean", code).MeanAttentionCache
+    rules = added(RULE["h2o_flexgen/kv_cache/__init__.py"], kv_cache)["RULES"]
+    assert rules == {**RULES, "mean": found}
+    monkeypatch.setitem(RULES, "mean", found)
+    monkeypatch.setattr(oracle, "CHOICES", added(RULE["tests/oracle.py"], oracle)["CHOICES"])
+    return found
+
+
+def test_the_test_of_the_new_rule_passes(rule, monkeypatch, tiny, run):
+    test = new_module(monkeypatch, "test_mean", RULE["tests/kv_cache/test_mean.py"])
+    test.test_tokens_are_those_of_the_oracle(tiny, run)
+
+
+def test_the_new_rule_is_measured_beside_h2o(rule, tiny, capsys):
+    model = tiny()
+    code = RULE["measure.py"]
+    given = re.search("(?m)^model, texts, prompt_len, slots = .*$", code)[0]
+    names = {"model": str(model.folder), "texts": model.prompts([40, 40]), "prompt_len": 20, "slots": 4}
+    exec(code.replace(given, ""), names)
+    mean = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert list(mean) == ["h2o", "mean"]
+    assert len(set(mean.values())) == 2 and all(float(value) < 0 for value in mean.values())
+
+
+def test_the_new_rule_is_an_option_that_reports_and_policy_files_keep(rule, cli, model, tmp_path):
+    report, policy = tmp_path / "report.json", tmp_path / "policy.json"
+    job = ("--model", model, *FP32, "--prompt-len", 20, "--gen-len", 3, "--num-prompts", 2, "--report", report)
+    budget = {"heavy": 4, "recent": 4, "rule": "mean"}
+    code, out, err = cli(*job, "--hh-ratio", 0.2, "--kv-rule", "mean")
+    assert code == 0, err
+    assert "4 heavy + 4 recent slots (mean)" in out
+    assert json.loads(report.read_text())["kv_budget"] == budget
+    policy.write_text(json.dumps({"policy": {}, "kv_budget": budget}))
+    assert LLM(str(model), str(policy)).kv_budget == KVBudget.from_size(4, 4, "mean")
+
+
+def test_the_search_hands_the_new_rule_on(rule, capsys, tmp_path):
+    (tmp_path / "laptop.json").write_text(laptop().to_json())
+    job = ("--model", "facebook/opt-1.3b", "--num-prompts", "8", "--hardware", str(tmp_path / "laptop.json"), "--json")
+    assert policy_search.main([*job, "--hh-ratio", "0.2", "--kv-rule", "mean"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["kv_budget"]["rule"] == "mean"
+    assert "--kv-rule mean" in result["command"]
+    assert policy_search.main([*job, "--hh-ratio", "auto", "--kv-rule", "mean"]) == 2
+    assert "--hh-ratio auto is for --kv-rule h2o" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("profile", [laptop(), T4], ids=["cpu", "cuda"])
+def test_a_profile_that_has_not_measured_the_new_rule_predicts_it_as_h2o(rule, profile):
+    def predicted(name: str):
+        planner = planner_of(profile, "facebook/opt-6.7b")
+        job, resources = Workload((512,) * 32, 32), Resources.of(profile, dict.fromkeys(("gpu", "cpu", "disk")))
+        return planner.choose(job, resources, kv_budget=KVBudget.from_ratio(0.2, rule=name)).prediction
+
+    assert predicted("mean") == predicted("h2o")
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_machine_that_is_measured_anew_measures_the_new_rule(rule, phase):
+    case = smallest_attention("mean", Scale())
+    assert isinstance(case.rule, rule)
+    attention_call(Device("cpu"), torch.float32, phase, case)()
