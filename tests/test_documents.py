@@ -18,8 +18,6 @@ from bench.tables import DOCUMENTS
 pytest_plugins = ["cli_tools"]
 
 ALL = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-#: sub-commands of the console command, and the modules that they are
-MODULES = {"generate": "flex_opt", "plan": "plan", "search": "policy_search", "hardware": "hardware"}
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
@@ -79,12 +77,13 @@ def test_links_lead_somewhere(path):
 
 @each(ALL)
 def test_commands_name_options_that_exist(path):
-    for words in commands(path, r"(?:\.venv/bin/)?python -m h2o_flexgen\.|h2o-flexgen "):
+    for words in commands(path, r"(?:\.venv/bin/)?python -m h2o_flexgen\.\w|h2o-flexgen [a-z]"):
         if words[0] == "h2o-flexgen":
-            module, argv = MODULES[words[1]], words[2:]
+            sub_commands = importlib.import_module("h2o_flexgen.main").COMMANDS
+            module, argv = f"h2o_flexgen.{sub_commands[words[1]][0]}", words[2:]
         else:
-            module, argv = words[2].removeprefix("h2o_flexgen."), words[3:]
-        parser = importlib.import_module(f"h2o_flexgen.{module}").make_parser()
+            module, argv = words[2], words[3:]
+        parser = importlib.import_module(module).make_parser()
         if argv not in ([], ["--help"]):  # named alone, between backticks
             parser.parse_args(argv)
 
@@ -99,7 +98,9 @@ def test_commands_name_scripts_that_exist(path):
 
 
 def test_the_transcript_is_of_the_demo():
-    shown = re.search(r"<!-- transcript demo -->\n```\n(.*?)```\n<!-- end -->", (ROOT / "README.md").read_text(), re.S)
+    shown = re.search(
+        r"<!-- transcript demo -->\n```\w*\n(.*?)```\n<!-- end -->", (ROOT / "README.md").read_text(), re.S
+    )
     assert re.findall(r"^\$ (.*)$", shown[1], re.M) == ["bash scripts/demo.sh"]
 
 
