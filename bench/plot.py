@@ -10,31 +10,51 @@ import textwrap
 import matplotlib
 
 from bench.common import ROOT, stored
-from bench.tables import cap_text, job_text, machine_text, rows_measured
+from bench.tables import FULL, H2O, cap_text, gain_text, job_text, machine_text, medians, rows_measured
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
+
+#: of the systems' bars, in their order: grey for the others
+COLOURS = {
+    "transformers": "#d0d0d0",
+    "Accelerate": "#a8a8a8",
+    "ZeRO-Inference": "#808080",
+    "FlexGen": "#585858",
+    FULL: "#8fbbe0",
+    H2O: "#d9480f",
+}
+#: of a bar, in units of a row
+WIDTH = 0.17
 
 
 def plot_throughput(rows: list[dict]) -> None:
-    """Generated tokens/s of every system, a group of bars for each row, batches on them."""
-    systems = list(dict.fromkeys(system for data in rows for system in data["systems"]))
-    width = 0.8 / len(systems)
-    fig, ax = plt.subplots(figsize=(2.5 + 2 * len(rows), 4.5), layout="constrained")
-    for n, system in enumerate(systems):
-        found = [data["systems"].get(system, {}) for data in rows]
-        places = [x + (n - len(systems) / 2 + 0.5) * width for x in range(len(rows))]
-        rates = [f.get("tokens_per_s", {"median": 0})["median"] for f in found]
-        drawn = ax.bar(places, rates, width, label=system)
-        ax.bar_label(drawn, [f.get("batch", "") for f in found], fontsize=7)
-    labels = [
-        f"{job_text(d['job'])}\ncap: {cap_text(d['job'])}\n{textwrap.fill(machine_text(d['machine']), 24)}"
-        for d in rows
-    ]
-    ax.set_xticks(range(len(rows)), labels, fontsize=8)
-    ax.set_ylabel("generated tokens/s (batch on the bar)")
-    fig.legend(fontsize=8, ncols=len(systems), loc="outside upper center")
+    """Generated tokens/s of every system, a group of bars for each row; above it H2O over the best other system."""
+    fig, ax = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    for x, data in enumerate(rows):
+        found = medians(data)
+        rates = {name: found[name] for name in COLOURS if name in found}
+        places = [x + (n - (len(rates) - 1) / 2) * WIDTH for n in range(len(rates))]
+        bars = ax.bar(places, rates.values(), WIDTH * 0.92, color=[COLOURS[name] for name in rates])
+        ax.bar_label(bars, [f"{rate:.1f}" for rate in rates.values()], fontsize=8, color="#444444")
+        ours = {"color": COLOURS[H2O], "weight": "bold", "ha": "center"}
+        ax.annotate(gain_text(found), (places[-1], max(rates.values())), (0, 14), textcoords="offset points", **ours)
+    labels = [f"{job_text(data['job'])} tokens\nin {ram_text(data)} of memory" for data in rows]
+    ax.set_xticks(range(len(rows)), labels, fontsize=9)
+    ax.set_ylabel("generated tokens per second")
+    ax.set_title("Models larger than memory, two CPU cores. Bold: H2O over the best other system", fontsize=11)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.margins(y=0.12)
+    shown = [name for name in COLOURS if any(name in medians(data) for data in rows)]
+    patches = [Patch(color=COLOURS[name]) for name in shown]
+    fig.legend(patches, shown, loc="outside lower center", ncols=len(shown), fontsize=9, frameon=False)
     fig.savefig(ROOT / "docs" / "throughput.png", dpi=120)
+
+
+def ram_text(data: dict) -> str:
+    """The memory of a row's runs: the cap, or all that the machine has."""
+    return f"{data['job']['cap_gib'] or data['machine']['ram_gib']:g} GiB"
 
 
 def plot_frontier(data: dict) -> None:

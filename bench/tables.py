@@ -76,17 +76,25 @@ def systems_of(rows: list[dict]) -> list[dict]:
     return [{"job": job_text(data["job"]), "name": n} | s for data in rows for n, s in data["systems"].items()]
 
 
+def medians(data: dict) -> dict[str, float]:
+    """Tokens/s of every system of a row that came to its end."""
+    return {name: s["tokens_per_s"]["median"] for name, s in data["systems"].items() if s["runs"]}
+
+
+def gain_text(rates: dict[str, float]) -> str:
+    """H2O over the best other system, from `medians`."""
+    best = max((rate for name, rate in rates.items() if name not in (FULL, H2O)), default=None)
+    return f"{rates[H2O] / best:.1f}x" if best and H2O in rates else "-"
+
+
 def throughput(rows: list[dict]) -> str:
     """A line for each row: median tokens/s of every system, in brackets its batch."""
     peers = list(dict.fromkeys(name for data in rows for name in data["systems"] if name not in (FULL, H2O)))
     lines = []
     for data in rows:
-        ran = {name: s for name, s in data["systems"].items() if s["runs"]}
-        rates = {name: s["tokens_per_s"]["median"] for name, s in ran.items()}
-        cells = [f"{rates[name]:.1f} ({ran[name]['batch']})" if name in ran else "-" for name in (*peers, FULL, H2O)]
-        best = max((rates[name] for name in peers if name in rates), default=None)
-        gain = f"{rates[H2O] / best:.1f}x" if best and H2O in rates else "-"
-        lines.append([job_text(data["job"]), cap_text(data["job"]), *cells, gain])
+        rates, batches = medians(data), {name: s["batch"] for name, s in data["systems"].items()}
+        cells = [f"{rates[name]:.1f} ({batches[name]})" if name in rates else "-" for name in (*peers, FULL, H2O)]
+        lines.append([job_text(data["job"]), cap_text(data["job"]), *cells, gain_text(rates)])
     return markdown(["model, prompt + output", "memory cap", *peers, FULL, H2O, "H2O over the best peer"], lines)
 
 

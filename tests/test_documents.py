@@ -1,18 +1,57 @@
-"""README and docs say what the results say, and point to what is there."""
+"""README and docs say what the results say, point to what is there, and name commands and code that run."""
 
+import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
+from cli_tools import TINY, write_model
 
 from bench import tables
 from bench.common import RESULTS, ROOT
 from bench.tables import DOCUMENTS
 
+pytest_plugins = ["cli_tools"]
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+ALL = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def each(paths: list[Path]):
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.name)
+
+
+def written_by_hand(path: Path) -> str:
+    """A document without its tables of results, whose commands are those of their day."""
+    return re.sub(r"<!-- table .*?<!-- end -->", "", path.read_text(), flags=re.S)
+
+
+def commands(path: Path, begins: str) -> list[list[str]]:
+    """The words of all commands that begin with a pattern, in code blocks and between backticks."""
+    text = written_by_hand(path).replace("\\\n", " ")
+    lines = re.findall(rf"^(?:\$ )?((?:{begins}).*)$", text, re.M)
+    inline = re.findall(rf"`((?:{begins})[^`\n]*)`", text)
+    return [shlex.split(line, comments=True) for line in lines + inline]
+
+
+def python_blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.M | re.S)
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_the_readme_is_read_in_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@each(DOCUMENTS)
 def test_tables_are_made_from_the_results(path):
     text = path.read_text()
     assert tables.fill(text) == text, "run python -m bench.tables"
@@ -24,6 +63,72 @@ def test_every_result_stands_in_a_table():
     assert {"throughput" if name.startswith("throughput") else name for name in files} <= shown
 
 
+@each(ALL)
+def test_links_lead_somewhere(path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in map(slug, re.findall(r"^#+ (.*)$", target.read_text(), re.M)), link
+
+
+@each(ALL)
+def test_commands_name_options_that_exist(path):
+    for words in commands(path, r"(?:\.venv/bin/)?python -m h2o_flexgen\.\w|h2o-flexgen [a-z]"):
+        if words[0] == "h2o-flexgen":
+            sub_commands = importlib.import_module("h2o_flexgen.main").COMMANDS
+            module, argv = f"h2o_flexgen.{sub_commands[words[1]][0]}", words[2:]
+        else:
+            module, argv = words[2], words[3:]
+        parser = importlib.import_module(module).make_parser()
+        if argv not in ([], ["--help"]):  # named alone, between backticks
+            parser.parse_args(argv)
+
+
+@each(ALL)
+def test_commands_name_scripts_that_exist(path):
+    for words in commands(path, r"bash scripts/|(?:\.venv/bin/)?python (?:scripts/|-m bench\.)"):
+        script = words[1] if words[1] != "-m" else f"{words[2].replace('.', '/')}.py"
+        assert (ROOT / script).is_file(), words
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert {words[1] for words in commands(path, "make [a-z]+ *(?=$|#|`)")} <= set(targets)
+
+
+def test_the_transcript_is_of_the_demo():
+    shown = re.search(
+        r"<!-- transcript demo -->\n```\w*\n(.*?)```\n<!-- end -->", (ROOT / "README.md").read_text(), re.S
+    )
+    assert re.findall(r"^\$ (.*)$", shown[1], re.M) == ["bash scripts/demo.sh"]
+
+
+@each(ALL)
+def test_code_can_be_compiled(path):
+    for block in python_blocks(path):
+        compile(block, path.name, "exec")
+
+
+@pytest.fixture(scope="module")
+def talker(texts, tmp_path_factory) -> Path:
+    """The tiny model with room for long texts and a chat template."""
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    shutil.copytree(texts, folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return write_model(folder, config=TINY | {"vocab_size": 300, "max_position_embeddings": 1024})
+
+
+@each([path for path in ALL if any('LLM("' in block for block in python_blocks(path))])
+def test_code_that_uses_a_model_runs(path, talker, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for block in [block for block in python_blocks(path) if 'LLM("' in block]:
+        code = re.sub(r'LLM\("[^"]+"', f'LLM("{talker}", dtype="float32"', block)
+        exec(compile(code, path.name, "exec"), {})
+        assert capsys.readouterr().out
+
+
 def test_an_old_python_is_refused_before_anything_is_set_up(tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     argv = ["bash", tmp_path / "scripts" / "demo.sh"]
@@ -33,19 +138,10 @@ def test_an_old_python_is_refused_before_anything_is_set_up(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name)
-def test_links_lead_somewhere(path):
-    links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
-    local = [link for link in links if "://" not in link]
-    assert [link for link in local if not (path.parent / link).exists()] == []
-
-
 @pytest.mark.parametrize(
     "path", [*(ROOT / "scripts").glob("*.py"), *(ROOT / "bench").rglob("*.py")], ids=lambda p: p.name
 )
 def test_measuring_code_reads_no_private_name_of_the_package(path):
-    if path.name == "train_demo_model.py":
-        return
     private = re.findall(r"(?:llm|engine|weights|Engine|LLM|hardware|opt)\._[a-z]\w*", path.read_text())
     imported = re.findall(r"from h2o_flexgen[\w.]* import .*\b_[a-z]\w*", path.read_text())
     assert private == imported == []

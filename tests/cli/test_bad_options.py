@@ -95,11 +95,13 @@ def test_an_empty_budget(refused, model, options):
 
 
 def test_an_unknown_cache_rule_or_one_without_a_budget(refused, model, tmp_path):
-    assert "choose from" in refused("--model", model, *SHORT, "--hh-ratio", 0.2, "--kv-rule", "full")
+    assert "unknown --kv-rule 'full'; known: h2o" in refused(
+        "--model", model, *SHORT, "--hh-ratio", 0.2, "--kv-rule", "full"
+    )
     assert "give one too, such as --hh-ratio" in refused("--model", model, *SHORT, "--kv-rule", "h2o")
     policy = tmp_path / "policy.json"
     policy.write_text('{"policy": {}, "kv_budget": {"heavy": 2, "recent": 2, "rule": "best"}}')
-    assert "unknown KV cache rule 'best'; known: h2o" in refused("--model", model, *SHORT, "--policy", policy)
+    assert "unknown --kv-rule 'best'; known: h2o" in refused("--model", model, *SHORT, "--policy", policy)
 
 
 @pytest.mark.parametrize("option, value", [("--device", "tpu"), ("--device", "meta"), ("--device", "cuda:99")])
