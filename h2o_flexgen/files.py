@@ -1,9 +1,13 @@
-"""Reading and writing files that a user names."""
+"""Files that a user names, and what is kept between jobs."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
@@ -38,3 +42,45 @@ def write_text(name: str, path: str, text: str) -> None:
         Path(path).write_text(text)
     except OSError as e:
         raise UserError(f"cannot write {name} {path}: {e.strerror}") from None
+
+
+def cache_root() -> Path:
+    """The folder for what is kept between jobs. Raises UserError if there is none."""
+    if home := os.environ.get("H2O_FLEXGEN_HOME"):
+        return Path(home)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen"
+    except RuntimeError:
+        raise UserError("this user has no home folder: name one for what is kept in H2O_FLEXGEN_HOME") from None
+
+
+def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> Path:
+    """The folder of what `make(folder)` makes of some files: made once, and kept until one of the files changes.
+
+    Two processes that want the same make it once; one that is killed leaves nothing that another would take as whole.
+
+    Args:
+        kind: what is made of the files.
+
+    Raises:
+        OSError: the folder cannot be written; and what `make` raises.
+    """
+    key = hashlib.sha256(kind.encode())
+    for source in sources:
+        stat = source.stat()
+        key.update(f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
+    root = cache_root() / "converted"
+    target, partial = root / key.hexdigest()[:16], root / "partial"
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(root / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            partial.mkdir()
+            try:
+                make(partial)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            partial.rename(target)
+    return target

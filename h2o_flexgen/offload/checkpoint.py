@@ -7,6 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,14 +17,16 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.gguf import is_gguf
 from h2o_flexgen.models.source import weight_files
-from h2o_flexgen.offload.convert import converted
+from h2o_flexgen.models.spec import Layer
+from h2o_flexgen.offload.convert import to_safetensors
 from h2o_flexgen.offload.device import as_numpy, convert, copy
 from h2o_flexgen.offload.disk import DiskIO, File, wait
+from h2o_flexgen.progress import bar
 from h2o_flexgen.sizes import PAGE, aligned
 
 #: elements that are read at once where a tensor must be converted or checked
@@ -60,20 +63,24 @@ class Stored:
 
 
 class Checkpoint:
-    """The tensors of a model folder. Methods take full names, such as "model.decoder.layers.0.fc1.weight".
+    """The tensors of a model. Methods take full names, such as "model.decoder.layers.0.fc1.weight".
+
+    Args:
+        path: a folder, or a GGUF file.
+        layers, dtype: as for `convert.to_safetensors`.
 
     Attributes:
         tensors: by their names in the files.
 
     Raises:
-        UserError: no weights, or a file that is missing, cut short, or no safetensors file.
+        UserError: no weights, or a file that is missing, cut short, or of another format.
     """
 
-    def __init__(self, folder: Path, progress: bool = True):
-        self.folder = folder
+    def __init__(self, path: Path, layers: Seq[Layer] = (), dtype: torch.dtype = torch.float32, progress: bool = True):
+        self.path = path
         self.tensors: dict[str, Stored] = {}
-        for path in _shards(folder, progress):
-            self.add_file(path)
+        for file in to_safetensors(_files(path), layers, dtype, progress):
+            self.add_file(file)
 
     def add_file(self, path: Path) -> None:
         """Index the tensors of a safetensors file."""
@@ -111,7 +118,7 @@ class Checkpoint:
                 problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
             else:
                 continue
-            raise UserError(f"the checkpoint {self.folder} has {problem}")
+            raise UserError(f"the checkpoint {self.path} has {problem}")
 
     def check_tied(self, embedding: str, head: str) -> None:
         """Raises UserError if a head that the config ties to the embedding is a tensor of its own, which transformers
@@ -119,7 +126,7 @@ class Checkpoint:
         words, own = self.find(embedding), self.tensors.get(head)
         if own is not None and not words.equals(own):
             raise UserError(
-                f"the checkpoint {self.folder} has a head {head!r} that is not its embedding, though the config ties "
+                f"the checkpoint {self.path} has a head {head!r} that is not its embedding, though the config ties "
                 "them: set tie_word_embeddings to false in its config.json"
             )
 
@@ -250,16 +257,16 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
-def bar_of_bytes(what: str, total: int, progress: bool) -> tqdm:
+def bar_of_bytes(what: str, total: int, progress: bool):
     """A progress bar that is removed when it is full; `progress`: show it."""
-    return tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not progress, leave=False)
+    return bar(desc=what, total=total, unit="B", show=progress)
 
 
-def _shards(folder: Path, progress: bool) -> list[Path]:
-    files = weight_files(folder)
+def _files(path: Path) -> list[Path]:
+    files = [path] if is_gguf(path) else weight_files(path)
     if not files:
-        raise UserError(f"no weights in {folder}: expected model.safetensors or pytorch_model.bin, whole or sharded")
+        raise UserError(f"no weights in {path}: expected *.safetensors, pytorch_model.bin or one .gguf file")
     for file in files:
         if not file.exists():
             raise UserError(f"the shard {file} is missing; download it again")
-    return converted(files, progress) if files[0].suffix == ".bin" else files
+    return files

@@ -1,73 +1,73 @@
-"""Conversion of `.bin` checkpoints into safetensors, which can be streamed: once, a part at a time."""
+"""Conversion into safetensors, which can be streamed, of `.bin` checkpoints and GGUF files: once, a part at a time."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import shutil
 import zipfile
-from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from tqdm import tqdm
 
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.offload.disk import cache_root
+from h2o_flexgen.files import cache_root, converted
+from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.models.gguf import GGUFFile, is_gguf
+from h2o_flexgen.models.spec import Layer
+from h2o_flexgen.progress import bar
 
 #: bytes of a converted file, and so about those of RAM that the conversion takes; its last tensor may exceed them
 CONVERTED_BYTES = 1 << 29
 
 
-def converted(shards: list[Path], progress: bool) -> list[Path]:
-    """Safetensors copies of `.bin` shards, made once and kept under the cache folder. Pickled code never runs. Raises
-    UserError for a shard that is not whole, or without space."""
-    key = hashlib.sha256()
-    for shard in shards:
-        stat = shard.stat()
-        key.update(f"{shard.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
-    root = cache_root() / "converted"
-    target = root / key.hexdigest()[:16]
+def to_safetensors(files: list[Path], layers: Sequence[Layer], dtype: torch.dtype, progress: bool) -> list[Path]:
+    """Safetensors of a checkpoint's files, themselves if they are safetensors; else copies of them, made once and kept
+    under the cache folder.
+
+    Args:
+        layers: the tensors of the model; other ones of a GGUF file are left out.
+        dtype: of those that are quantised in a GGUF file.
+
+    Raises:
+        UserError: a file that is not whole, or no space.
+    """
+    if files[0].suffix == ".safetensors":
+        return files
+    if is_gguf(files[0]):
+        what, kind = "the GGUF file", f"weights in {dtype_name(dtype)}"
+    else:
+        what, kind = "the .bin checkpoint", "weights"
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        if is_gguf(files[0]):
+            return GGUFFile(files[0]).checkpoint_tensors(layers, dtype)
+        return (pair for file in files for pair in load_bin(file).items())
+
+    count = sum(len(layer.shapes) for layer in layers)
     try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(root / "lock", "w") as lock:  # two jobs of one model convert it once
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                _convert(shards, target, progress)
+        with bar(desc=f"converting {what}", total=count, unit="tensors", show=progress) as shown:
+            folder = converted(files, kind, lambda folder: _save(tensors(), folder, shown))
     except (OSError, SafetensorError) as e:
-        raise UserError(f"cannot convert the .bin checkpoint into {root}: {reason(e)}") from None
-    return sorted(target.glob("*.safetensors"))
+        raise UserError(f"cannot convert {what} into {cache_root()}: {reason(e)}") from None
+    return sorted(folder.glob("*.safetensors"))
 
 
-def _convert(shards: list[Path], target: Path, progress: bool) -> None:
+def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path, shown) -> None:
+    """Write (name, tensor) into files of about CONVERTED_BYTES; `shown` counts them."""
     from safetensors.torch import save_file
 
-    partial = target.parent / "partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
-    partial.mkdir()
-    try:
-        for shard in tqdm(shards, desc="converting .bin to safetensors", unit="shard", disable=not progress):
-            state = load_bin(shard)
-            for n, names in _parts(state).items():
-                # copies: tensors that share memory, as a tied head does, cannot be saved
-                part = {name: state[name].clone().contiguous() for name in names}
-                save_file(part, partial / f"{shard.stem}.{n:03}.safetensors")
-                del part
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    partial.rename(target)
-
-
-def _parts(state: dict[str, Tensor]) -> dict[int, list[str]]:
-    """The names of the tensors of each converted file, by its number."""
-    parts, nbytes = defaultdict(list), 0
-    for name, tensor in state.items():
-        parts[nbytes // CONVERTED_BYTES].append(name)
+    part, nbytes, files = {}, 0, 0
+    for name, tensor in tensors:
+        # a copy: tensors that share memory, as a tied head does, cannot be saved
+        part[name] = tensor.clone().contiguous()
         nbytes += tensor.nbytes
-    return parts
+        shown.update(1)
+        if nbytes >= CONVERTED_BYTES:
+            save_file(part, folder / f"{files:05}.safetensors")
+            part, nbytes, files = {}, 0, files + 1
+    if part:
+        save_file(part, folder / f"{files:05}.safetensors")
 
 
 def load_bin(shard: Path) -> dict[str, Tensor]:

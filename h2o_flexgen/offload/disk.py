@@ -17,6 +17,7 @@ from uuid import uuid4
 import numpy as np
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import cache_root
 from h2o_flexgen.sizes import PAGE, REQUEST, THREADS, request_bytes
 
 
@@ -226,13 +227,3 @@ def _cannot_write(folder: Path, e: OSError) -> UserError:
 def default_root() -> Path:
     """The folder for what jobs offload, unless a job names one."""
     return Path(os.environ.get("H2O_FLEXGEN_OFFLOAD") or cache_root() / "offload")
-
-
-def cache_root() -> Path:
-    """The folder for what is kept between jobs. Raises UserError if there is none."""
-    if home := os.environ.get("H2O_FLEXGEN_HOME"):
-        return Path(home)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen"
-    except RuntimeError:
-        raise UserError("this user has no home folder: name one for what is kept in H2O_FLEXGEN_HOME") from None

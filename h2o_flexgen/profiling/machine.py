@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import read_json
+from h2o_flexgen.files import cache_root, read_json
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import cache_root
 
 #: of what is kept: a file of another format is measured again
 FORMAT = 12

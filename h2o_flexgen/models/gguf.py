@@ -1,0 +1,201 @@
+"""GGUF files, llama.cpp's format of a model in one file: its config, its tokenizer, and its tensors under the names of
+Hugging Face checkpoints.
+
+The package `gguf` reads the file and dequantises its types; transformers makes the tokenizer and the chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.files import cache_root, converted
+from h2o_flexgen.models.spec import Layer
+
+#: architectures that can be read, by GGUF's names, which are their `model_type`; Mistral's is "llama" too
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+#: types that stay as they are; all others are dequantised
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: elements that are dequantised at once
+PART = 1 << 22
+#: the RoPE scaling of every LLaMA 3.1 and 3.2 but for its factor: a file only has the divisors that follow from it
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
+
+
+def unpacked(path: Path) -> Path:
+    """The folder with the config and the tokenizer of a GGUF file, made once and kept under the cache folder.
+
+    Raises:
+        UserError: as `GGUFFile`; a tokenizer that transformers cannot read; or no space.
+    """
+    try:
+        return converted([path], "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder))
+    except OSError as e:
+        raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}") from None
+
+
+class GGUFFile:
+    """A model in one GGUF file. Methods raise UserError if it lacks what they need.
+
+    Attributes:
+        architecture: GGUF's name of it, one of ARCHITECTURES.
+        tensors: {GGUF's name: what its reader says of the tensor}.
+
+    Raises:
+        UserError: the package `gguf` is missing, or the file cannot be read, is not whole, is a part of a split model,
+            or of an architecture that is not known.
+    """
+
+    def __init__(self, path: Path):
+        try:
+            from gguf import GGUFReader
+        except ImportError:
+            raise UserError(f"reading {path} needs the package gguf: pip install gguf") from None
+        self.path = path
+        try:
+            reader = GGUFReader(path)
+            self.fields, self.tensors = reader.fields, {tensor.name: tensor for tensor in reader.tensors}
+            self.architecture = self._field("general.architecture")
+        except OSError as e:
+            raise UserError(f"cannot read {path}: {e.strerror}") from None
+        except Exception as e:  # the reader checks nothing: what breaks first depends on the file
+            raise UserError(f"{path} is not a whole GGUF file ({reason(e)}); download it again") from None
+        if self._field("split.count", 1) > 1:
+            raise UserError(f"{path} is a part of a split model: join the parts with llama-gguf-split --merge")
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise UserError(
+                f"{path}: no support for GGUF files of the architecture {self.architecture!r}; known: {known}"
+            )
+
+    def unpack(self, folder: Path) -> None:
+        """Write config.json and the files of the tokenizer, if there is one, into a folder."""
+        (folder / "config.json").write_text(json.dumps(self.config, indent=1))
+        if "tokenizer.ggml.model" not in self.fields:
+            return
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        except Exception as e:
+            raise UserError(f"cannot read the tokenizer of {self.path}: {reason(e)}") from None
+        tokenizer.save_pretrained(folder)
+
+    # metadata
+
+    def _field(self, name: str, default=None):
+        return self.fields[name].contents() if name in self.fields else default
+
+    def _get(self, key: str, default=None):
+        """A value of the architecture; without a default it must be there."""
+        value = self._field(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise UserError(f"{self.path} has no value for {self.architecture}.{key}")
+        return value
+
+    @cached_property
+    def config(self) -> dict:
+        """As the config.json of a checkpoint, read by `models.registry.spec_of`."""
+        words = self._tensor("token_embd.weight")
+        heads, hidden = self._get("attention.head_count"), self._get("embedding_length")
+        config = {
+            "model_type": self.architecture,
+            "num_hidden_layers": self._get("block_count"),
+            "hidden_size": hidden,
+            "intermediate_size": self._get("feed_forward_length"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._get("attention.head_count_kv", heads),
+            "head_dim": self._get("attention.key_length", hidden // heads),
+            "vocab_size": int(words.shape[1]),
+            "max_position_embeddings": self._get("context_length"),
+            "rms_norm_eps": self._get("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._get("rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(),
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
+            "eos_token_id": self._eos(),
+        }
+        kinds = {tensor.tensor_type.name for tensor in self.tensors.values() if len(tensor.shape) > 1}
+        if len(kinds) == 1 and kinds < FLOATS.keys():
+            config["dtype"] = str(FLOATS[kinds.pop()]).removeprefix("torch.")
+        return config
+
+    def _eos(self) -> list[int]:
+        """Tokens that end a text: the end of a text, and that of an answer in a conversation."""
+        ids = (self._field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+        return sorted({int(token) for token in ids if token is not None})
+
+    def _rope_scaling(self) -> dict | None:
+        if "rope_freqs.weight" in self.tensors:  # divisors of the frequencies, of which the slowest has the factor
+            factor = float(self.dequantised("rope_freqs.weight", torch.float32).max())
+            return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
+        kind = self._get("rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        scaling = {"rope_type": kind, "factor": self._get("rope.scaling.factor")}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = self._get("rope.scaling.original_context_length")
+        return scaling
+
+    # tensors
+
+    def checkpoint_tensors(self, layers: list[Layer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of all tensors of a model by their names in a Hugging Face checkpoint.
+
+        Args:
+            dtype: of those that are quantised in the file.
+        """
+        import gguf
+
+        arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == self.architecture)
+        names = gguf.get_tensor_name_map(arch, self.config["num_hidden_layers"])
+        for name in (name for layer in layers for name in layer.shapes):
+            module, _, kind = name.rpartition(".")
+            tensor = self.dequantised(f"{names.get_name(module)}.{kind}", dtype)
+            yield name, tensor[self._rows(module.rpartition(".")[2])]
+
+    def _rows(self, module: str) -> Tensor | slice:
+        """The order in which the rows of a tensor stand in a checkpoint.
+
+        llama.cpp lays the two elements that RoPE rotates together side by side, where they are half a head apart.
+        """
+        counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        if self.architecture != "llama" or module not in counts:
+            return slice(None)
+        heads, dim = self.config[counts[module]], self.config["head_dim"]
+        return torch.arange(heads * dim).view(heads, dim // 2, 2).transpose(1, 2).reshape(-1)
+
+    def _tensor(self, name: str):
+        if name not in self.tensors:
+            raise UserError(f"{self.path} has no tensor {name!r}")
+        return self.tensors[name]
+
+    def dequantised(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A tensor by its name in the file: floats as they are, others in `dtype`, dequantised a part at a time."""
+        import gguf
+
+        found = self._tensor(name)
+        shape, kind = tuple(int(n) for n in reversed(found.shape)), found.tensor_type
+        if kind.name in FLOATS:
+            raw = torch.from_numpy(np.array(found.data).view(np.uint8).reshape(-1))
+            return raw.view(FLOATS[kind.name]).view(shape)
+        out = torch.empty(shape, dtype=dtype).view(-1, shape[-1])
+        data, rows = found.data.reshape(len(out), -1), max(1, PART // shape[-1])
+        try:
+            for at in range(0, len(out), rows):
+                out[at : at + rows] = torch.from_numpy(gguf.dequantize(data[at : at + rows], kind))
+        except NotImplementedError:
+            raise UserError(f"{self.path}: {name!r} is of the type {kind.name}, which cannot be read") from None
+        return out.view(shape)

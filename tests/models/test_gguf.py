@@ -1,0 +1,242 @@
+"""GGUF files: their types, configs, tensors and tokens against the package `gguf`, transformers, and the checkpoint that
+they were made of."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import zoo
+from cli_tools import write_rows
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file
+
+from h2o_flexgen import LLM
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile
+from h2o_flexgen.models.registry import family, read_spec, spec_of
+from h2o_flexgen.models.source import find_model
+
+#: types that the package can quantise to
+QUANTISED = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
+#: types that it can only read
+READ_ONLY = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS]
+
+
+def write_gguf(path: Path, tiny: zoo.Tiny, kind: Type = Type.F32, arch: str = "llama", **metadata) -> Path:
+    """A checkpoint as llama.cpp's converter writes it: matrices in `kind`, vectors in fp32."""
+    model, config = tiny, tiny.hf.config
+    writer = gguf.GGUFWriter(path, arch)
+    rope = config.rope_parameters
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_eos_token_id(2)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, value in metadata.items():
+        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+    names = gguf.get_tensor_name_map(
+        next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == arch), config.num_hidden_layers
+    )
+    for name, tensor in load_file(tiny.folder / "model.safetensors").items():
+        module, _, part = name.rpartition(".")
+        data = in_llama_cpps_order(module, tensor, config, arch).float().numpy()
+        stored = kind if data.ndim > 1 else Type.F32
+        writer.add_tensor(f"{names.get_name(module)}.{part}", gguf.quantize(data, stored), raw_dtype=stored)
+    if rope["rope_type"] == "llama3":  # its frequencies are a tensor
+        plain = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / tiny.hf.base_model.rotary_emb.inv_freq).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def in_llama_cpps_order(module: str, tensor, config, arch: str):
+    if arch == "llama" and module.endswith(("q_proj", "k_proj")):
+        heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
+        halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def tensors(path: Path, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    file = GGUFFile(path)
+    spec = spec_of(file.config)
+    return dict(file.checkpoint_tensors(family(spec.model_type).tensors(spec), dtype))
+
+
+def one_tensor(path: Path, data: np.ndarray, kind: Type) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("x", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, *QUANTISED], ids=lambda kind: kind.name)
+def test_a_tensor_of_each_type(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("h2o_flexgen.models.gguf.PART", 128)  # several parts
+    values = np.random.default_rng(0).normal(size=(7, 64)).astype(np.float32)
+    raw = gguf.quantize(values, kind)
+    found = GGUFFile(one_tensor(tmp_path / "x.gguf", raw, kind)).dequantised("x", torch.float32)
+    assert found.dtype == {Type.F16: torch.float16, Type.BF16: torch.bfloat16}.get(kind, torch.float32)
+    assert np.array_equal(found.float().numpy(), gguf.dequantize(raw, kind))
+
+
+@pytest.mark.parametrize("kind", READ_ONLY, ids=lambda kind: kind.name)
+def test_a_tensor_of_each_type_that_llama_cpp_alone_can_write(tmp_path, kind):
+    elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(0).integers(0, 256, (5, 3 * nbytes), np.uint8)
+    found = GGUFFile(one_tensor(tmp_path / "x.gguf", raw, kind)).dequantised("x", torch.float32)
+    assert found.shape == (5, 3 * elements)
+    assert np.array_equal(found.numpy(), gguf.dequantize(raw, kind), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "name, arch",
+    [("llama_biases_llama3", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
+    + [("llama_no_groups_tied", "llama"), ("llama_groups_of_3_wide_heads_linear", "llama")],
+)
+def test_the_tensors_are_those_of_the_checkpoint(tmp_path, name, arch):
+    tiny = zoo.build(name, tmp_path / "checkpoint")
+    found = tensors(write_gguf(tmp_path / "model.gguf", tiny, arch=arch))
+    state = load_file(tiny.folder / "model.safetensors")
+    assert found and all(torch.equal(tensor, state[key]) for key, tensor in found.items())
+
+
+@pytest.mark.parametrize("scaling", ["linear", "yarn"])
+def test_rope_scaling(tmp_path, scaling):
+    tiny = zoo.build("llama", tmp_path / "checkpoint")
+    extra = {"llama__rope__scaling__type": scaling, "llama__rope__scaling__factor": 4.0}
+    extra |= {"llama__rope__scaling__original_context_length": 16} if scaling == "yarn" else {}
+    rope = spec_of(GGUFFile(write_gguf(tmp_path / "model.gguf", tiny, **extra)).config).rope
+    assert rope.type == scaling and dict(rope.scaling)["factor"] == 4.0
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_rope_scaling_of_llama_3_is_known_by_its_frequencies(tmp_path, factor):
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, **LLAMA3_ROPE}
+    tiny = zoo.build("llama", tmp_path / "checkpoint", rope_parameters=rope, max_position_embeddings=131072)
+    found = spec_of(GGUFFile(write_gguf(tmp_path / "model.gguf", tiny)).config)
+    assert found.rope == read_spec(tiny.folder).rope
+
+
+def test_bad_files(tmp_path):
+    path = write_gguf(tmp_path / "whole.gguf", zoo.build("llama", tmp_path / "checkpoint"))
+    data = path.read_bytes()
+    cases = {
+        "empty": b"",
+        "foreign": b"PK\x03\x04" + bytes(5000),
+        "header only": data[:100],
+        "without its last tensors": data[:-3000],
+    }
+    for name, content in cases.items():
+        bad = tmp_path / f"{name}.gguf"
+        bad.write_bytes(content)
+        with pytest.raises(UserError, match="not a whole GGUF file"):
+            GGUFFile(bad)
+    with pytest.raises(UserError, match="cannot read"):
+        GGUFFile(tmp_path / "missing.gguf")
+    tiny = zoo.build("llama", tmp_path / "other")
+    with pytest.raises(UserError, match="split"):
+        GGUFFile(write_gguf(tmp_path / "part.gguf", tiny, split__count=2))
+    writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UserError, match="architecture 'gemma3'; known: llama, qwen2, qwen3"):
+        GGUFFile(tmp_path / "gemma.gguf")
+
+
+ON_DISK = {"percent": (0, 0, 0, 0, 0, 0)}
+IN_RAM = {"percent": (100, 0, 100, 0, 100, 0)}
+
+
+@pytest.fixture(scope="module", params=[Type.Q8_0, Type.Q4_0], ids=lambda kind: kind.name)
+def quantised(request, tmp_path_factory) -> zoo.Tiny:
+    """A random llama in a GGUF file, as transformers reads it."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("quantised")
+    sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    path = write_gguf(folder / "model.gguf", zoo.build("llama", folder / "checkpoint", **sizes), request.param)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
+    return zoo.Tiny("llama", model, path)
+
+
+@pytest.mark.parametrize("where", [IN_RAM, ON_DISK], ids=["in_ram", "on_disk"])
+@pytest.mark.parametrize("budget", [(None, None), (3, 3)], ids=["full", "h2o"])
+def test_a_quantised_llama_gives_the_tokens_of_transformers(quantised, run, where, budget):
+    prompts = quantised.clear_cut_prompts([9, 4, 12], 8, ((None, None), (3, 3)))
+    outputs = run(quantised, prompts, 8, budget if budget[0] else None, gpu_batch_size=2, num_gpu_batches=2, **where)
+    assert [o.token_ids for o in outputs] == [t.tokens for t in quantised.references(prompts, 8, *budget)]
+
+
+def test_it_is_converted_once_for_each_type_of_a_job(quantised, tmp_path, monkeypatch):
+    folders = []
+    for dtype in ("float32", "bfloat16", "float32"):
+        with LLM(str(quantised.folder), device="cpu", dtype=dtype, progress=False) as llm:
+            assert dtype_name(*llm.model.stored_dtypes) == dtype
+        folders.append(len(list((tmp_path / "home" / "converted").glob("*/*.safetensors"))))
+    assert folders == [1, 2, 2]
+
+
+def test_a_folder_that_holds_one(quantised, tmp_path, refused):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(quantised.folder, folder / "a.gguf")
+    assert find_model(str(folder))[0] == folder / "a.gguf"
+    assert find_model(None, str(folder))[0] == folder / "a.gguf"
+    assert find_model(str(folder), str(quantised.folder))[0] == quantised.folder
+    shutil.copy(quantised.folder, folder / "b.gguf")
+    assert "holds several GGUF files, name one: a.gguf, b.gguf" in refused("--model", folder)
+
+
+def test_text_for_a_file_without_a_tokenizer(quantised, refused, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "text"}])
+    assert "no tokenizer: give prompt_token_ids" in refused(
+        "--model", quantised.folder, "--input-file", rows, early=False
+    )
+
+
+def test_a_file_that_is_not_whole_and_one_that_is_not_there(quantised, refused, tmp_path):
+    bad = tmp_path / "model.gguf"
+    bad.write_bytes(quantised.folder.read_bytes()[:-2000])
+    assert "is not a whole GGUF file" in refused("--model", bad)
+    assert "is it model.gguf?" in refused("--model", tmp_path / "modell.gguf")
+
+
+def test_a_type_that_cannot_be_read(quantised, refused, monkeypatch):
+    for kind in (Type.Q8_0, Type.Q4_0):
+        monkeypatch.delitem(gguf.quants._type_traits, kind)
+    message = refused("--model", quantised.folder, early=False)
+    assert "is of the type Q" in message and "cannot be read" in message
+
+
+def test_a_tensor_that_is_missing(refused, tmp_path):
+    tiny = zoo.build("llama", tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "model.gguf", tiny, llama__block_count=3)
+    assert "has no tensor 'blk.2." in refused("--model", path, early=False)
+
+
+def test_without_the_package(refused, quantised, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "pip install gguf" in refused("--model", quantised.folder)
