@@ -49,7 +49,8 @@ def _find(model: str | None, weights: bool) -> Path:
     """A folder or a GGUF file; a hub's repository without its `weights` is not whole."""
     if model is None:
         return _demo_model()
-    if os.path.exists(_expand(model)) or model.startswith((".", "/", "~")) or model.count("/") > 1 or is_gguf(Path(model)):
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or is_gguf(Path(model))
+    if looks_local or os.path.exists(_expand(model)):
         return _local("model", model)
     return _snapshot(hub_name(model), weights)
 

@@ -1,5 +1,5 @@
-"""GGUF files: their types, configs, tensors and tokens against the package `gguf`, transformers, and the checkpoint that
-they were made of."""
+"""GGUF files: their types, configs, tensors and tokens against the package `gguf`, transformers, and the checkpoint
+that they were made of."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READ_ONLY = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL,
 
 def write_gguf(path: Path, tiny: zoo.Tiny, kind: Type = Type.F32, arch: str = "llama", **metadata) -> Path:
     """A checkpoint as llama.cpp's converter writes it: matrices in `kind`, vectors in fp32."""
-    model, config = tiny, tiny.hf.config
+    config = tiny.hf.config
     writer = gguf.GGUFWriter(path, arch)
     rope = config.rope_parameters
     writer.add_block_count(config.num_hidden_layers)

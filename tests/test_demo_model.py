@@ -1,0 +1,106 @@
+"""The demo model is a real one: its tokens against transformers, which reads the GGUF file itself, and the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import LlamaOracle
+
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
+from h2o_flexgen.jobs.input import builtin_prompts
+from h2o_flexgen.models import source
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Name three animals that can fly.",
+    "How do I boil an egg?",
+    "What is 12 plus 30?",
+    "Who wrote Romeo and Juliet?",
+    "Write a sentence about the sea.",
+    "What does a compiler do?",
+    "Translate 'good morning' into Spanish.",
+    "Explain photosynthesis to a child.",
+)
+LENGTH = 64  # tokens of an output
+POLICIES = {
+    "resident": dict(gpu_batch_size=20),
+    "batches": dict(gpu_batch_size=4, num_gpu_batches=3),
+    "disk": dict(gpu_batch_size=10, num_gpu_batches=2, percent=(0, 0, 0, 0, 0, 0)),
+    "mixed": dict(gpu_batch_size=7, num_gpu_batches=3, percent=(40, 20, 30, 30, 50, 20)),
+    "no overlap": dict(gpu_batch_size=20, percent=(50, 0, 50, 0, 0, 0), overlap=False),
+}
+
+
+@pytest.fixture(scope="module")
+def demo_model():
+    try:
+        return source.find_model(None, weights=False)[0]
+    except UserError as e:
+        pytest.skip(str(e))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """One cache folder for all tests of this file: the model is converted once."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("H2O_FLEXGEN_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def same_home(private_folders, monkeypatch, home):
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(home))
+
+
+@pytest.fixture(scope="module")
+def hf(demo_model):
+    from transformers import AutoModelForCausalLM
+
+    how = dict(gguf_file=demo_model.name, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(demo_model.parent, **how).eval()
+
+
+def generate(prompts, max_tokens: int, budget=None, **policy) -> tuple[list[list[int]], list[list[int]]]:
+    """(token ids of the prompts, of the outputs)."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    with LLM(None, Policy(**policy), budget, device="cpu", dtype="float32", progress=False) as llm:
+        outputs = llm.generate(prompts(llm), params)
+    return [o.prompt_token_ids for o in outputs], [o.outputs[0].token_ids for o in outputs]
+
+
+def real_prompts(llm: LLM) -> list:
+    """Ten questions and ten passages of English prose."""
+    questions = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return questions + builtin_prompts(llm.tokenizer, llm.spec.vocab, 10, 48)
+
+
+@pytest.fixture(scope="module")
+def tokens(demo_model, home):
+    return generate(real_prompts, LENGTH, **POLICIES["resident"])
+
+
+def test_the_tokens_are_those_of_transformers(hf, tokens):
+    """One pass over prompt and output tells what transformers would take as each next token."""
+    for prompt, output in zip(*tokens):
+        with torch.inference_mode():
+            logits = hf(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == output
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "resident"])
+def test_they_are_the_same_on_all_tiers(tokens, name):
+    assert generate(real_prompts, LENGTH, **POLICIES[name]) == tokens
+
+
+def test_with_h2o_they_are_those_of_the_oracle(hf):
+    def few(llm):
+        return real_prompts(llm)[8:12]
+
+    prompts, outputs = generate(few, 16, KVBudget.from_size(8, 8), gpu_batch_size=4)
+    oracle = LlamaOracle(hf)
+    for prompt, output in zip(prompts, outputs):
+        trace = oracle.generate(prompt, 16, 8, 8)
+        assert min(map(min, trace.evicted)) > 0
+        assert trace.tokens == output
