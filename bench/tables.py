@@ -172,6 +172,13 @@ TABLES = {
         "{model} | {block} ({policy}) | {seconds[read]:.2f} | {seconds[compute]:.2f} | {seconds[step]:.2f} | "
         "{step_over_floor:.2f}",
     ),
+    "engine_quality": (
+        "{workload[model]} in {workload[dtype]}, {workload[passages]} passages of Python's language reference, "
+        "{workload[prompt]} tokens of prompt and {workload[scored]} teacher-forced.\n\n",
+        "rows",
+        "KV cache | perplexity | rise",
+        "{kept} | {perplexity:.2f} | {rise:+.0%}",
+    ),
     "engine_gemm": (
         "",
         "rows",

@@ -396,4 +396,4 @@ def test_the_bar_counts_what_was_generated(tiny, tmp_path, capfd):
     end = tokens.index(tokens[4]) + 1
     with LLM(str(with_eos(model, tmp_path, tokens[4]).folder), Policy(), device="cpu", dtype="float32") as llm:
         llm.generate([prompt], SamplingParams(max_tokens=24))
-    assert f" {end}/{end} [" in capfd.readouterr().err
+    assert f"generating: {end} of {end} tokens" in capfd.readouterr().err

@@ -1,0 +1,72 @@
+"""What the engine does, in one minute: questions and summaries by a small chat model with a KV cache of fixed size, two
+answers with the full cache beside them, and what evicting costs.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from pydoc_data.topics import topics
+from statistics import fmean
+
+from h2o_flexgen import LLM, KVBudget, SamplingParams
+from h2o_flexgen.jobs.input import builtin_prompts
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Give me a tip for better sleep.",
+)
+#: topics of Python's language reference, which every Python has
+TEXTS = ("with", "exceptions")
+#: texts to score, and their tokens: a prompt, and those behind it, which are fed one by one
+PASSAGES, PROMPT, SCORED = 8, 256, 64
+PARAMS = SamplingParams(max_tokens=48)
+
+
+def ask(question: str) -> list[dict]:
+    return [{"role": "user", "content": question}]
+
+
+def show(label: str, text: str) -> None:
+    print(textwrap.fill(" ".join(text.split()), 116, initial_indent=f"{label:<9}", subsequent_indent=" " * 9))
+
+
+def perplexity(llm: LLM) -> float:
+    passages = builtin_prompts(llm.tokenizer, llm.spec.vocab, PASSAGES, PROMPT + SCORED)
+    scores = llm.score(passages, prompt_len=PROMPT)
+    return math.exp(-fmean(logprob for score in scores for logprob in score.token_logprobs))
+
+
+def main() -> None:
+    questions = [ask(question) for question in QUESTIONS]
+    summaries = [ask(f"Summarize this text in two sentences:\n\n{topics[name][:2400]}") for name in TEXTS]
+    with LLM(kv_budget=KVBudget.from_ratio(0.2), progress=False) as llm:
+        answers = [output.outputs[0].text for output in llm.chat(questions + summaries, PARAMS)]
+        report, h2o = llm.report, perplexity(llm)
+        scored = llm.report["kv_budget"]
+    with LLM(progress=False) as llm:
+        full_answers = [output.outputs[0].text for output in llm.chat(summaries, PARAMS)]
+        full = perplexity(llm)
+
+    slots, longest = report["kv_budget"], report["workload"]["prompt_len"]
+    print(
+        f"{report['model']}, {report['dtype']} on {report['device']}; H2O keeps {slots['heavy']} heavy hitters and "
+        f"{slots['recent']} recent tokens of up to {longest}"
+    )
+    for question, answer in zip(QUESTIONS, answers):
+        show("question", question)
+        show("answer", answer)
+    for name, answer, full_answer in zip(TEXTS, answers[len(QUESTIONS) :], full_answers):
+        print()
+        show("text", f'Python\'s language reference, "{name}", its first 2,400 characters')
+        show("H2O", answer)
+        show("full", full_answer)
+    print(
+        f"\nWhat evicting costs: perplexity {full:.2f} with the full cache, {h2o:.2f} with {scored['heavy']} + "
+        f"{scored['recent']} slots ({h2o / full - 1:+.0%}), {PASSAGES} x ({PROMPT} + {SCORED}) tokens"
+    )
+
+
+if __name__ == "__main__":
+    main()
