@@ -21,7 +21,7 @@ QUESTIONS = (
 TEXTS = ("with", "exceptions")
 #: texts to score, and their tokens: a prompt, and those behind it, which are fed one by one
 PASSAGES, PROMPT, SCORED = 8, 256, 64
-PARAMS = SamplingParams(max_tokens=48)
+PARAMS = SamplingParams(max_tokens=40)
 
 
 def ask(question: str) -> list[dict]:
