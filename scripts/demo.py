@@ -29,7 +29,8 @@ def ask(question: str) -> list[dict]:
 
 
 def show(label: str, text: str) -> None:
-    print(textwrap.fill(" ".join(text.split()), 116, initial_indent=f"{label:<9}", subsequent_indent=" " * 9))
+    text = textwrap.fill(" ".join(text.split()), 116, initial_indent=f"{label:<9}", subsequent_indent=" " * 9)
+    print(text, flush=True)
 
 
 def perplexity(llm: LLM) -> float:
@@ -43,28 +44,27 @@ def main() -> None:
     summaries = [ask(f"Summarize this text in two sentences:\n\n{topics[name][:2400]}") for name in TEXTS]
     with LLM(kv_budget=KVBudget.from_ratio(0.2), progress=False) as llm:
         answers = [output.outputs[0].text for output in llm.chat(questions + summaries, PARAMS)]
-        report, h2o = llm.report, perplexity(llm)
-        scored = llm.report["kv_budget"]
+        slots, longest = llm.report["kv_budget"], llm.report["workload"]["prompt_len"]
+        print(
+            f"{llm.report['model']}, {llm.report['dtype']} on {llm.report['device']}; H2O keeps {slots['heavy']} heavy "
+            f"hitters and {slots['recent']} recent tokens of up to {longest}"
+        )
+        for question, answer in zip(QUESTIONS, answers):
+            show("question", question)
+            show("answer", answer)
+        h2o = perplexity(llm)
+        slots = llm.report["kv_budget"]
     with LLM(progress=False) as llm:
         full_answers = [output.outputs[0].text for output in llm.chat(summaries, PARAMS)]
+        for name, answer, full_answer in zip(TEXTS, answers[len(QUESTIONS) :], full_answers):
+            print()
+            show("text", f'Python\'s language reference, "{name}", its first 2,400 characters')
+            show("H2O", answer)
+            show("full", full_answer)
         full = perplexity(llm)
-
-    slots, longest = report["kv_budget"], report["workload"]["prompt_len"]
     print(
-        f"{report['model']}, {report['dtype']} on {report['device']}; H2O keeps {slots['heavy']} heavy hitters and "
-        f"{slots['recent']} recent tokens of up to {longest}"
-    )
-    for question, answer in zip(QUESTIONS, answers):
-        show("question", question)
-        show("answer", answer)
-    for name, answer, full_answer in zip(TEXTS, answers[len(QUESTIONS) :], full_answers):
-        print()
-        show("text", f'Python\'s language reference, "{name}", its first 2,400 characters')
-        show("H2O", answer)
-        show("full", full_answer)
-    print(
-        f"\nWhat evicting costs: perplexity {full:.2f} with the full cache, {h2o:.2f} with {scored['heavy']} + "
-        f"{scored['recent']} slots ({h2o / full - 1:+.0%}), {PASSAGES} x ({PROMPT} + {SCORED}) tokens"
+        f"\nWhat evicting costs: perplexity {full:.2f} with the full cache, {h2o:.2f} with {slots['heavy']} + "
+        f"{slots['recent']} slots ({h2o / full - 1:+.0%}), {PASSAGES} x ({PROMPT} + {SCORED}) tokens"
     )
 
 
