@@ -48,7 +48,7 @@ def read_spec(folder: Path) -> ModelSpec:
     `spec_of`, or for a config.json that cannot be read."""
     config = _read(folder / "config.json")
     if config is None:
-        raise UserError(f"no config.json in {folder}: is this a model folder?")
+        raise UserError(f"no config.json in {folder}: a model folder holds one and the weights, or one .gguf file")
     generation = _read(folder / "generation_config.json") or {}
     if generation.get("eos_token_id") is not None:
         config = config | {"eos_token_id": generation["eos_token_id"]}

