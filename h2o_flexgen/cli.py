@@ -255,7 +255,7 @@ def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], No
         print(f"error: {name_options(' '.join(str(e).split()), parser)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as e:
-        print("interrupted", file=sys.stderr)
+        print(": ".join(["interrupted", *getattr(e, "__notes__", [])]), file=sys.stderr)
         return 128 + getattr(e, "signum", signal.SIGINT)
     except BrokenPipeError:  # who read the output has gone: end quietly, as other programs do
         _discard(sys.stdout)

@@ -13,8 +13,7 @@ from contextlib import nullcontext
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import write_text
-from h2o_flexgen.jobs.input import builtin_prompts, read_prompts
-from h2o_flexgen.jobs.output import open_output, row_of
+from h2o_flexgen.jobs.input import Row, builtin_rows, read_rows
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.policy import Policy, gib
 
@@ -32,11 +31,14 @@ def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.Argume
     cli.add_machine_options(add)
 
     add = parser.add_argument_group("prompts and outputs").add_argument
-    add("--input-file", help='JSON lines: {"prompt": "text"}, {"prompt_token_ids": [..]} or {"messages": [..]}')
-    add("--output-file", help='JSON lines in input order; what an interrupt cut short says "abort"')
+    rows = '{"prompt": "text"}, {"prompt_token_ids": [..]} or {"messages": [..]}'
+    add("--input-file", help=f"JSON lines: {rows}, or OpenAI's batch format")
+    add("--output-file", help="JSON lines in input order; if it has some of them already, the job goes on")
+    add("--restart", action="store_true", help="begin anew; the old output file is kept as FILE~")
+    add("--retry-errors", action="store_true", help="run the rows again that failed in an earlier run")
     add("--num-prompts", type=cli.count, help="built-in prompts (default: one block, or 4 if that is searched)")
     add("--prompt-len", type=cli.count, help="tokens of a built-in prompt (default: 512)")
-    add("--gen-len", type=cli.count, default=32, help="output tokens per prompt (default: 32)")
+    add("--gen-len", type=cli.count, default=32, help="output tokens of a row that says nothing else (default: 32)")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     add("--stop", action="append", metavar="TEXT", help="end a text before this one; may be given several times")
     add("--temperature", type=float, default=0.0, help="0 takes the most likely token")
@@ -116,12 +118,16 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"{cli.option(name)} is for built-in prompts; --input-file brings its own")
     if args.percent is not None and args.policy is not None:
         raise UserError("--percent contradicts --policy: give one of the two")
+    for name in ("restart", "retry_errors"):
+        if getattr(args, name) and args.output_file is None:
+            raise UserError(f"{cli.option(name)} is for a job with an --output-file")
     cli.check_files(args, reads=("input_file", "policy", "hardware"), writes=("output_file", "report"))
-    rows = read_prompts(args.input_file) if args.input_file is not None else None
+    rows = read_rows(args.input_file) if args.input_file is not None else None
     policy, budget = cli.make_policy(args, len(rows) if rows else args.num_prompts), cli.make_budget(args)
 
     from h2o_flexgen.engine.observer import Observer
     from h2o_flexgen.engine.sampling import SamplingParams
+    from h2o_flexgen.jobs.job import Job, request
     from h2o_flexgen.llm import LLM
 
     sampling = (args.temperature, args.top_k, args.top_p, args.gen_len, args.ignore_eos, args.seed, args.stop)
@@ -138,34 +144,41 @@ def run(args: argparse.Namespace) -> None:
 
     options = {name: getattr(args, name) for name in (PASSED if policy else PASSED + SEARCHED)}
     options |= {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "observer": Planned()}
-    with (
-        nullcontext() if args.output_file is None else open_output(args.output_file) as output_file,
-        LLM(policy=policy or args.policy or "auto", kv_budget=budget, **options) as llm,
-    ):
-        keep = None if output_file is None else lambda output: output_file.add(row_of(output))
-        prompts = builtin_rows(llm, args) if rows is None else rows
-        # a bad row keeps its place: what the others get must not depend on it
-        outputs = llm.generate(prompts, params, skip_errors=rows is not None, on_output=keep)
-    tell(llm, outputs, args)
-
-
-def builtin_rows(llm, args: argparse.Namespace) -> list[list[int]]:
-    """The prompts of a job without an input file."""
-    length = cli.prompt_len(args, llm.spec.positions)
-    llm.spec.check_length(length, args.gen_len)
-    return builtin_prompts(llm.tokenizer, llm.spec.vocab, cli.num_prompts(args, llm.policy), length)
-
-
-def tell(llm, outputs: list, args: argparse.Namespace) -> None:
-    """Report a job that has ended."""
+    with nullcontext() if args.output_file is None else Job(args.output_file, args.restart) as job:
+        if job is not None and job.dtype and args.dtype == "auto":
+            options["dtype"] = job.dtype
+        with LLM(policy=policy or args.policy or "auto", kv_budget=budget, **options) as llm:
+            rows = made_up_rows(llm, args) if rows is None else rows
+            if job is not None:
+                job.run(llm, rows, params, args.retry_errors)
+                tell(llm, args, failed=len(job.failed))
+                return
+            # a bad row keeps its place: what the others get must not depend on it
+            prompts, sampling = zip(*(request(row, params) for row in rows))
+            keys = [row.key for row in rows]
+            outputs = llm.generate(prompts, sampling, keys=keys, skip_errors=args.input_file is not None)
     errors = [f"row {output.index}: {output.error}" for output in outputs if output.error is not None]
     if errors and not llm.report:
         raise UserError(f"none of the {len(outputs)} rows of --input-file can be run; {errors[0]}")
-    if errors:
-        print(f"{len(errors)} rows could not be run; {errors[0]}", file=sys.stderr)
+    tell(llm, args, len(errors), show(llm.tokenizer, outputs))
+
+
+def made_up_rows(llm, args: argparse.Namespace) -> list[Row]:
+    """The rows of a job without an input file."""
+    length = cli.prompt_len(args, llm.spec.positions)
+    llm.spec.check_length(length, args.gen_len)
+    return builtin_rows(llm.tokenizer, llm.spec.vocab, cli.num_prompts(args, llm.policy), length)
+
+
+def tell(llm, args: argparse.Namespace, failed: int, texts: str | None = None) -> None:
+    """Report a job that has ended."""
+    if failed:
+        print(f"{failed} rows could not be run", file=sys.stderr)
+    if not llm.report:  # there was nothing left to do
+        return
     try:
-        if args.output_file is None:
-            cli.say(show(llm.tokenizer, outputs))
+        if texts is not None:
+            cli.say(texts)
         cli.say(describe(llm.report))
     finally:
         if args.report is not None:

@@ -1,49 +1,124 @@
-"""Prompts of a job: from an input file, JSON lines with a prompt each, or built in."""
+"""Rows of a job: from an input file, JSON lines with a prompt each, or built in."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs import openai
 
 
-def read_prompts(path: str) -> list[str | list[int] | list[dict] | UserError]:
-    """The prompts of an input file: texts, lists of token ids, or conversations. A row that is no prompt becomes a
-    UserError that says why.
+@dataclass
+class Row:
+    """One prompt of a job.
+
+    Attributes:
+        index: place among the rows; line: number of its line in the input file, from 1 on.
+        digest: of what the line holds.
+        custom_id: the user's own name for it, which no other row has.
+        prompt: a text, token ids or a conversation, or the UserError that says why the row has none.
+        params: the `SamplingParams` that it sets.
+        kind: the form of its output: "plain", or of OpenAI's "chat" or "completion".
+        model: what an OpenAI line calls the model; logprobs: whether it wants those of its tokens.
+    """
+
+    index: int
+    line: int
+    digest: str
+    custom_id: str | None = None
+    prompt: str | list[int] | list[dict] | UserError = ""
+    params: dict = field(default_factory=dict)
+    kind: str = "plain"
+    model: str | None = None
+    logprobs: bool = False
+
+    @property
+    def id(self) -> str | int:
+        """What the row is known by from one run of a job to the next."""
+        return self.index if self.custom_id is None else self.custom_id
+
+    @property
+    def key(self) -> int:
+        """For the random numbers: the same wherever a row with a custom_id stands."""
+        return (
+            self.index if self.custom_id is None else int(_digest(self.custom_id.encode("utf-8", "replace"))[:15], 16)
+        )
+
+
+def read_rows(path: str) -> list[Row]:
+    """The rows of an input file.
 
     Raises:
-        UserError: the file cannot be read, or holds no prompts.
+        UserError: the file cannot be read, holds no rows, or has a custom_id twice.
     """
     try:
         content = Path(path).read_bytes()
     except OSError as e:
         raise UserError(f"cannot read `input_file` {path}: {e.strerror}") from None
-    lines = [line for line in content.splitlines() if line.strip()]  # of bytes: a text may hold other line separators
-    if not lines:
+    rows, seen = [], {}
+    for number, line in enumerate(content.splitlines(), 1):  # of bytes: a text may hold other line separators
+        if not line.strip():
+            continue
+        row = _parse(line.strip(), len(rows), number)
+        rows.append(row)
+        first = seen.setdefault(row.id, row)
+        if first is not row:
+            lines = f"lines {first.line} and {number}"
+            raise UserError(f"`input_file` {path}: {lines} have the same custom_id {row.custom_id!r}")
+    if not rows:
         raise UserError(f"`input_file` {path} holds no prompts")
-    return [_parse_row(line) for line in lines]
+    return rows
 
 
-def _parse_row(line: bytes) -> str | list[int] | list[dict] | UserError:
+def _parse(line: bytes, index: int, number: int) -> Row:
+    row = Row(index, number, _digest(line))
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        return UserError(f"not JSON: {e}")
-    if not isinstance(row, dict):
-        return UserError("not a JSON object")
-    if "prompt_token_ids" in row:
-        ids = row["prompt_token_ids"]
-        return ids if isinstance(ids, list) else UserError("prompt_token_ids must be a list of token ids")
-    if "prompt" in row:
-        return row["prompt"] if isinstance(row["prompt"], str) else UserError("prompt must be a text")
-    if "messages" not in row:
-        return UserError('no "prompt", "prompt_token_ids" or "messages"')
-    messages = row["messages"]
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        return UserError("messages must be a list of objects with role and content")
-    return messages or UserError("messages is an empty list: a conversation has one or more")
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise UserError(f"not JSON: {e}") from None
+        if not isinstance(data, dict):
+            raise UserError("not a JSON object")
+        custom_id = data.get("custom_id")
+        if custom_id is not None and not isinstance(custom_id, str):
+            raise UserError("custom_id must be a text")
+        row.custom_id = custom_id
+        if openai.is_request(data):
+            openai.parse(data, row)
+        else:
+            row.prompt, row.params = _prompt(data), openai.sampling(data)
+    except UserError as e:
+        row.prompt = e
+    return row
+
+
+def _prompt(data: dict) -> str | list[int] | list[dict]:
+    """Of a plain row. Raises UserError if it has none."""
+    if "prompt_token_ids" in data:
+        if not isinstance(data["prompt_token_ids"], list):
+            raise UserError("prompt_token_ids must be a list of token ids")
+        return data["prompt_token_ids"]
+    if "prompt" in data:
+        if not isinstance(data["prompt"], str):
+            raise UserError("prompt must be a text")
+        return data["prompt"]
+    if "messages" not in data:
+        raise UserError('no "prompt", "prompt_token_ids" or "messages"')
+    return openai.checked_messages(data["messages"])
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def builtin_rows(tokenizer, vocab: int, count: int, length: int) -> list[Row]:
+    """`builtin_prompts` as rows."""
+    prompts = builtin_prompts(tokenizer, vocab, count, length)
+    return [Row(n, n + 1, _digest(json.dumps(ids).encode()), prompt=ids) for n, ids in enumerate(prompts)]
 
 
 def builtin_text() -> str:

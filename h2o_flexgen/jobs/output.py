@@ -1,4 +1,4 @@
-"""Output files: JSON lines that survive a kill -9 and a full disk."""
+"""Output files: JSON lines, appended as rows finish, that survive a kill -9 and a full disk."""
 
 from __future__ import annotations
 
@@ -6,138 +6,194 @@ import fcntl
 import json
 import logging
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
-from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs import openai
+from h2o_flexgen.jobs.input import Row
 
 log = logging.getLogger(__name__)
 
 
 class OutputFile:
-    """The output file of a job: rows go to PATH.partial as they finish, and to PATH at the end (`open_output`).
+    """The output file of a job that runs: rows are appended as they finish.
+
+    Args:
+        rows: those that are done already; whatever else the file holds goes.
 
     Attributes:
-        rows: all that have finished; written: how many of them are in PATH.partial. The others wait for space on disk.
-        file: PATH.partial, which this job has locked.
+        rows: all that are done; written: how many of them are in the file. The others wait for space on disk.
 
     Raises:
-        UserError: PATH cannot be written, or another job writes it.
+        OSError: the file cannot be written.
     """
 
-    def __init__(self, path: str):
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise UserError(f"`output_file` {path} is not a file")
-        self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
-        self.partial = Path(f"{self.path}.partial")
-        self.rows: list[dict] = []
-        self.written = 0
-        try:
-            self.file = open(self.partial, "ab", buffering=0)
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.getsize(self.partial):
-                _keep(self.partial, "rows of a job that was killed are kept in")
-                self.file.truncate(0)
-        except BlockingIOError:
-            raise UserError(f"`output_file` {path}: another job is writing it") from None
-        except OSError as e:
-            raise UserError(f"`output_file` {path} cannot be written: {e.strerror}") from None
+    def __init__(self, path: Path, rows: list[dict]):
+        self.path, self.rows, self.written = path, list(rows), len(rows)
+        self.error: OSError | None = None  # of the last flush
+        self.file = replace_file(path, encoded(rows))
+        self.size = os.fstat(self.file.fileno()).st_size  # of what is known to be whole
 
     def add(self, row: dict) -> None:
         self.rows.append(row)
-        self.flush()
 
     def flush(self) -> None:
-        """Write the rows that wait, if the disk takes them."""
+        """Write the rows that wait, to the disk itself; if it does not take them they wait on (`error`)."""
         try:
             for row in self.rows[self.written :]:
-                self._write(json.dumps(row).encode() + b"\n")
+                self._append(encoded([row]))
                 self.written += 1
+            os.fsync(self.file.fileno())
+            self.error = None
         except OSError as e:
-            if self.written == len(self.rows) - 1:  # the first one that waits
-                log.warning("cannot write %s: %s; the job goes on, its rows wait in memory", self.partial, e.strerror)
+            if self.error is None:
+                log.warning("cannot write %s: %s; the job goes on, its rows wait in memory", self.path, e.strerror)
+            self.error = e
 
-    def _write(self, line: bytes) -> None:
-        size = self.file.seek(0, os.SEEK_END)
-        try:
-            while line:
-                line = line[self.file.write(line) :]
-        except OSError:
-            self.file.truncate(size)  # half a row is none
-            raise
+    def _append(self, line: bytes) -> None:
+        self.file.truncate(self.size)  # half a row is none
+        size = self.size + len(line)
+        while line:
+            line = line[self.file.write(line) :]
+        self.size = size
 
-    def where(self) -> str:
-        """For an error: how many rows are in the partial file. Those that wait are tried again: the offload folder,
-        which may have taken the space, has gone."""
-        self.flush()
-        return f"{self.written} of {len(self.rows)} finished rows are in {self.partial}"
-
-    def finish(self, whole: bool) -> None:
-        """Put the finished rows in place, in the order of the input, if there are any.
+    def finish(self, order: list[str | int]) -> None:
+        """Put the rows in the order of the input, and close the file.
 
         Args:
-            whole: all rows are finished. If not, a file of an earlier job is kept under another name.
+            order: the ids of all rows.
 
         Raises:
             UserError: the disk is full; the message says where the rows are.
         """
-        if not self.rows:
-            return
-        new = Path(f"{self.path}.sorted")
-        rows = sorted(self.rows, key=lambda row: row["index"])
-        try:
-            with interrupts.deferred():
-                new.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-                if not whole and self.path.exists():
-                    _keep(self.path, "the output file of an earlier job is kept in")
-                os.replace(new, self.path)
-                self.partial.unlink()
-        except OSError as e:
-            new.unlink(missing_ok=True)
-            raise UserError(f"cannot write {self.path}: {e.strerror}; {self.where()}") from None
+        self.flush()
+        if self.error is not None:
+            raise UserError(
+                f"cannot write {self.path}: {self.error.strerror}; {self.written} of {len(self.rows)} finished rows "
+                "are in it: make room, and the same command goes on"
+            )
+        put_in_order(self.path, self.rows, order)
+
+    def close(self) -> None:
+        self.file.close()
 
 
-@contextmanager
-def open_output(path: str) -> Iterator[OutputFile]:
-    """The output file of a job. At the end, or on an interrupt, its rows are put in place; after another error PATH is
-    as it was, the rows are in PATH.partial, and a UserError says so.
+def put_in_order(path: Path, rows: list[dict], order: list[str | int]) -> None:
+    """Rewrite an output file, whose rows these are, unless they stand in order already. Raises UserError."""
+    place = {id: n for n, id in enumerate(order)}
+    ordered = encoded(sorted(rows, key=lambda row: place[id_of(row)]))
+    try:
+        if path.read_bytes() != ordered:
+            replace_file(path, ordered).close()
+    except OSError as e:
+        raise UserError(
+            f"all rows are in {path}, but not in the order of the input: {e.strerror}; the same command tries again"
+        ) from None
+
+
+def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
+    """Write a file whole, on the disk itself, and only then under its name; returns it, open and locked (flock).
 
     Raises:
-        UserError: as `OutputFile` and its `finish`.
+        OSError: it cannot be written; `path` is as it was. BlockingIOError: another process does the same.
+        FileExistsError: with `is_new`, there is one.
     """
-    output = OutputFile(path)
+    new = Path(f"{path}.new")
+    file = open(new, "ab", buffering=0)
     try:
-        yield output
-    except (KeyboardInterrupt, BrokenPipeError):
-        output.finish(whole=False)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
         raise
-    except UserError as e:
-        if not output.rows:
-            raise
-        raise UserError(f"{e}; {output.where()}") from None
-    else:
-        output.finish(whole=True)
+    try:
+        if is_new and path.exists():
+            raise FileExistsError(path)
+        file.truncate(0)  # of a process that was killed
+        while data:
+            data = data[file.write(data) :]
+        os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        file.close()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
     finally:
-        output.file.close()
-        if not output.rows:
-            output.partial.unlink(missing_ok=True)
+        os.close(folder)
+    return file
 
 
-def row_of(output) -> dict:
-    """An output as a row of the output file."""
+def encoded(rows: Iterable[dict]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+# rows
+
+
+def done_row(row: Row, output, model: str, tokenizer) -> dict:
+    """What the output file says of a row that was run; `output`: its `RequestOutput`, `model`: the model's name."""
+    if row.kind != "plain":
+        return openai.response(row, output, model, tokenizer)
     if output.error is not None:
-        return {"index": output.index, "error": output.error}
+        return failed_row(row, UserError(output.error))
     done = output.outputs[0]
-    return {"index": output.index, "text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
+    return _begin(row) | {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
 
 
-def _keep(path: Path, why: str) -> None:
-    """Copy a file that will be overwritten; the copy has as many ~ at its end as make its name new."""
-    kept = path
-    while kept.exists():
-        kept = Path(f"{kept}~")
-    shutil.copyfile(path, kept)
-    log.warning("%s %s", why, kept)
+def failed_row(row: Row, error: UserError) -> dict:
+    """What the output file says of a row that cannot be run."""
+    return openai.failure(row, error) if row.kind != "plain" else _begin(row) | {"error": str(error)}
+
+
+def _begin(row: Row) -> dict:
+    return {"index": row.index} | ({} if row.custom_id is None else {"custom_id": row.custom_id})
+
+
+def read_done(path: Path) -> list[dict]:
+    """The rows of an output file; behind a power failure the last line may be half a row, which is none.
+
+    Raises:
+        UserError: the file cannot be read, or a line is no row.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from None
+    return [_read(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _read(path: Path, number: int, line: bytes) -> dict:
+    try:
+        row = json.loads(line)
+        if isinstance(row, dict) and type(id_of(row)) in (int, str) and (is_failed(row) or tokens_of(row) >= 0):
+            return row
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        pass
+    raise no_row(path, number)
+
+
+def no_row(path: Path, number: int) -> UserError:
+    advice = "take the line out, and its row is run again"
+    return UserError(f"`output_file` {path}: line {number} is no row of this job, or has been edited: {advice}")
+
+
+def id_of(row: dict) -> str | int:
+    """As `Row.id`."""
+    return row["custom_id"] if row.get("custom_id") is not None else row["index"]
+
+
+def is_failed(row: dict) -> bool:
+    return row["response"]["status_code"] != 200 if "response" in row else isinstance(row.get("error"), str)
+
+
+def tokens_of(row: dict) -> int:
+    """How many were generated."""
+    if is_failed(row):
+        return 0
+    return row["response"]["body"]["usage"]["completion_tokens"] if "response" in row else len(row["token_ids"])

@@ -1,0 +1,93 @@
+"""The manifest beside an output file: what the job is, so that it can go on. It is locked while the job runs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs.output import replace_file
+
+
+def manifest_path(output: Path) -> Path:
+    return Path(f"{output}.manifest.json")
+
+
+@dataclass
+class Manifest:
+    """What decides the tokens of every row of a job, and what has become of it.
+
+    Attributes:
+        settings: what must not change from one run to the next, by the names of arguments.
+        kv_budget: heavy and recent slots and the rule; None for a full cache.
+        longest_prompt: of the job when it first began, in tokens.
+        rows: {id: digest}, as a list: JSON has no keys that are numbers.
+        runs: for each the time of its "start", in seconds of the Unix epoch, and the rows that were "done" by then.
+    """
+
+    settings: dict
+    kv_budget: dict | None
+    longest_prompt: int
+    rows: list[list]
+    runs: list[dict]
+
+    def write(self, path: Path, *, is_new: bool) -> BinaryIO:
+        """Put it on disk; returns the file, which is locked. Raises OSError as `replace_file`."""
+        return replace_file(path, json.dumps(asdict(self)).encode() + b"\n", is_new=is_new)
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest | None:
+        """None if there is none. Raises UserError if it cannot be read or is damaged."""
+        try:
+            found = cls(**json.loads(path.read_bytes()))
+            shapes = (
+                dict(found.rows),
+                found.settings.items(),
+                [(run["start"] + 0, run["done"] + 0) for run in found.runs],
+            )
+            if found.longest_prompt > 0 and all(shapes):
+                return found
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise UserError(f"cannot read {path}: {e.strerror}") from None
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+            pass
+        raise UserError(f"the manifest {path} is damaged: put it back, or begin anew with `restart`")
+
+
+def lock(path: Path) -> BinaryIO | None:
+    """Lock the manifest of a job against other jobs until the file that is returned is closed; None if there is none.
+
+    Raises:
+        UserError: it cannot be read, or another job has it.
+    """
+    busy = UserError(f"another job is writing the output file of {path}")
+    try:
+        file = open(path, "rb")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        file.close()
+        raise busy from None
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from None
+    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # just replaced
+        file.close()
+        raise busy
+    return file
+
+
+def is_running(path: Path) -> bool:
+    """Whether a job has the manifest locked."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

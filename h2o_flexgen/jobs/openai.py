@@ -1,0 +1,222 @@
+"""OpenAI's batch format: a request a line, and a response a line.
+
+https://platform.openai.com/docs/api-reference/batch: request input and request output objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.errors import UserError
+
+if TYPE_CHECKING:
+    from h2o_flexgen.jobs.input import Row
+
+#: url: the kind of its rows
+URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+#: what a row may say of its sampling: the types of each
+SAMPLING = {
+    "max_tokens": int,
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": int,
+    "seed": int,
+    "stop": (str, list),
+    "ignore_eos": bool,
+}
+#: what would change a response and cannot be done: the values that ask for nothing, as null does
+REFUSED = {
+    "n": (1,),
+    "best_of": (1,),
+    "stream": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+}
+
+
+class RequestError(UserError):
+    """A request that cannot be run; `param` is what of its body is to blame."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+def is_request(data: dict) -> bool:
+    """Whether a line is a request, and no plain row."""
+    return "url" in data or "body" in data
+
+
+def parse(data: dict, row: Row) -> None:
+    """Fill `row` from a request.
+
+    Raises:
+        UserError: one that cannot be run. Without a custom_id its output can only be a plain row.
+    """
+    if row.custom_id is None:
+        raise UserError("a request needs a custom_id")
+    row.kind = URLS.get(str(data.get("url")), "chat")
+    if data.get("url") not in URLS:
+        raise RequestError(f"url must be one of {', '.join(URLS)}, not {_short(data.get('url'))}", "url")
+    if data.get("method") != "POST":
+        raise RequestError(f"method must be POST, not {_short(data.get('method'))}", "method")
+    body = data.get("body")
+    if not isinstance(body, dict):
+        raise RequestError("body must be an object", "body")
+    row.model = body["model"] if isinstance(body.get("model"), str) else None
+    for name, neutral in REFUSED.items():
+        if body.get(name) is not None and body[name] not in neutral:
+            raise RequestError(f"{name} is not supported: leave it out", name)
+    row.logprobs = _wants_logprobs(body.get("logprobs"), row.kind)
+    row.params = sampling(body)
+    if row.kind == "chat":
+        row.prompt = [_joined(n, message) for n, message in enumerate(checked_messages(body.get("messages")))]
+    else:
+        row.prompt = _completion_prompt(body.get("prompt"))
+
+
+def sampling(data: dict) -> dict:
+    """The `SamplingParams` that a plain row or the body of a request sets; null sets nothing.
+
+    Raises:
+        UserError: a value of a wrong type. Which values are in range `SamplingParams` knows.
+    """
+    found = {name: data[name] for name in SAMPLING if data.get(name) is not None}
+    if data.get("max_completion_tokens") is not None:  # the newer name wins
+        found["max_tokens"] = data["max_completion_tokens"]
+    for name, value in found.items():
+        is_flag = isinstance(value, bool)  # which Python takes for a number
+        if not isinstance(value, SAMPLING[name]) or is_flag != (SAMPLING[name] is bool):
+            raise RequestError(f"{name} cannot be {_short(value)}", name)
+        if isinstance(value, int) and abs(value) >= 1 << 64:
+            raise RequestError(f"{name} is too large", name)
+    return found
+
+
+def checked_messages(messages) -> list[dict]:
+    """Raises UserError for what is no list of objects. What is in them, the model checks."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise RequestError("messages must be a list of objects with role and content", "messages")
+    if not messages:
+        raise RequestError("messages is an empty list: a conversation has one or more", "messages")
+    return messages
+
+
+def _joined(n: int, message: dict) -> dict:
+    """A message whose content is one text: of content parts, those of text, a line each."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RequestError(f"message {n}: a content part must be of type text, not {_short(kind)}", "messages")
+    return message | {"content": "\n".join(part["text"] for part in content)}
+
+
+def _completion_prompt(prompt) -> str | list[int]:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str) or (isinstance(prompt, list) and not any(isinstance(x, (str, list)) for x in prompt)):
+        return prompt
+    raise RequestError("prompt must be one text or one list of token ids", "prompt")
+
+
+def _wants_logprobs(logprobs, kind: str) -> bool:
+    """Those of the chosen tokens: in a chat `true`, in a completion 0, the number of others beside each."""
+    if logprobs is None or logprobs is False:
+        return False
+    if (kind == "chat" and logprobs is True) or (kind == "completion" and logprobs == 0):
+        return True
+    only = "true or false" if kind == "chat" else "0: other tokens than the chosen one are not supported"
+    raise RequestError(f"logprobs must be {only}", "logprobs")
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+# responses
+
+
+def response(row: Row, output, model: str, tokenizer) -> dict:
+    """The output line of a request that was run.
+
+    Args:
+        output: its `RequestOutput`; model: the name to give where the request names none.
+    """
+    if output.error is not None:
+        return failure(row, UserError(output.error), 500)
+    done = output.outputs[0]
+    used, made = len(output.prompt_token_ids), len(done.token_ids)
+    choice = {"index": 0, "finish_reason": done.finish_reason, "logprobs": None}
+    if row.kind == "chat":
+        choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
+    else:
+        choice["text"] = done.text
+    if row.logprobs:
+        logprobs = _chat_logprobs if row.kind == "chat" else _completion_logprobs
+        choice["logprobs"] = logprobs(_token_texts(tokenizer, done.token_ids), done.logprobs)
+    body = {
+        "id": f"{'chatcmpl' if row.kind == 'chat' else 'cmpl'}-{_number(row)}",
+        "object": "chat.completion" if row.kind == "chat" else "text_completion",
+        "created": int(time.time()),
+        "model": row.model or model,
+        "choices": [choice],
+        "usage": {"prompt_tokens": used, "completion_tokens": made, "total_tokens": used + made},
+    }
+    return _line(row, 200, body)
+
+
+def failure(row: Row, error: UserError, status: int = 400) -> dict:
+    """The output line of a request that cannot be run (400), or that broke off (500)."""
+    kind = "invalid_request_error" if status == 400 else "server_error"
+    param = getattr(error, "param", None)
+    return _line(row, status, {"error": {"message": str(error), "type": kind, "param": param, "code": None}})
+
+
+def _line(row: Row, status: int, body: dict) -> dict:
+    answer = {"status_code": status, "request_id": f"req_{_number(row)}", "body": body}
+    return {"id": f"batch_req_{_number(row)}", "custom_id": row.custom_id, "response": answer, "error": None}
+
+
+def _number(row: Row) -> str:
+    """Not random: a job that goes on gives the lines of one that was never stopped."""
+    return hashlib.sha256(f"{row.custom_id!r} {row.digest}".encode()).hexdigest()[:24]
+
+
+def _token_texts(tokenizer, tokens: list[int]) -> list[str]:
+    """Of each token for itself; of a model without a tokenizer its number, as vLLM writes it."""
+    if tokenizer is None:
+        return [f"token_id:{token}" for token in tokens]
+    return [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
+
+
+def _chat_logprobs(texts: list[str], logprobs: list[float]) -> dict:
+    content = []
+    for text, logprob in zip(texts, logprobs):
+        whole = "\ufffd" not in text  # else it is a part of a character
+        values = list(text.encode("utf-8", "replace")) if whole else None
+        content.append({"token": text, "logprob": logprob, "bytes": values, "top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(texts: list[str], logprobs: list[float]) -> dict:
+    offsets = [0, *accumulate(map(len, texts))]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets[:-1]}

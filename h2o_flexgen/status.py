@@ -1,0 +1,58 @@
+"""Command line: how far a job is that writes an output file.
+
+h2o-flexgen status texts.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from h2o_flexgen import cli
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs.manifest import Manifest, is_running, manifest_path
+from h2o_flexgen.jobs.output import is_failed, read_done, tokens_of
+
+
+def make_parser(prog: str = "python -m h2o_flexgen.status") -> argparse.ArgumentParser:
+    parser = cli.Parser(prog, "Say how far a job is: rows done, failed and left, tokens per second, time left.")
+    parser.add_argument("output_file", metavar="OUT", help="the --output-file of the job")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    path = Path(os.path.realpath(args.output_file))
+    manifest = Manifest.read(manifest_path(path))
+    if manifest is None:
+        raise UserError(f"{args.output_file} is no output file of a job: there is no {manifest_path(path)}")
+    cli.say(describe(manifest, read_done(path), path, is_running(manifest_path(path))))
+
+
+def describe(manifest: Manifest, rows: list[dict], path: Path, running: bool) -> str:
+    """The state of a job for people; `rows`: those in the output file, the newest last unless all are there."""
+    failed, left = sum(map(is_failed, rows)), max(0, len(manifest.rows) - len(rows))
+    text = f"{len(rows) - failed} of {len(manifest.rows)} rows are done, {failed} failed, {left} are left"
+    if not left:
+        return f"finished: {text}"
+    if not running:
+        return f"stopped: {text}; the command that began it goes on"
+    run = manifest.runs[-1]
+    new = rows[run["done"] :]
+    seconds = path.stat().st_mtime - run["start"]
+    speed = sum(map(tokens_of, new)) / seconds if new and seconds > 0 else 0
+    if not speed:
+        return f"runs: {text}; no row of this run has finished yet"
+    remaining = timedelta(seconds=round(left * seconds / len(new)))
+    return f"runs: {text}; {speed:.1f} tokens/s, about {remaining} (h:mm:ss) left at this rate"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code, as `cli.main` says."""
+    return cli.main(make_parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
