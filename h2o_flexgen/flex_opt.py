@@ -151,16 +151,16 @@ def run(args: argparse.Namespace) -> None:
             rows = made_up_rows(llm, args) if rows is None else rows
             if job is not None:
                 job.run(llm, rows, params, args.retry_errors)
-                tell(llm, args, failed=len(job.failed))
+                tell(llm, args, job.errors())
                 return
             # a bad row keeps its place: what the others get must not depend on it
-            prompts, sampling = zip(*(request(row, params) for row in rows))
+            prompts, sampling = zip(*(request(row, params, llm.tokenizer) for row in rows))
             keys = [row.key for row in rows]
             outputs = llm.generate(prompts, sampling, keys=keys, skip_errors=args.input_file is not None)
     errors = [f"row {output.index}: {output.error}" for output in outputs if output.error is not None]
     if errors and not llm.report:
         raise UserError(f"none of the {len(outputs)} rows of --input-file can be run; {errors[0]}")
-    tell(llm, args, len(errors), show(llm.tokenizer, outputs))
+    tell(llm, args, errors, show(llm.tokenizer, outputs))
 
 
 def made_up_rows(llm, args: argparse.Namespace) -> list[Row]:
@@ -170,10 +170,10 @@ def made_up_rows(llm, args: argparse.Namespace) -> list[Row]:
     return builtin_rows(llm.tokenizer, llm.spec.vocab, cli.num_prompts(args, llm.policy), length)
 
 
-def tell(llm, args: argparse.Namespace, failed: int, texts: str | None = None) -> None:
+def tell(llm, args: argparse.Namespace, errors: list[str], texts: str | None = None) -> None:
     """Report a job that has ended."""
-    if failed:
-        print(f"{failed} rows could not be run", file=sys.stderr)
+    if errors:
+        print(f"{len(errors)} rows could not be run; {errors[0]}", file=sys.stderr)
     if not llm.report:  # there was nothing left to do
         return
     try:

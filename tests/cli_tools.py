@@ -202,7 +202,7 @@ def refused(cli, tmp_path):
         """`early`: it refuses before it runs, so that no progress bar stands on stderr before the line."""
         kept.write_text("kept as it was\n")
         before = {p: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.is_file()}
-        options = ("--output-file", kept, "--report", fresh) if files else ()
+        options = ("--output-file", kept, "--restart", "--report", fresh) if files else ()
         where = () if "--offload-dir" in argv else ("--offload-dir", offload)
         code, out, err = cli(*where, *options, *argv)
         assert code == 2, f"exit code {code}, stderr {err!r}"

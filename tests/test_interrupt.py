@@ -1,4 +1,4 @@
-"""A job that is stopped, politely or not: partial outputs are kept, temporary files go."""
+"""A job that is stopped, politely or not: finished rows are kept, temporary files go."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from cli_tools import (
 from h2o_flexgen.engine.observer import Observer, ProgressBar
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.interrupts import STOPPING, check, deferred, take_over
+from h2o_flexgen.jobs.output import OutputFile
 
 pytest_plugins = ["cli_tools"]
 
@@ -92,6 +93,7 @@ def assert_clean(tmp_path: Path, *files: str) -> None:
 
 
 SIGNALS = list(STOPPING)
+OUT = ("out.jsonl", "out.jsonl.manifest.json")
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +109,7 @@ def handled():
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
 def test_stopped_in_prefill(job, tmp_path, number):
-    """No token is there yet, so that no output file is made."""
+    """No row is finished: the output file is empty."""
     files = ("--output-file", tmp_path / "out.jsonl", "--report", tmp_path / "report.json")
     process = job(*files, prompts=("--prompt-len", 1500), gen_len=500)  # seconds of prefill
     read_until(process, "block 1/1 prefill 2/")
@@ -116,49 +118,41 @@ def test_stopped_in_prefill(job, tmp_path, number):
     process.send_signal(number)
     code, out, err = end(process)
     assert code == 128 + number, err
-    assert last_line(err) == "interrupted" and "Traceback" not in err and out == ""
-    assert_clean(tmp_path)
+    assert last_line(err).startswith("interrupted: 0 of 4 rows") and "Traceback" not in err and out == ""
+    assert_clean(tmp_path, *OUT)
+    assert read_rows(tmp_path / "out.jsonl") == []
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
-def test_stopped_in_decode_all_that_was_generated_is_kept(job, tmp_path, number):
+def test_stopped_in_decode_no_half_row_is_written(job, tmp_path, number):
     process = job("--output-file", tmp_path / "out.jsonl", "--overlap")
     read_until(process, "block 1/2 token ")
     process.send_signal(number)
     code, out, err = end(process)
     assert code == 128 + number, err
-    assert last_line(err) == "interrupted" and "Traceback" not in err and out == ""
-    assert_clean(tmp_path, "out.jsonl")
-    rows = read_rows(tmp_path / "out.jsonl")
-    assert {row["index"] for row in rows} == FIRST
-    assert all(list(row) == ["index", "text", "token_ids", "finish_reason"] for row in rows)
-    assert {row["finish_reason"] for row in rows} == {"abort"}
-    assert all(1 <= len(row["token_ids"]) < GEN_LEN for row in rows)
+    assert last_line(err) == "interrupted: 0 of 8 rows are done; the same command goes on"
+    assert "Traceback" not in err and out == ""
+    assert_clean(tmp_path, *OUT)
+    assert read_rows(tmp_path / "out.jsonl") == []
 
 
 @pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
-def test_stopped_in_the_second_block_the_first_is_whole(job, whole, tmp_path, overlap):
-    """Rows in the order of the input, and their tokens those that the whole job would have given."""
-    gen_len = 12
-    process = job("--output-file", tmp_path / "out.jsonl", overlap, gen_len=gen_len)
+def test_stopped_in_the_second_block_the_same_command_goes_on(job, whole, tmp_path, overlap):
+    options = ("--output-file", tmp_path / "out.jsonl", overlap)
+    process = job(*options, gen_len=12)
     read_until(process, "block 2/2 prefill 17/")
     process.send_signal(signal.SIGTERM)
     code, out, err = end(process)
     if code == 0:
         pytest.skip("the second block was done before the signal came")
     assert code == 143, err
-    assert last_line(err) == "interrupted" and "Traceback" not in err and out == ""
-    assert_clean(tmp_path, "out.jsonl")
+    assert last_line(err).startswith("interrupted: ") and "Traceback" not in err and out == ""
+    assert_clean(tmp_path, *OUT)
+    assert {row["index"] for row in read_rows(tmp_path / "out.jsonl")} >= FIRST
+    code, _, err = end(job(*options, gen_len=12))
+    assert code == 0 and "goes on: 4 of 8 rows are done" in err
     rows = read_rows(tmp_path / "out.jsonl")
-    indices = [row["index"] for row in rows]
-    assert indices == sorted(indices) and FIRST <= set(indices)
-    for row in rows:
-        if row["index"] in FIRST:
-            assert row["finish_reason"] == "length" and len(row["token_ids"]) == gen_len
-        else:
-            assert row["finish_reason"] in ("abort", "length") and 1 <= len(row["token_ids"]) <= gen_len
-    for row in rows:
-        assert row["token_ids"] == whole[row["index"]][: len(row["token_ids"])]
+    assert [(row["index"], row["token_ids"]) for row in rows] == list(enumerate(whole))
 
 
 def test_a_job_under_nohup_outlives_its_terminal(cli, model, tmp_path):
@@ -167,34 +161,19 @@ def test_a_job_under_nohup_outlives_its_terminal(cli, model, tmp_path):
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_a_job_cut_short_does_not_replace_the_output_of_an_earlier_one(cli, model, tmp_path, monkeypatch):
-    rows, target = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9], []]), tmp_path / "out.jsonl"
-    argv = ("--model", model, *FP32, "--gen-len", 3, "--input-file", rows, "--output-file", target)
-    assert cli(*argv)[0] == 0
-    before = target.read_text()
-
-    def stopped(*args, **more):
-        raise Interrupted(signal.SIGINT)
-
-    monkeypatch.setattr(ProgressBar, "on_block", stopped)
-    code, _, err = cli(*argv)
-    assert code == 130 and "out.jsonl~" in err
-    assert (tmp_path / "out.jsonl~").read_text() == before
-    assert [row["index"] for row in read_rows(target)] == [2]
-
-
-def test_killed_then_started_again(job, tmp_path):
-    """What was offloaded goes with the process, though the process cannot clear up."""
-    process = job("--output-file", tmp_path / "out.jsonl")
-    read_until(process, "block 1/2 token ")
+def test_killed_in_the_second_block_and_started_again(job, whole, tmp_path):
+    """What was offloaded goes with the process, though the process cannot clear up; the first block's rows stay."""
+    process = job("--output-file", tmp_path / "out.jsonl", gen_len=12)
+    read_until(process, "block 2/2 prefill 1/")
     process.kill()
-    assert end(process)[0] == -signal.SIGKILL
+    if end(process)[0] == 0:
+        pytest.skip("the job was done before the signal came")
     assert list((tmp_path / "offload").iterdir()) == []
-    process = job("--output-file", tmp_path / "out.jsonl", gen_len=2)
-    code, _, err = end(process)
+    assert {row["index"] for row in read_rows(tmp_path / "out.jsonl")} == FIRST
+    code, _, err = end(job("--output-file", tmp_path / "out.jsonl", gen_len=12))
     assert code == 0, err
-    assert_clean(tmp_path, "out.jsonl")
-    assert len(read_rows(tmp_path / "out.jsonl")) == len(PROMPTS)
+    assert_clean(tmp_path, *OUT)
+    assert [row["token_ids"] for row in read_rows(tmp_path / "out.jsonl")] == whole
 
 
 def test_rows_of_a_batch_that_has_finished_are_there_before_its_block_has(model):
@@ -216,17 +195,6 @@ def test_rows_of_a_batch_that_has_finished_are_there_before_its_block_has(model)
         llm.generate(prompts, params, on_output=lambda o: seen.append((o.index, next(steps))))
     assert [index for index, _ in seen] == [0, 1]
     assert seen[1][1] > seen[0][1] + 1
-
-
-def test_killed_in_the_second_block_the_first_blocks_rows_are_there(job, tmp_path):
-    process = job("--output-file", tmp_path / "out.jsonl", gen_len=3)
-    read_until(process, "block 2/2 prefill 1/")
-    process.kill()
-    if end(process)[0] == 0:
-        pytest.skip("the job was done before the signal came")
-    assert not (tmp_path / "out.jsonl").exists()
-    rows = read_rows(tmp_path / "out.jsonl.partial")
-    assert {row["index"] for row in rows} == FIRST
 
 
 def test_two_jobs_at_the_same_time(job, whole, tmp_path):
@@ -338,7 +306,6 @@ def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, mon
     real, steps = ProgressBar.on_progress, 2 * 3 * 5  # blocks, tokens, layers
 
     for stop in range(steps):
-        target.unlink(missing_ok=True)
         seen = iter(range(steps + 1))
 
         def progress(self, *step, seen=seen, stop=stop):
@@ -346,47 +313,51 @@ def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, mon
                 raise Interrupted(signal.SIGINT)
             real(self, *step)
 
-        monkeypatch.setattr(ProgressBar, "on_progress", progress)
-        code, _, err = cli(*argv)
-        assert code == 130 and last_line(err) == "interrupted"
-        generated = (stop + 1) // 5  # tokens per row that were done, over both blocks
-        found = read_rows(target) if target.exists() else []
-        expected = [
-            row | {"token_ids": row["token_ids"][:n], "finish_reason": "length" if n == 3 else "abort"}
-            for row in whole
-            if (n := min(3, max(0, generated - 3 * (row["index"] >= 2))))
-        ]
+        target.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(ProgressBar, "on_progress", progress)
+            code, _, err = cli(*argv)
+        assert code == 130 and last_line(err).startswith("interrupted: ")
         # a block whose last token is there but which has not ended counts as finished too
-        assert found == expected, stop
+        assert read_rows(target) == whole[: 2 * ((stop + 1) // 15)], stop
         assert not (tmp_path / "offload").exists() or os.listdir(tmp_path / "offload") == []
-        assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.sorted"))
+        assert not list(tmp_path.glob("*.new"))
+        if stop % 7 == 0:
+            assert cli(*argv)[0] == 0
+            assert read_rows(target) == whole
 
 
-@pytest.mark.parametrize("call", ["write_text", "replace", "unlink"])
+@pytest.mark.parametrize("call", ["replace", "fsync"])
 def test_an_interrupt_while_the_output_file_is_finished(cli, model, tmp_path, monkeypatch, call):
-    """Before or after any step of it: the file is whole, and nothing else is left."""
-    rows, target = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9]]), tmp_path / "out.jsonl"
-    files = ("--input-file", rows, "--output-file", target, "--offload-dir", tmp_path / "offload")
-    owner = os if call == "replace" else Path
-    real = getattr(owner, call)
+    """Before or after any step of it: no row is lost, nothing else is left, and the same command ends it."""
+    rows, target = write_prompts(tmp_path / "in.jsonl", [[8, 9], [5, 6, 7]]), tmp_path / "out.jsonl"
+    argv = ("--model", model, *FP32, "--gen-len", 3, "--input-file", rows, "--output-file", target)
+    argv += ("--gpu-batch-size", 1)
+    real, finish = getattr(os, call), OutputFile.finish
     for before in (True, False):
-        target.write_text("of an earlier job\n")
-        pending = [signal.SIGTERM]
+        target.unlink(missing_ok=True)
 
-        def interrupted(*args, before=before, pending=pending, **kwargs):
-            if before and pending and "out.jsonl" in str(args[0]):
-                signal.raise_signal(pending.pop())
-            done = real(*args, **kwargs)
-            if pending and "out.jsonl" in str(args[0]):
-                signal.raise_signal(pending.pop())
-            return done
+        def interrupted(*args, before=before):
+            is_last = len(read_rows(target)) == 2
+            if is_last and before:
+                signal.raise_signal(signal.SIGTERM)
+            real(*args)
+            if is_last and not before:
+                signal.raise_signal(signal.SIGTERM)
+
+        def at_end(self, order):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, interrupted)
+                finish(self, order)
 
         with monkeypatch.context() as patch:
-            patch.setattr(owner, call, interrupted)
-            code, _, err = cli("--model", model, *FP32, "--gen-len", 3, *files)
-        assert code == 143 and last_line(err) == "interrupted"
-        assert not pending and len(read_rows(target)) == 2
-        assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"in.jsonl", "out.jsonl"}
+            patch.setattr(OutputFile, "finish", at_end)
+            code, _, err = cli(*argv)
+        assert code == 143 and last_line(err).startswith("interrupted")
+        assert len(read_rows(target)) == 2
+        assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"in.jsonl", *OUT}
+        assert cli(*argv)[0] == 0
+        assert [row["index"] for row in read_rows(target)] == [0, 1]
 
 
 def test_an_interrupt_while_a_finished_row_is_handed_over_does_not_lose_it(model):

@@ -19,6 +19,7 @@ from h2o_flexgen.jobs.manifest import Manifest, lock, manifest_path
 from h2o_flexgen.jobs.output import (
     OutputFile,
     done_row,
+    error_of,
     failed_row,
     id_of,
     is_failed,
@@ -210,7 +211,7 @@ class Job(Observer):
         """Encode the rows that are left: all prompts are known before the first is run."""
         self.todo, self.refused = [], []
         for row in left:
-            prompt, own = request(row, params)
+            prompt, own = request(row, params, self.llm.tokenizer)
             try:
                 self.todo.append((row, self.llm.admit(prompt, own.max_tokens), own))
             except UserError as e:
@@ -254,21 +255,22 @@ class Job(Observer):
 
     def on_begin(self) -> None:
         """All that may refuse the job has been passed: now files are touched."""
-        if self.restart and self.path.exists() and self.path.stat().st_size:
-            self._keep_old()
         self.now.rows = [[row.id, row.digest] for row in self.rows]
         self.now.runs.append({"start": time.time(), "done": len(self.kept)})
+        is_new = self._lock is None
         try:
-            # the rows first: a changed row must not be there under its new digest
+            if is_new:  # first the lock
+                self._lock = self.now.write(self.manifest_path, is_new=True)
+            if self.restart and self.path.exists() and self.path.stat().st_size:
+                self._keep_old()
             self.output = OutputFile(self.path, self.kept)
-            new = self.now.write(self.manifest_path, is_new=self._lock is None)
+            if not is_new:  # behind the rows: a changed one must not be there under its new digest
+                old, self._lock = self._lock, self.now.write(self.manifest_path, is_new=False)
+                old.close()
         except (BlockingIOError, FileExistsError):
             raise UserError(f"`output_file` {self.path}: another job is writing it") from None
         except OSError as e:
             raise UserError(f"`output_file` {self.path} cannot be written: {e.strerror}") from None
-        if self._lock is not None:
-            self._lock.close()
-        self._lock = new
         for row, error in self.refused:
             self.output.add(failed_row(row, error))
         self.output.flush()
@@ -292,16 +294,17 @@ class Job(Observer):
 
     on_block_end = on_finished
 
-    # what became of it
+    def errors(self) -> list[str]:
+        """Of all rows that failed, in this run or before."""
+        rows = self.output.rows if self.output else self.kept
+        return [f"row {id_of(row)}: {error_of(row)}" for row in rows if is_failed(row)]
 
-    @property
-    def failed(self) -> list[dict]:
-        return [row for row in (self.output.rows if self.output else self.done.values()) if is_failed(row)]
 
-
-def request(row: Row, params: SamplingParams) -> tuple:
+def request(row: Row, params: SamplingParams, tokenizer) -> tuple:
     """The prompt of a row, or the UserError that stands for one, and its sampling: `params` and what it sets itself."""
     try:
+        if row.params.get("stop") and tokenizer is None:
+            raise UserError("stop needs a tokenizer, and this model has none")
         return row.prompt, replace(params, **row.params)
     except UserError as e:
         return e, params

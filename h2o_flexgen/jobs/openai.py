@@ -70,8 +70,8 @@ def parse(data: dict, row: Row) -> None:
     """
     if row.custom_id is None:
         raise UserError("a request needs a custom_id")
-    row.kind = URLS.get(str(data.get("url")), "chat")
-    if data.get("url") not in URLS:
+    row.kind = URLS.get(str(data.get("url")), "chat")  # an error looks the same in either
+    if str(data.get("url")) not in URLS:
         raise RequestError(f"url must be one of {', '.join(URLS)}, not {_short(data.get('url'))}", "url")
     if data.get("method") != "POST":
         raise RequestError(f"method must be POST, not {_short(data.get('method'))}", "method")

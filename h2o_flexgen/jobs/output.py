@@ -188,8 +188,16 @@ def id_of(row: dict) -> str | int:
     return row["custom_id"] if row.get("custom_id") is not None else row["index"]
 
 
+def error_of(row: dict) -> str | None:
+    """Why it has failed; None if it has not."""
+    if "response" not in row:
+        return row.get("error")
+    answer = row["response"]
+    return None if answer["status_code"] == 200 else answer["body"]["error"]["message"]
+
+
 def is_failed(row: dict) -> bool:
-    return row["response"]["status_code"] != 200 if "response" in row else isinstance(row.get("error"), str)
+    return error_of(row) is not None
 
 
 def tokens_of(row: dict) -> int:

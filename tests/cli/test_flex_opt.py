@@ -109,7 +109,7 @@ def test_texts_end_before_a_stop_string(cli, texts, tmp_path):
     assert cli(*job)[0] == 0
     whole = [row["text"] for row in read_rows(out)]
     stop = [text[4:6] for text in whole]
-    code, _, err = cli(*job, "--stop", stop[0], "--stop", stop[1])
+    code, _, err = cli(*job, "--restart", "--stop", stop[0], "--stop", stop[1])
     assert code == 0, err
     for row, text in zip(read_rows(out), whole):
         assert row["finish_reason"] == "stop"
@@ -135,7 +135,7 @@ def test_help_lists_every_option_of_the_contract(cli, capfd):
     for option in (
         "model path prompt-len gen-len gpu-batch-size num-gpu-batches percent policy hh-ratio recent-ratio hh-size "
         "recent-size device dtype offload-dir overlap no-overlap gpu-mem cpu-mem disk-mem cpu-cache-compute "
-        "input-file output-file ignore-eos stop temperature top-k top-p seed report verbose"
+        "input-file output-file ignore-eos stop temperature top-k top-p seed report verbose restart retry-errors"
     ).split():
         assert f"--{option}" in out
 

@@ -32,7 +32,7 @@ def test_the_version_is_the_packages(capsys):
     [
         ("plna", "unknown command 'plna': did you mean plan?"),
         ("Generate", "unknown command 'Generate': did you mean generate?"),
-        ("xyz", "unknown command 'xyz' (generate, plan"),
+        ("xyz", "unknown command 'xyz' (generate, status"),
         ("--model", "--model before a command: begin with one, as in h2o-flexgen generate --model"),
     ],
 )

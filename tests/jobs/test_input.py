@@ -80,7 +80,9 @@ def test_a_byte_order_mark_is_no_error(cli, model, tmp_path):
     assert "token_ids" in read_rows(out)[0]
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n\n", b"\xff\xfe\n"], ids=["empty", "blank", "not UTF-8"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n \n\n", b"\xff\xfe\n", b"\x00\x1f\x8b" * 999], ids="empty blank UTF-16 binary".split()
+)
 def test_an_input_file_without_prompts(refused, model, tmp_path, content):
     path = tmp_path / "in.jsonl"
     path.write_bytes(content)
@@ -128,6 +130,16 @@ BAD_ROWS = [
     ('{"messages": []}', "empty"),
     ('{"messages": [5, 6, 7]}', "list of objects"),
     ('{"messages": "text"}', "list of objects"),
+    ('{"prompt_token_ids": [5], "temperature": "hot"}', "temperature"),
+    ('{"prompt_token_ids": [5], "temperature": -1}', "temperature"),
+    ('{"prompt_token_ids": [5], "temperature": 1' + "0" * 400 + "}", "temperature"),
+    ('{"prompt_token_ids": [5], "top_p": NaN}', "top_p"),
+    ('{"prompt_token_ids": [5], "max_tokens": true}', "max_tokens"),
+    ('{"prompt_token_ids": [5], "max_tokens": 1.5}', "max_tokens"),
+    ('{"prompt_token_ids": [5], "max_tokens": 1000}', "64 positions"),
+    ('{"prompt_token_ids": [5], "stop": "a"}', "tokenizer"),
+    ('{"prompt_token_ids": [5], "stop": [""]}', "stop"),
+    ('{"prompt_token_ids": [5], "custom_id": 7}', "custom_id"),
 ]
 
 
@@ -140,9 +152,9 @@ def test_bad_rows_among_good_ones(cli, model, tmp_path, sampled):
     for n, (row, say) in enumerate(BAD_ROWS):
         bad.append((len(rows), say))
         rows.append(row)
-        if n % 7 == 2:
+        if n % 9 == 2:
             good.append(len(rows))
-            rows.append({"prompt_token_ids": PROMPTS[n // 7]})
+            rows.append({"prompt_token_ids": PROMPTS[n // 9]})
     assert len(good) == len(PROMPTS)
     source, target = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
     files = ("--input-file", source, "--output-file", target, "--offload-dir", tmp_path / "offload")
@@ -156,7 +168,7 @@ def test_bad_rows_among_good_ones(cli, model, tmp_path, sampled):
         assert "\n" not in found[index]["error"] and len(found[index]["error"]) < 300
     whole = [row if n in good else {"prompt_token_ids": PROMPTS[0]} for n, row in enumerate(rows)]
     source = write_rows(tmp_path / "whole.jsonl", whole)
-    files = ("--input-file", source, "--output-file", target, "--offload-dir", tmp_path / "offload")
+    files = ("--input-file", source, "--output-file", target, "--offload-dir", tmp_path / "offload", "--restart")
     assert cli(*FP32, *options, *files, "--gen-len", 6)[0] == 0
     expected = read_rows(target)
     for index in good:
@@ -194,6 +206,38 @@ def test_bad_prompts_in_python(model, tmp_path, prompts):
         skipped = llm.generate([[7], *prompts], SamplingParams(max_tokens=2), skip_errors=True)
         assert skipped[-1].error and not skipped[-1].outputs
         assert skipped[0].error is None and skipped[0].outputs[0].token_ids
+
+
+def test_rows_that_say_how_they_are_sampled(cli, model, tmp_path):
+    """What a row does not say, the command does; keys that mean nothing here are no error."""
+    rows = [
+        {"prompt_token_ids": [5, 6, 7], "label": "a"},
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "temperature": None},
+        {"prompt_token_ids": [5, 6, 7], "custom_id": "drawn", "temperature": 1.5, "seed": 3, "top_k": 50},
+    ]
+    files = ("--input-file", write_rows(tmp_path / "in.jsonl", rows), "--output-file", tmp_path / "out.jsonl")
+    code, _, err = cli("--model", model, *FP32, *files, "--gen-len", 8, "--ignore-eos")
+    assert code == 0, err
+    greedy, short, drawn = read_rows(tmp_path / "out.jsonl")
+    assert len(greedy["token_ids"]) == 8 and short["token_ids"] == greedy["token_ids"][:2]
+    assert drawn["custom_id"] == "drawn" and drawn["token_ids"] != greedy["token_ids"]
+
+
+def test_a_custom_id_that_is_there_twice(refused, model, tmp_path):
+    row = '{"custom_id": "a", "prompt_token_ids": [5]}'
+    path = write_rows(tmp_path / "in.jsonl", [row, "", '{"prompt_token_ids": [5]}', row])
+    message = refused("--model", model, "--input-file", path)
+    assert message.endswith("lines 1 and 4 have the same custom_id 'a'")
+
+
+def test_a_line_of_ten_megabytes_is_one_bad_row(cli, texts, tmp_path):
+    rows = [{"prompt": "word " * 2_000_000}, '{"prompt": "' + "x" * 10_000_000, {"prompt": "short"}]
+    files = ("--input-file", write_rows(tmp_path / "in.jsonl", rows), "--output-file", tmp_path / "out.jsonl")
+    code, _, err = cli("--model", texts, *FP32, *files, "--gen-len", 2)
+    assert code == 0, err
+    long, broken, good = read_rows(tmp_path / "out.jsonl")
+    assert "64 positions" in long["error"] and broken["error"].startswith("not JSON") and good["token_ids"]
+    assert (tmp_path / "out.jsonl").stat().st_size < 1000 and len(err) < 2000
 
 
 # built-in prompts

@@ -6,12 +6,11 @@ import errno
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, TINY, last_line, percent, read_rows, write_prompts
 
-from h2o_flexgen.jobs.output import OutputFile, open_output
+from h2o_flexgen.jobs.output import OutputFile, read_done
 
 pytest_plugins = ["cli_tools"]
 
@@ -31,7 +30,11 @@ def test_rows_come_in_the_order_of_the_input_with_exactly_four_fields(cli, model
         assert row["text"] == ""  # there is no tokenizer
         assert 1 <= len(row["token_ids"]) <= 4 and all(type(t) is int for t in row["token_ids"])
         assert row["finish_reason"] == "stop" or len(row["token_ids"]) == 4
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["in.jsonl", "out.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == [
+        "in.jsonl",
+        "out.jsonl",
+        "out.jsonl.manifest.json",
+    ]
 
 
 def test_a_row_stops_at_the_end_of_sequence_token(generate, model, tmp_path):
@@ -47,11 +50,6 @@ def test_a_row_stops_at_the_end_of_sequence_token(generate, model, tmp_path):
         assert row["token_ids"] == ids and row["finish_reason"] == ("stop" if stopped else "length")
 
 
-def test_an_output_file_that_was_there_is_replaced_whole(generate, model, tmp_path):
-    (tmp_path / "generate.out.jsonl").write_text("old\n" * 1000)
-    assert len(generate("--model", model)) == len(PROMPTS)
-
-
 def test_a_link_to_an_output_file_stays_one(cli, model, tmp_path):
     real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(real)
@@ -61,16 +59,6 @@ def test_a_link_to_an_output_file_stays_one(cli, model, tmp_path):
     assert link.is_symlink() and len(read_rows(real)) == len(PROMPTS)
 
 
-def test_rows_of_every_killed_job_are_kept(tmp_path, caplog):
-    for n in range(3):
-        killed = OutputFile(str(tmp_path / "out.jsonl"))
-        killed.add({"index": n})
-        killed.file.close()  # and with it its lock
-    kept = [tmp_path / f"out.jsonl.partial{end}" for end in ("~", "~~", "")]
-    assert [json.loads(path.read_text())["index"] for path in kept] == [0, 1, 2]
-    assert str(kept[1]) in caplog.text
-
-
 @pytest.mark.parametrize("option", ["--output-file", "--report"])
 @pytest.mark.parametrize("where", ["no/such/folder/out", ".", "file/out", "link"])
 def test_an_output_that_cannot_be_written(refused, model, tmp_path, monkeypatch, option, where):
@@ -78,15 +66,6 @@ def test_an_output_that_cannot_be_written(refused, model, tmp_path, monkeypatch,
     (tmp_path / "file").write_text("a file")
     (tmp_path / "link").symlink_to(tmp_path / "unmounted" / "out")
     assert f"{option} {where}" in refused("--model", model, *SHORT, option, where, files=False)
-
-
-def test_an_output_that_another_job_writes(refused, model, tmp_path):
-    with open_output(str(tmp_path / "out.jsonl")) as first:
-        for _ in range(2):
-            message = refused("--model", model, *SHORT, "--output-file", tmp_path / "out.jsonl", files=False)
-            assert message.endswith("another job is writing it")
-            first.add({"index": 0})
-    assert len(read_rows(tmp_path / "out.jsonl")) == 2
 
 
 def test_an_output_on_a_read_only_file_system(refused, model, read_only):
@@ -104,27 +83,31 @@ def test_an_output_that_is_no_file(refused, model, tmp_path):
 
 
 def test_an_output_file_system_that_fills_up(cli, model, tmp_path, small_disk):
-    """The rows that were finished stay in the partial file; the output file is not made; the job ends cleanly."""
+    """The rows that were finished stay, the job ends cleanly, and goes on when there is room."""
     source = write_prompts(tmp_path / "in.jsonl", [[n] for n in range(3, 9)])
-    (small_disk / "filler").write_bytes(b"x" * (2 * 1024 * 1024 - 4096))
-    target = small_disk / "out.jsonl"
+    filler, target = small_disk / "filler", small_disk / "out.jsonl"
+    filler.write_bytes(b"x" * (2 * 1024 * 1024 - 3 * 4096))
     options = ("--gpu-batch-size", 1, *percent(ON_DISK), "--offload-dir", tmp_path / "offload", "--ignore-eos")
-    code, _, err = cli(
-        "--model", model, *FP32, "--gen-len", 63, "--input-file", source, "--output-file", target, *options
-    )
+    job = ("--model", model, *FP32, "--gen-len", 63, "--input-file", source, "--output-file", target, *options)
+    code, _, err = cli(*job)
     if code == 0:
         pytest.skip("this file system found space all the same")
     assert code == 2
     assert last_line(err).startswith("error: ") and "No space left" in last_line(err)
-    assert not target.exists()
     assert list((tmp_path / "offload").iterdir()) == []
+    filler.unlink()
+    assert cli(*job)[0] == 0
+    assert [row["index"] for row in read_rows(target)] == list(range(6))
+
+
+def plain(index: int, **more) -> dict:
+    return {"index": index, "text": "", "token_ids": [5], "finish_reason": "length"} | more
 
 
 def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
-    """And go to the partial file, whole, as soon as there is space."""
-    file = OutputFile(str(tmp_path / "out.jsonl"))
-    file.add({"index": 0, "text": "first"})
-    real, room = file.file, [0, 7, 0]
+    """And go to the file, whole, as soon as there is space."""
+    file = OutputFile(tmp_path / "out.jsonl", [])
+    real, room = file.file, []
 
     class Full:
         def __getattr__(self, name):
@@ -136,19 +119,21 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real.write(line[:space])
 
+    def add(index: int) -> list[int]:
+        file.add(plain(index))
+        file.flush()
+        return [row["index"] for row in read_done(tmp_path / "out.jsonl")]
+
     file.file = Full()
-    for index in (3, 2):
-        file.add({"index": index, "text": "waits"})
-    with open(tmp_path / "out.jsonl.partial") as f:
-        assert [json.loads(line)["index"] for line in f] == [0]
+    assert add(0) == [0]
+    room[:] = [0, 7, 0]  # half of a row is written
+    assert add(3) == add(2) == [0]
     assert caplog.text.count("No space left on device; the job goes on") == 1
-    assert "3 of 3 finished rows are in" in file.where()
-    file.add({"index": 1, "text": "last"})
-    with open(tmp_path / "out.jsonl.partial") as f:
-        assert [json.loads(line)["index"] for line in f] == [0, 3, 2, 1]
-    file.finish(whole=True)
+    assert add(1) == [0, 3, 2, 1]
+    file.finish([0, 1, 2, 3])
+    file.close()
     assert [row["index"] for row in read_rows(tmp_path / "out.jsonl")] == [0, 1, 2, 3]
-    assert not (tmp_path / "out.jsonl.partial").exists()
+    assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
 def full(*args, **kwargs):
@@ -156,41 +141,46 @@ def full(*args, **kwargs):
 
 
 @pytest.fixture
-def fails(cli, model, tmp_path):
-    """Run a job of three blocks that runs out of disk; returns its rows in the partial file."""
-
+def job(cli, model, tmp_path):
+    """Run a job of three blocks: (exit code, last line on stderr, rows of the output file)."""
     files = ("--input-file", write_prompts(tmp_path / "in.jsonl"), "--output-file", tmp_path / "out.jsonl")
 
-    def run() -> list[dict]:
+    def run(*options) -> tuple[int, str, list[dict]]:
         offload = ("--gpu-batch-size", 2, *percent(ON_DISK), "--offload-dir", tmp_path / "offload")
-        code, _, err = cli("--model", model, *FP32, "--gen-len", 4, *files, *offload)
-        assert code == 2
-        line = last_line(err)
-        assert line.startswith("error: ") and "No space left" in line and "out.jsonl.partial" in line
+        code, _, err = cli("--model", model, *FP32, "--gen-len", 4, *files, *offload, *options)
         assert list((tmp_path / "offload").iterdir()) == []
-        assert not (tmp_path / "out.jsonl.sorted").exists()
-        return read_rows(tmp_path / "out.jsonl.partial")
+        assert not list(tmp_path.glob("*.new"))
+        rows = read_done(tmp_path / "out.jsonl") if (tmp_path / "out.jsonl").exists() else []
+        return code, last_line(err), rows
 
     return run
 
 
-@pytest.mark.parametrize("owner, call", [(Path, "write_text"), (os, "replace")], ids=["write", "replace"])
-def test_an_output_file_that_cannot_be_finished(fails, tmp_path, monkeypatch, owner, call):
-    """Whatever fails, the output file of before stays as it was and the finished rows can be had."""
-    (tmp_path / "out.jsonl").write_text("before\n")
+@pytest.mark.parametrize("nth", range(4))
+def test_an_output_file_that_cannot_be_put_in_place(job, tmp_path, monkeypatch, nth):
+    """Two files are put in place when the job begins, and one at its end; whatever fails, the next run completes it."""
+    real, calls = os.replace, iter(range(99))
     with monkeypatch.context() as patch:
-        patch.setattr(owner, call, full)
-        assert len(fails()) == len(PROMPTS)
-    assert (tmp_path / "out.jsonl").read_text() == "before\n"
+        patch.setattr(os, "replace", lambda *names: (full if next(calls) == nth else real)(*names))
+        code, line, rows = job()
+    assert len(rows) == (len(PROMPTS) if nth >= 2 else 0)
+    assert code == (0 if nth == 3 else 2)
+    assert nth == 3 or (line.startswith("error: ") and "No space left" in line)
+    code, _, rows = job()
+    assert code == 0 and [row["index"] for row in rows] == list(range(len(PROMPTS)))
 
 
-def test_an_error_in_the_run_keeps_the_finished_rows(fails, tmp_path, monkeypatch):
+def test_an_error_in_the_run_keeps_the_finished_rows(job, tmp_path, monkeypatch):
     """The disk fills up in the second block."""
-    real = os.pwrite
+    real, out = os.pwrite, tmp_path / "out.jsonl"
 
     def pwrite(fd, data, offset):
-        return (full if os.path.getsize(tmp_path / "out.jsonl.partial") else real)(fd, data, offset)
+        return (full if out.exists() and out.stat().st_size else real)(fd, data, offset)
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    assert len(fails()) == 2
-    assert not (tmp_path / "out.jsonl").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        code, line, rows = job()
+    assert code == 2 and "No space left" in line and line.endswith("2 of 5 rows are done")
+    assert len(rows) == 2
+    code, _, rows = job()
+    assert code == 0 and len(rows) == len(PROMPTS)

@@ -1,0 +1,38 @@
+"""The jobs of docs/jobs.md, from file to file, as they stand there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+
+import pytest
+from cli_tools import FP32, TINY, write_model
+from machines import ROOT
+
+pytest_plugins = ["cli_tools"]
+
+TEXT = (ROOT / "docs" / "jobs.md").read_text()
+CODE = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    "make, output, read, said",
+    [
+        ("make_rows.py", "labels.jsonl", "count_labels.py", "Counter({False: 2})\n[]\n"),
+        ("make_questions.py", "answers.jsonl", "grade.py", "of 2 are right\n"),
+    ],
+)
+def test_a_documented_job(cli, texts, tmp_path, monkeypatch, capfd, make, output, read, said):
+    """With a tiny model, whose answers mean nothing."""
+    folder = tmp_path / "model"
+    shutil.copytree(texts, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    write_model(folder, config=TINY | {"vocab_size": 300, "max_position_embeddings": 512})
+    monkeypatch.chdir(tmp_path)
+    command = re.search(rf"^h2o-flexgen generate (.*{output})$", TEXT, re.MULTILINE)[1]
+    exec(CODE[make], {})
+    code, _, err = cli("--model", folder, *FP32, *shlex.split(command))
+    assert code == 0, err
+    exec(CODE[read], {})
+    assert capfd.readouterr().out.endswith(said)

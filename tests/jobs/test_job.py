@@ -1,0 +1,350 @@
+"""Jobs that go on: whatever stops one, the next run gives the file of a job that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from cli_tools import FP32, TINY, last_line, read_rows, write_model, write_rows
+
+from h2o_flexgen import LLM, Policy, SamplingParams, UserError
+from h2o_flexgen.engine.observer import ProgressBar
+from h2o_flexgen.errors import Interrupted
+from h2o_flexgen.jobs.job import Job
+from h2o_flexgen.jobs.output import OutputFile
+
+pytest_plugins = ["cli_tools"]
+
+#: rows that set things of their own, one that cannot be run, and one of OpenAI's
+ROWS = [
+    {"prompt_token_ids": [5, 6, 7, 8, 9]},
+    {"prompt_token_ids": [10, 11, 12], "max_tokens": 2},
+    {"prompt_token_ids": [20, 30, 40, 50, 60, 70, 80] * 2, "custom_id": "long"},
+    {"prompt_token_ids": []},
+    {"prompt_token_ids": [9], "max_tokens": 6, "temperature": 1.2, "seed": 5},
+    {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": [3, 4, 5, 6], "max_tokens": 3}},
+]
+
+
+@pytest.fixture
+def job(cli, model, tmp_path):
+    """Run the command on rows, in blocks of two: (exit code, stderr)."""
+
+    def run(*options, rows: list = ROWS, gen_len: int = 4, out: str = "out.jsonl", of: Path = model) -> tuple[int, str]:
+        files = ("--input-file", write_rows(tmp_path / "in.jsonl", rows), "--output-file", tmp_path / out)
+        how = ("--ignore-eos", "--gpu-batch-size", 1, "--num-gpu-batches", 2)
+        code, _, err = cli("--model", of, *FP32, *how, "--gen-len", gen_len, *files, *options)
+        return code, err
+
+    return run
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def timeless(path: Path) -> list[dict]:
+    """The rows of a file, but for when they were made."""
+    rows = read_rows(path)
+    for row in rows:
+        if "response" in row:
+            row["response"]["body"].pop("created", None)
+    return rows
+
+
+def interrupted_at(monkeypatch, stop: int) -> None:
+    """Let a job be interrupted before its row number `stop` is added."""
+    real, seen = OutputFile.add, iter(range(99))
+
+    def add(self, row):
+        if next(seen) == stop:
+            raise Interrupted(signal.SIGINT)
+        real(self, row)
+
+    monkeypatch.setattr(OutputFile, "add", add)
+
+
+@pytest.mark.parametrize("sampled", [(), ("--temperature", "1.5", "--seed", "7")], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("budget", [(), ("--hh-ratio", "0.2")], ids=["full", "h2o"])
+def test_interrupted_at_any_row_it_goes_on_to_the_same_file(job, out, tmp_path, monkeypatch, sampled, budget):
+    code, err = job(*sampled, *budget, out="whole.jsonl")
+    assert code == 0, err
+    whole = timeless(tmp_path / "whole.jsonl")
+    for stop in range(len(ROWS)):
+        with monkeypatch.context() as patch:
+            interrupted_at(patch, stop)
+            code, err = job(*sampled, *budget)
+        assert code == 130 and "Traceback" not in err
+        done = len(read_rows(out))
+        assert done >= stop  # a row that was being added is finished
+        assert last_line(err) == f"interrupted: {done} of 6 rows are done; the same command goes on"
+        code, err = job(*sampled, *budget)
+        assert code == 0, err
+        assert timeless(out) == whole, stop
+        for path in (out, Path(f"{out}.manifest.json")):
+            path.unlink()
+
+
+def test_what_an_interrupt_cuts_short_is_not_written(job, out, monkeypatch):
+    real, steps = ProgressBar.on_progress, iter(range(99))
+
+    def progress(self, i, j, k):
+        if i == 2 and next(steps) == 0:
+            raise Interrupted(signal.SIGTERM)
+        real(self, i, j, k)
+
+    monkeypatch.setattr(ProgressBar, "on_progress", progress)
+    assert job()[0] == 143
+    assert all("error" in row or row["finish_reason"] == "length" for row in read_rows(out))
+
+
+def test_a_kv_budget_stays_what_it_was_when_the_job_began(job, out, tmp_path, monkeypatch):
+    """Though what is left has shorter prompts, or longer ones."""
+    assert job("--hh-ratio", 0.2)[0] == 0
+    before = timeless(out)
+    longer = [*ROWS, {"prompt_token_ids": [7, 8, 9] * 10}]
+    code, err = job("--hh-ratio", 0.2, rows=longer)
+    assert code == 0 and "has 30 tokens, the longest so far had 14" in err and "2 heavy + 2 recent" in err
+    assert timeless(out)[:6] == before and len(read_rows(out)) == 7
+    code, err = job("--hh-size", 2, rows=longer)
+    assert code == 0 and "nothing to do" in err
+
+
+def test_the_budget_auto_is_the_one_that_was_chosen_first(job, out):
+    manifest = Path(f"{out}.manifest.json")
+    code, err = job("--hh-ratio", "auto")
+    assert code == 0, err
+    assert "hh-ratio  slots" in err  # the choice
+    first = json.loads(manifest.read_text())
+    assert first["settings"]["kv_budget"] == "auto"
+    code, err = job("--hh-ratio", "auto", rows=[*ROWS, {"prompt_token_ids": [7, 8, 9] * 10}])
+    assert code == 0 and "hh-ratio  slots" not in err
+    assert json.loads(manifest.read_text())["kv_budget"] == first["kv_budget"]
+
+
+def test_a_job_that_is_done_computes_nothing(job, out, monkeypatch):
+    assert job()[0] == 0
+    before, stat = out.read_bytes(), out.stat()
+    monkeypatch.setattr(LLM, "_run", None)
+    code, err = job()
+    assert code == 0
+    assert "nothing to do: 5 of 6 rows are done, 1 failed, 0 are left" in err
+    assert out.read_bytes() == before and out.stat().st_ino == stat.st_ino
+
+
+def test_rows_that_are_new_or_changed_are_run_and_the_command_says_how_many(job, out, tmp_path):
+    assert job(rows=ROWS[:4])[0] == 0
+    rows = [ROWS[0], {"prompt_token_ids": [99]}, *ROWS[2:]]
+    code, err = job(rows=rows)
+    assert code == 0
+    assert "goes on: 2 of 6 rows are done, 1 failed, 3 are left; 1 were changed and run again, 2 are new" in err
+    assert job(rows=rows, out="whole.jsonl")[0] == 0
+    assert timeless(out) == timeless(tmp_path / "whole.jsonl")
+
+
+def test_rows_with_a_custom_id_may_move(job, out, tmp_path):
+    rows = [{"prompt_token_ids": [n], "custom_id": f"row {n}", "temperature": 1.0} for n in (5, 6, 7)]
+    assert job(rows=rows)[0] == 0
+    code, err = job(rows=rows[::-1])
+    assert code == 0 and "nothing to do: 3 of 3" in err
+    assert job(rows=rows[::-1], out="whole.jsonl")[0] == 0
+    assert read_rows(out) == read_rows(tmp_path / "whole.jsonl")
+
+
+def test_rows_that_are_gone_from_the_input_go_from_the_output(job, out):
+    assert job()[0] == 0
+    code, err = job(rows=ROWS[:3])
+    assert code == 0 and "3 are no longer in the input" in err
+    assert len(read_rows(out)) == 3
+    assert len(json.loads(Path(f"{out}.manifest.json").read_text())["rows"]) == 3
+
+
+def test_another_input_file_does_not_throw_a_finished_job_away(job, out):
+    assert job()[0] == 0
+    before = out.read_bytes()
+    code, err = job(rows=[{"prompt_token_ids": [n]} for n in range(30, 36)])
+    assert code == 2 and "no row in" in err and "--restart" in err
+    assert out.read_bytes() == before
+
+
+def test_failed_rows_stay_failed_unless_they_are_asked_to_run_again(job, out, monkeypatch):
+    """The first time the tokens of one row fail, as where its hidden states overflow."""
+    real = LLM.admit
+
+    def refuse(self, prompt, gen_len):
+        if prompt == [9]:
+            raise UserError("broken")
+        return real(self, prompt, gen_len)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "admit", refuse)
+        assert job()[0] == 0
+    code, err = job()
+    assert code == 0 and "2 failed, 0 are left" in err and "2 rows could not be run; row 3: " in err
+    assert read_rows(out)[4]["error"] == "broken"
+    code, err = job("--retry-errors")
+    assert code == 0 and "2 are left; 2 failed and run again" in err
+    assert read_rows(out)[4]["token_ids"] and read_rows(out)[3]["error"]
+
+
+@pytest.mark.parametrize(
+    "options, say",
+    [
+        (("--seed", 5), "--seed 0, now 5"),
+        (("--temperature", 1), "--temperature 0.0, now 1.0"),
+        (("--stop", "a"), "--stop [], now ['a']"),
+        (("--hh-size", 3), "--kv_budget"),
+        (("--dtype", "bfloat16"), "--dtype 'float32', now 'bfloat16'"),
+    ],
+)
+def test_other_settings_are_an_error_that_names_them(job, out, texts, options, say):
+    assert job(of=texts)[0] == 0
+    before = out.read_bytes()
+    code, err = job(*options, of=texts)
+    assert code == 2 and say.replace("--kv_budget", "kv_budget None, now {'heavy': 3") in last_line(err)
+    assert "--restart" in last_line(err) and out.read_bytes() == before
+    code, err = job(*options, "--restart", of=texts)
+    assert code == 0 and "kept in" in err
+    assert Path(f"{out}~").read_bytes() == before
+
+
+def test_what_changes_no_token_may_change(job, out, tmp_path):
+    assert job(rows=ROWS[:3])[0] == 0
+    code, err = job("--gpu-batch-size", 4, "--offload-dir", tmp_path / "elsewhere", "--gpu-mem", 1)
+    assert code == 0, err
+
+
+def test_two_runs_that_begin_anew_keep_both_files(job, out):
+    for gen_len in (2, 3, 4):
+        assert job("--restart", gen_len=gen_len)[0] == 0
+    kept = [Path(f"{out}{end}") for end in ("~", "~~", "")]
+    assert [len(read_rows(path)[0]["token_ids"]) for path in kept] == [2, 3, 4]
+
+
+def test_another_model_is_an_error_and_the_same_one_elsewhere_is_none(job, out, model, tmp_path):
+    assert job()[0] == 0
+    moved = tmp_path / "moved"
+    moved.symlink_to(model)
+    assert job(of=moved)[0] == 0
+    other = write_model(tmp_path / "other", config=TINY | {"num_hidden_layers": 2})
+    code, err = job(of=other)
+    assert code == 2 and f"model '{model}', now '{other}'".replace("model ", "--model ") in err
+
+
+def test_a_file_that_no_job_wrote_is_not_touched(job, out):
+    out.write_text("my thesis\n")
+    code, err = job()
+    assert code == 2 and "is not one that a job wrote" in err and out.read_text() == "my thesis\n"
+    assert job("--restart")[0] == 0
+    assert Path(f"{out}~").read_text() == "my thesis\n"
+
+
+def test_a_file_without_a_row_is_one_that_nobody_began(job, out):
+    out.touch()
+    assert job()[0] == 0
+    out.unlink()  # its manifest stays
+    assert job("--seed", 5)[0] == 0
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"settings": 5}', "\x00" * 100, "[" * 100_000])
+def test_a_manifest_that_is_damaged(job, out, manifest):
+    assert job()[0] == 0
+    before = out.read_bytes()
+    Path(f"{out}.manifest.json").write_text(manifest)
+    code, err = job()
+    assert code == 2 and "out.jsonl.manifest.json is damaged" in err and "--restart" in err
+    assert out.read_bytes() == before
+    assert job("--restart")[0] == 0
+
+
+def test_half_a_row_at_the_end_is_none(job, out):
+    assert job()[0] == 0
+    whole = timeless(out)
+    out.write_bytes(out.read_bytes()[:-20])
+    code, err = job()
+    assert code == 0 and "1 are left" in err
+    assert timeless(out) == whole
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "garbage",
+        "5",
+        "{}",
+        '{"index": 0}',
+        '{"index": 0, "token_ids": 5}',
+        '{"index": 99, "error": "no such row"}',
+        '{"index": 1, "error": "twice"}',
+        '{"custom_id": "b", "response": {}}',
+        '{"index": [], "error": "x"}',
+    ],
+)
+def test_a_line_that_is_no_row_of_the_job(job, out, line):
+    assert job()[0] == 0
+    lines = out.read_text().splitlines()
+    edited = "".join(row + "\n" for row in [*lines[:2], line, *lines[3:]])
+    out.write_text(edited)
+    code, err = job()
+    assert code == 2 and "line 3 is no row of this job" in err and out.read_text() == edited
+
+
+def test_a_second_job_on_the_same_file_is_refused(job, out):
+    assert job()[0] == 0
+    with Job(str(out)):
+        code, err = job()
+        assert code == 2 and "another job is writing" in last_line(err)
+        assert job("--restart")[0] == 2
+    assert job()[0] == 0
+
+
+def test_of_two_jobs_that_begin_at_once_one_is_refused(job, out, monkeypatch):
+    """The other one begins while this one loads its weights."""
+    real = Job.on_begin
+
+    def on_begin(self):
+        monkeypatch.setattr(Job, "on_begin", real)
+        assert job()[0] == 0
+        real(self)
+
+    monkeypatch.setattr(Job, "on_begin", on_begin)
+    code, err = job()
+    assert code == 2 and "another job" in last_line(err)
+    assert len(read_rows(out)) == len(ROWS)
+
+
+def test_nothing_is_written_before_the_job_has_room(job, out, tmp_path):
+    code, err = job("--gpu-mem", 1e-5)
+    assert code == 2, err
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["in.jsonl"]
+
+
+def test_a_job_without_an_input_file_goes_on_too(cli, model, out):
+    job = ("--model", model, *FP32, "--prompt-len", 5, "--gen-len", 2, "--output-file", out)
+    assert cli(*job, "--num-prompts", 2)[0] == 0
+    code, _, err = cli(*job, "--num-prompts", 2)
+    assert code == 0 and "nothing to do: 2 of 2" in err
+
+
+def test_options_of_a_job_need_an_output_file(refused, model):
+    for option in ("--restart", "--retry-errors"):
+        assert f"{option} is for a job" in refused("--model", model, option, files=False)
+
+
+def test_from_python(model, tmp_path):
+    """What the command does."""
+    from h2o_flexgen.jobs.input import read_rows as read_input
+
+    rows = read_input(str(write_rows(tmp_path / "in.jsonl", ROWS[:2])))
+    with (
+        Job(str(tmp_path / "out.jsonl")) as job,
+        LLM(str(model), Policy(), device="cpu", dtype="float32", progress=False) as llm,
+    ):
+        job.run(llm, rows, SamplingParams(max_tokens=3))
+    assert len(read_rows(tmp_path / "out.jsonl")) == 2
+    assert os.path.exists(tmp_path / "out.jsonl.manifest.json")

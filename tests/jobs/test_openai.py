@@ -1,0 +1,200 @@
+"""OpenAI batch files: requests in, responses out, in the form that the openai package reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_tools import FP32, TINY, read_rows, write_model, write_rows
+
+pytest_plugins = ["cli_tools"]
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+#: the example of vLLM's documentation (offline inference with the OpenAI batch file format)
+VLLM = [
+    {
+        "custom_id": f"request-{n}",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {
+            "model": "meta-llama/Meta-Llama-3-8B-Instruct",
+            "messages": [{"role": "system", "content": system}, {"role": "user", "content": "Hello world!"}],
+            "max_completion_tokens": 1000,
+        },
+    }
+    for n, system in ((1, "You are a helpful assistant."), (2, "You are an unhelpful assistant."))
+]
+#: the example of OpenAI's guide
+OPENAI = [
+    {**request, "body": {**request["body"], "model": "gpt-3.5-turbo-0125", "max_tokens": 1000}} for request in VLLM
+]
+for request in OPENAI:
+    del request["body"]["max_completion_tokens"]
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def talker(texts, tmp_path_factory) -> Path:
+    """The tiny model with room for long texts and a chat template."""
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    shutil.copytree(texts, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return write_model(folder, config=TINY | {"vocab_size": 300, "max_position_embeddings": 1280})
+
+
+@pytest.fixture
+def run(cli, talker, tmp_path):
+    """The output lines of a batch; each makes 4 tokens where it says nothing else."""
+
+    def batch(lines: list, *options, of: Path = talker) -> list[dict]:
+        files = ("--input-file", write_rows(tmp_path / "in.jsonl", lines), "--output-file", tmp_path / "out.jsonl")
+        code, _, err = cli("--model", of, *FP32, "--gen-len", 4, "--ignore-eos", *files, "--restart", *options)
+        assert code == 0, err
+        return read_rows(tmp_path / "out.jsonl")
+
+    return batch
+
+
+def chat(custom_id: str = "a", **body) -> dict:
+    request = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions"}
+    return request | {"body": {"messages": HELLO} | body}
+
+
+def completion(custom_id: str = "c", **body) -> dict:
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello"} | body}
+
+
+def body_of(line: dict) -> dict:
+    assert line["error"] is None and line["response"]["status_code"] == 200, line
+    return line["response"]["body"]
+
+
+@pytest.mark.parametrize("lines", [VLLM, OPENAI], ids=["vLLM's", "OpenAI's"])
+def test_the_documented_example(run, lines):
+    """Its lines are short here: 8 tokens instead of 1000."""
+    text = json.dumps(lines).replace("1000", "8")
+    found = run(json.loads(text))
+    assert [line["custom_id"] for line in found] == ["request-1", "request-2"]
+    for line, request in zip(found, lines):
+        body = body_of(line)
+        assert body["object"] == "chat.completion" and body["model"] == request["body"]["model"]
+        assert body["usage"]["completion_tokens"] == 8 and body["choices"][0]["finish_reason"] == "length"
+        assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 8
+        assert body["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_responses_are_what_the_openai_package_reads(run):
+    types = pytest.importorskip("openai.types")
+    lines = [chat("a", logprobs=True), completion("b", logprobs=0), completion("c"), chat("d", tools=[{}])]
+    found = run(lines)
+    for line in found[:3]:
+        kind = types.chat.ChatCompletion if line["custom_id"] == "a" else types.Completion
+        made = kind.model_validate(body_of(line), strict=True)
+        assert made.to_dict(exclude_unset=True) == body_of(line)
+    assert types.ErrorObject.model_validate(found[3]["response"]["body"]["error"]).param == "tools"
+
+
+def test_a_request_gives_the_text_of_the_same_plain_row(run):
+    lines = [{"messages": HELLO}, chat(), {"prompt": "Hello"}, completion(), completion("ids", prompt=[5, 6])]
+    messages, answer, prompt, text, ids = run([*lines, {"prompt_token_ids": [5, 6]}])[:5]
+    assert body_of(answer)["choices"][0]["message"]["content"] == messages["text"]
+    assert body_of(text)["choices"][0]["text"] == prompt["text"]
+    assert body_of(ids)["usage"] == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
+
+
+def test_each_request_is_sampled_as_it_says(run, talker):
+    found = run(
+        [
+            chat("default"),
+            chat("long", max_completion_tokens=9),
+            chat("older name", max_tokens=9),
+            chat("drawn", max_tokens=9, temperature=1.5, top_p=0.9, seed=7),
+            chat("nulls", max_tokens=None, temperature=None, stop=None, n=1, stream=False, tools=[], logit_bias={}),
+        ]
+    )
+    texts = [body_of(line)["choices"][0]["message"]["content"] for line in found]
+    assert [body_of(line)["usage"]["completion_tokens"] for line in found] == [4, 9, 9, 9, 4]
+    assert texts[0] == texts[4] and texts[1] == texts[2] != texts[3]
+    assert texts[1].startswith(texts[0])
+    stopped = run([chat(max_tokens=9, stop=[texts[1][2:4]])])[0]
+    assert body_of(stopped)["choices"][0]["finish_reason"] == "stop"
+    assert texts[1][2:4] not in body_of(stopped)["choices"][0]["message"]["content"]
+
+
+def test_logprobs_are_those_of_the_tokens(run):
+    answer, text = run([chat(logprobs=True), completion(logprobs=0)])
+    content = body_of(answer)["choices"][0]["logprobs"]["content"]
+    assert len(content) == 4
+    for token in content:
+        assert token["logprob"] < 0 and token["top_logprobs"] == []
+        assert token["bytes"] is None or bytes(token["bytes"]).decode() == token["token"]
+    found = body_of(text)["choices"][0]["logprobs"]
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"]) == 4
+
+
+def test_content_parts_of_text_are_joined(run):
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "world"}]
+    found = run([chat("a", messages=[{"role": "user", "content": part}]) for part in (parts,)])
+    whole = run([chat("a", messages=[{"role": "user", "content": "Hello\nworld"}])])
+    assert body_of(found[0])["choices"] == body_of(whole[0])["choices"]
+
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+
+
+@pytest.mark.parametrize(
+    "request_, param, say",
+    [
+        (chat(tools=[{"type": "function"}]), "tools", "tools is not supported"),
+        (chat(n=2), "n", "n is not supported"),
+        (chat(stream=True), "stream", "stream is not"),
+        (chat(logprobs=True, top_logprobs=5), "top_logprobs", "top_logprobs is not"),
+        (chat(response_format={"type": "json_object"}), "response_format", "response_format is not"),
+        (chat(frequency_penalty=0.5), "frequency_penalty", "frequency_penalty is not"),
+        (chat(messages=[{"role": "user", "content": IMAGE}]), "messages", "of type text, not 'image_url'"),
+        (chat(messages=[]), "messages", "empty"),
+        (chat(messages=None), "messages", "list"),
+        (chat(messages=[{"role": "user"}]), None, '"content" must be a text'),
+        (chat(max_tokens=5000), None, "1280 positions"),
+        (chat(temperature="hot"), "temperature", "temperature"),
+        (chat(temperature=-1), None, "temperature"),
+        (completion(echo=True), "echo", "echo is not"),
+        (completion(logprobs=5), "logprobs", "must be 0"),
+        (completion(prompt=["a", "b"]), "prompt", "one text"),
+        (completion(prompt=None), "prompt", "one text"),
+        (completion(prompt=""), None, "empty"),
+        (chat() | {"url": "/v1/embeddings"}, "url", "url must be one of /v1/chat/completions, /v1/completions"),
+        (chat() | {"url": ["x"]}, "url", "url must be"),
+        (chat() | {"method": "GET"}, "method", "method must be POST, not 'GET'"),
+        (chat() | {"body": "text"}, "body", "body must be an object"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " in value else "",
+)
+def test_a_request_that_cannot_be_run_fails_alone_as_openais_do(run, request_, param, say):
+    bad, good = run([request_, chat("good")])
+    assert (bad["custom_id"], bad["error"], bad["response"]["status_code"]) == (request_["custom_id"], None, 400)
+    error = bad["response"]["body"]["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert say in error["message"] and (error["type"], error["param"]) == ("invalid_request_error", param)
+    body_of(good)
+
+
+@pytest.mark.parametrize("custom_id", [None, 7])
+def test_a_request_without_a_name_fails_as_a_plain_row(run, custom_id):
+    bad, good = run([chat() | {"custom_id": custom_id}, chat("good")])
+    assert bad["index"] == 0 and "custom_id" in bad["error"]
+    body_of(good)
+
+
+def test_a_chat_with_a_model_that_has_no_template(run, texts):
+    bad, good = run([chat(), completion()], of=texts)
+    assert "no chat template" in bad["response"]["body"]["error"]["message"]
+    body_of(good)
+
+
+def test_a_model_without_a_tokenizer_completes_ids(run, model):
+    (line,) = run([completion(prompt=[5, 6], logprobs=0)], of=model)
+    assert body_of(line)["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+    assert body_of(line)["model"] == str(model)
