@@ -145,10 +145,9 @@ class Job(Observer):
         sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "ignore_eos", "seed")}
         sampling |= {"gen_len": params.max_tokens, "stop": list(params.stop)}
         slots = slots_of(budget, longest) if isinstance(budget, KVBudget) else budget
-        files = fingerprint(model)
         return {
             "model": model.name,
-            "files": files,
+            "files": fingerprint(model),
             "dtype": dtype_name(self.llm.dtype),
             "kv_budget": slots,
             **sampling,
@@ -220,24 +219,23 @@ class Job(Observer):
             row, error = self.refused[0]
             raise UserError(f"none of the {len(self.rows)} rows of `input_file` can be run; row {row.index}: {error}")
         longest = max((len(ids) for _, ids, _ in self.todo), default=1)
+        self.now = self.before or Manifest(self._settings(params, longest), None, longest, [], [])
+        self._fix_budget(longest)
+
+    def _fix_budget(self, longest: int) -> None:
+        """Let the model run with the slots that the job began with, whatever prompts are left now."""
+        budget = self.llm.kv_budget
         if self.before is None:
-            self.now = Manifest(self._settings(params, longest), None, longest, [], [])
-            if isinstance(self.llm.kv_budget, KVBudget):
-                self.now.kv_budget = slots_of(self.llm.kv_budget, longest)
-        else:
-            self.now = self.before
-            if self.now.kv_budget and longest > self.now.longest_prompt:
-                log.warning(
-                    "a new prompt has %d tokens, the longest so far had %d: the KV budget stays as it was, %d "
-                    "heavy + %d recent slots",
-                    longest,
-                    self.now.longest_prompt,
-                    self.now.kv_budget["heavy"],
-                    self.now.kv_budget["recent"],
-                )
-        if self.before or self.now.kv_budget:
-            slots = self.now.kv_budget
-            self.llm.kv_budget = slots and KVBudget.from_size(slots["heavy"], slots["recent"], slots["rule"])
+            if not isinstance(budget, KVBudget):
+                return
+            self.now.kv_budget = slots_of(budget, longest)
+        slots = self.now.kv_budget
+        self.llm.kv_budget = slots and KVBudget.from_size(slots["heavy"], slots["recent"], slots["rule"])
+        if slots and longest > self.now.longest_prompt:
+            known, kept = self.now.longest_prompt, f"{slots['heavy']} heavy + {slots['recent']} recent slots"
+            log.warning(
+                "a new prompt has %d tokens, the longest so far had %d: its KV budget is %s too", longest, known, kept
+            )
 
     def _generate(self) -> None:
         if not self.todo:

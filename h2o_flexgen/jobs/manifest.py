@@ -44,12 +44,14 @@ class Manifest:
         """None if there is none. Raises UserError if it cannot be read or is damaged."""
         try:
             found = cls(**json.loads(path.read_bytes()))
-            shapes = (
+            shapes = [
                 dict(found.rows),
                 found.settings.items(),
                 [(run["start"] + 0, run["done"] + 0) for run in found.runs],
-            )
-            if found.longest_prompt > 0 and all(shapes):
+                found.kv_budget is None or [found.kv_budget[name] for name in ("heavy", "recent", "rule")],
+                found.longest_prompt > 0,
+            ]
+            if all(shapes):
                 return found
         except FileNotFoundError:
             return None
