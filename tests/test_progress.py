@@ -65,7 +65,7 @@ def test_in_a_terminal_it_is_a_bar(monkeypatch, capsys):
 
 
 def test_a_job_tells_its_block_and_step(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "EVERY", 0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     sequences = [Sequence(0, [1, 2]), Sequence(1, [3])]
     job = ProgressBar(sequences=2, gen_len=4, layers=5, show=True)
     job.on_begin()
