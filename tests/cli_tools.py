@@ -195,14 +195,16 @@ def refused(cli, tmp_path):
     """Run the command, which must refuse: exit code 2, one line that starts with `error: `, no traceback, an output
     file that was there before untouched, one that was not there not created, the offload folder left as it was.
     Returns the message."""
-    kept, fresh = tmp_path / "kept.jsonl", tmp_path / "fresh.json"
+    kept, fresh, begun = tmp_path / "kept.jsonl", tmp_path / "fresh.json", tmp_path / "begun.jsonl"
     offload = tmp_path / "offload"
 
     def run(*argv, files: bool = True, early: bool = True) -> str:
-        """`early`: it refuses before it runs, so that no progress bar stands on stderr before the line."""
+        """`early`: it refuses before it runs, so that no progress bar stands on stderr before the line. If not, its own
+        output file may be there, without a row."""
         kept.write_text("kept as it was\n")
         before = {p: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.is_file()}
-        options = ("--output-file", kept, "--restart", "--report", fresh) if files else ()
+        output = ("--output-file", kept, "--restart") if early else ("--output-file", begun)
+        options = (*output, "--report", fresh) if files else ()
         where = () if "--offload-dir" in argv else ("--offload-dir", offload)
         code, out, err = cli(*where, *options, *argv)
         assert code == 2, f"exit code {code}, stderr {err!r}"
@@ -213,6 +215,10 @@ def refused(cli, tmp_path):
         assert line.startswith("error: "), err
         if early:
             assert err == line + "\n", f"more than one line: {err!r}"
+        if not early and begun.exists():
+            assert begun.read_bytes() == b""
+            begun.unlink()
+            Path(f"{begun}.manifest.json").unlink()
         after = {p: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.is_file()}
         assert after == before, "a file was touched, made or removed"
         assert kept.read_text() == "kept as it was\n"
