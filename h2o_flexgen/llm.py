@@ -203,8 +203,8 @@ class LLM:
                     raise UserError(f"prompt {index}: {e}") from None
                 output.error = str(e)
         if sequences:
-            sampler = Sampler(self.eos_ids, self.tokenizer)
-            self._run(sequences, max(s.params.max_tokens for s in sequences), sampler, collector)
+            gen_len = max(s.params.max_tokens for s in sequences)
+            self._run(sequences, gen_len, Sampler(self.eos_ids, self.tokenizer), collector)
         return list(collector.outputs.values())
 
     def chat(
@@ -259,16 +259,15 @@ class LLM:
             gen_len = 1 if prompt_len is None else max(map(len, targets.values()))
             self._run(sequences, gen_len, sink, Observer())
         for s in sequences:
-            output = outputs[s.index]
             if s.finish_reason == "error":
-                output.error = "the model's hidden states overflowed for this text"
+                outputs[s.index].error = "the model's hidden states overflowed for this text"
             else:
-                output.token_logprobs, output.is_greedy = s.logprobs, sink.is_greedy[s.index]
+                outputs[s.index].token_logprobs, outputs[s.index].is_greedy = s.logprobs, sink.is_greedy[s.index]
         return outputs
 
     def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""
-        # those that run longest first: neighbours end together, and among them are alike in the prompt's length
+        # the longest outputs first, so that neighbours end together; among those, the longest prompts
         sequences.sort(key=lambda s: (s.params.max_tokens, len(s.prompt)), reverse=True)
         workload = Workload(tuple(sorted((len(s.prompt) for s in sequences), reverse=True)), gen_len)
         self.device.reset_meters()
