@@ -10,7 +10,7 @@ _MODULES = {
     "KVBudget": "policy",
     "Policy": "policy",
     "RequestOutput": "llm",
-    "SamplingParams": "engine.sampling",
+    "SamplingParams": "engine.params",
     "ScoreOutput": "llm",
     "UserError": "errors",
 }

@@ -12,8 +12,9 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import Prompt, is_conversation, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreOutput
+from h2o_flexgen.engine.params import SamplingParams, keys_of_each, params_of_each
 from h2o_flexgen.engine.runner import Runner
-from h2o_flexgen.engine.sampling import Sampler, SamplingParams, TeacherForcing
+from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import dtype_name
@@ -160,50 +161,58 @@ class LLM:
     def generate(
         self,
         prompts: str | Seq[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        keys: Seq[int] | None = None,
         skip_errors: bool = False,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for all prompts, in blocks of prompts of like length; results in the order of the prompts.
+        """Generate for all prompts, in blocks of prompts of like lengths; results in the order of the prompts.
 
         Args:
             prompts: texts, lists of token ids, or conversations, which go through the model's chat template: lists of
                 messages, each {"role": "user", "content": "text"} or of another role that the template knows.
+            sampling_params: for all prompts, or one for each.
+            keys: a number below 2**64 for each prompt. Random numbers depend on the seed, the key and the step, and on
+                nothing else: with its old key a prompt gets its old text in any job. Default: places in the job.
             skip_errors: a prompt that cannot be run becomes an output with `error` instead of raising.
             on_output: called with every output as soon as its batch is done, and on an interrupt with the outputs of
                 the block that was running as far as they are ("abort"). A call that is interrupted is made again. It
                 is not called if no prompt can be run.
 
         Raises:
-            UserError: a prompt that cannot be run, stop strings without a tokenizer, or a job for which there is no
-                memory.
+            UserError: a prompt that cannot be run, as one with stop strings without a tokenizer; parameters or keys
+                that are not one for each prompt; or a job for which there is no memory.
         """
-        params = sampling_params or SamplingParams()
-        sampler = Sampler(params, self.eos_ids, self.tokenizer)
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = params_of_each(sampling_params, len(prompts))
+        keys = keys_of_each(keys, len(prompts))
         self.report = {}
         collector = OutputCollector(self.tokenizer, on_output)
         sequences = []
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, its_params, key) in enumerate(zip(prompts, params, keys)):
             shown = prompt if isinstance(prompt, str) or is_conversation(prompt) else None
             output = collector.outputs[index] = RequestOutput(index, shown, [])
             try:
-                output.prompt_token_ids = self.admit(prompt, params.max_tokens)
-                sequences.append(Sequence(index, output.prompt_token_ids))
+                output.prompt_token_ids = self.admit(prompt, its_params.max_tokens)
+                if its_params.stop and self.tokenizer is None:
+                    raise UserError("`stop` needs a tokenizer, and this model has none: leave it out")
+                sequences.append(Sequence(index, output.prompt_token_ids, its_params, key))
             except UserError as e:
                 if not skip_errors:
                     raise UserError(f"prompt {index}: {e}") from None
                 output.error = str(e)
         if sequences:
-            self._run(sequences, params.max_tokens, sampler, collector)
+            gen_len = max(s.params.max_tokens for s in sequences)
+            self._run(sequences, gen_len, Sampler(self.eos_ids, self.tokenizer), collector)
         return list(collector.outputs.values())
 
     def chat(
         self,
         conversations: Seq[dict] | Seq[Seq[dict]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        keys: Seq[int] | None = None,
         skip_errors: bool = False,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
@@ -211,7 +220,7 @@ class LLM:
         several = [conversations] if is_conversation(conversations) else conversations
         no_messages = UserError("a conversation is a list of messages, one or more, with role and content")
         prompts = [messages if is_conversation(messages) else no_messages for messages in several]
-        return self.generate(prompts, sampling_params, skip_errors=skip_errors, on_output=on_output)
+        return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
 
     def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | None = None) -> list[ScoreOutput]:
         """Log-probabilities of texts under the model, in blocks and on all tiers as in `generate`.
@@ -243,33 +252,32 @@ class LLM:
                 if len(ids) <= first:
                     raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
                 targets[index] = ids[first:]
-                sequences.append(Sequence(index, ids[:prompt_len]))
+                length = SamplingParams(max_tokens=len(targets[index]))
+                sequences.append(Sequence(index, ids[:prompt_len], length))
             except UserError as e:
                 output.error = str(e)
-        sequences.sort(key=lambda s: -len(targets[s.index]))  # neighbours end together
         if sequences:
             sink = TeacherForcing(targets, every_position=prompt_len is None)
-            gen_len = 1 if prompt_len is None else len(targets[sequences[0].index])
+            gen_len = 1 if prompt_len is None else max(map(len, targets.values()))
             self._run(sequences, gen_len, sink, Observer())
         for s in sequences:
-            output = outputs[s.index]
             if s.finish_reason == "error":
-                output.error = "the model's hidden states overflowed for this text"
+                outputs[s.index].error = "the model's hidden states overflowed for this text"
             else:
-                output.token_logprobs, output.is_greedy = s.logprobs, sink.is_greedy[s.index]
+                outputs[s.index].token_logprobs, outputs[s.index].is_greedy = s.logprobs, sink.is_greedy[s.index]
         return outputs
 
     def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""
-        # longest first: what does not fit shows at once, and neighbours are alike in length
-        sequences.sort(key=lambda s: -len(s.prompt))
-        workload = Workload(tuple(len(s.prompt) for s in sequences), gen_len)
+        # the longest outputs first, so that neighbours end together; among those, the longest prompts
+        sequences.sort(key=lambda s: (s.params.max_tokens, len(s.prompt)), reverse=True)
+        workload = Workload(tuple(sorted((len(s.prompt) for s in sequences), reverse=True)), gen_len)
         self.device.reset_meters()
         given = None if self.policy == "auto" else self.policy
         self.choice = choice = self.planner.choose(workload, self.resources(), given, self.kv_budget)
         self.observer.on_plan(choice)
         choice.plan.check()
-        bar = ProgressBar(len(sequences), gen_len, len(self.model.layers), self.progress)
+        bar = ProgressBar(sequences, len(self.model.layers), self.progress)
         try:
             self.report = self.runner.run(choice, sequences, sink, Observers(collector, bar, self.observer)).to_dict()
         except torch.OutOfMemoryError as e:

@@ -70,6 +70,15 @@ def test_chat_is_generate_of_conversations(llm):
     assert [e.prompt for e in expected] == [None, None]
 
 
+def test_conversations_have_parameters_and_keys_of_their_own(llm):
+    params = [GREEDY, SamplingParams(temperature=1.5, max_tokens=6, ignore_eos=True)]
+    answers = llm.chat([ASK, LONGER[:1]], params, keys=[8, 9])
+    alone = [*llm.chat(ASK, GREEDY), *llm.chat(LONGER[:1], params[1:], keys=[9])]
+    assert [a.outputs[0].token_ids for a in answers] == [a.outputs[0].token_ids for a in alone]
+    with pytest.raises(UserError, match="`sampling_params` has 2 for 1"):
+        llm.chat(ASK, params)
+
+
 def test_one_conversation_alone(llm):
     announced = []
     answers = llm.chat(ASK, GREEDY, on_output=announced.append)

@@ -123,6 +123,109 @@ def test_the_budget_of_a_ratio_comes_from_the_longest_prompt_of_the_job(tiny, ru
     assert [o.token_ids for o in outputs] == [r.tokens for r in model.references(prompts, 16, 4, 6)]
 
 
+# parameters of each prompt
+
+#: what the prompts of a job may differ in
+WAYS = [
+    dict(max_tokens=12),
+    dict(max_tokens=3),
+    dict(max_tokens=20, temperature=0.9, seed=5),
+    dict(max_tokens=1),
+    dict(max_tokens=7, temperature=1.5, top_k=9, seed=5),
+    dict(max_tokens=20, ignore_eos=False),
+    dict(max_tokens=12, temperature=0.9, top_p=0.8),
+]
+
+
+@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK, MIXED], ids=str)
+@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+def test_prompts_with_parameters_of_their_own_share_a_block(tiny, tmp_path, percent, budget):
+    """Each gets what it gets alone."""
+    model = tiny()
+    prompts = model.clear_cut_prompts(LENGTHS[: len(WAYS)], 20, [budget or (None, None)])
+    tokens = model.reference(prompts[5], 20, *(budget or ())).tokens
+    model = with_eos(model, tmp_path, tokens[4])
+    params = [SamplingParams(**{"ignore_eos": True, **way}) for way in WAYS]
+    kv_budget, options = budget and KVBudget.from_size(*budget), dict(device="cpu", dtype="float32", progress=False)
+    with LLM(str(model.folder), Policy(3, 2, percent), kv_budget, **options) as llm:
+        outputs = llm.generate(prompts, params)
+        alone = [llm.generate([p], params[n], keys=[n])[0].outputs[0] for n, p in enumerate(prompts)]
+    for output, expected in zip(outputs, alone):
+        assert_alike(output.outputs[0], expected)
+    assert [(len(o.token_ids), o.finish_reason) for o in alone] == [
+        (tokens.index(tokens[4]) + 1, "stop") if n == 5 else (p.max_tokens, "length") for n, p in enumerate(params)
+    ]
+
+
+def test_a_prompt_with_its_old_key_gets_its_old_text(tiny):
+    """As the rows that are left of a job: in other places, with other neighbours."""
+    model = tiny()
+    prompts, hot = model.prompts(LENGTHS), SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+    keys = [2**64 - 1, *range(1, len(prompts))]
+    options = dict(device="cpu", dtype="float32", progress=False)
+    with LLM(str(model.folder), Policy(3, 2), **options) as llm:
+        whole = [o.outputs[0].token_ids for o in llm.generate(prompts, hot, keys=keys)]
+        left = [6, 0, 9, 3]
+        again = llm.generate([prompts[n] for n in left], hot, keys=[keys[n] for n in left])
+        places = [o.outputs[0].token_ids for o in llm.generate(prompts, hot)]
+    assert [o.outputs[0].token_ids for o in again] == [whole[n] for n in left]
+    assert places[0] != whole[0] and places[1:] == whole[1:]
+
+
+@pytest.mark.parametrize(
+    "given, say",
+    [
+        (dict(sampling_params=[SamplingParams()]), "`sampling_params` has 1 for 2 prompts"),
+        (dict(sampling_params=[]), "`sampling_params` has 0 for 2 prompts"),
+        (dict(sampling_params=[SamplingParams(), None]), "one SamplingParams for all prompts, or a list"),
+        (dict(sampling_params={"seed": 3}), "one SamplingParams for all prompts, or a list"),
+        (dict(keys=[1, 2, 3]), "`keys` has 3 for 2 prompts"),
+        (dict(keys=[1, -1]), "whole number"),
+        (dict(keys=[1, 2**64]), "whole number"),
+        (dict(keys=[1, "a"]), "whole number"),
+    ],
+    ids=str,
+)
+def test_lists_that_do_not_fit_the_prompts_are_refused(tiny, given, say):
+    with LLM(str(tiny().folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        with pytest.raises(UserError, match=say):
+            llm.generate([[5, 6], [7]], skip_errors=True, **given)
+        assert llm.generate([], []) == []
+
+
+def test_every_prompt_is_admitted_with_its_own_output(tiny):
+    model = tiny()
+    most = model.hf.config.max_position_embeddings
+    prompts, params = model.prompts([most - 3] * 2), [SamplingParams(max_tokens=n) for n in (3, 4)]
+    with LLM(str(model.folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        with pytest.raises(UserError, match="prompt 1: .*positions"):
+            llm.generate(prompts, params)
+        good, bad = llm.generate(prompts, params, skip_errors=True)
+    assert good.outputs and "positions" in bad.error
+
+
+def test_prompts_that_run_equally_long_are_neighbours(tiny):
+    """So that batches leave the schedule at once; among them, those of like length are."""
+    blocks, steps = [], []
+
+    class Watch(Observer):
+        def on_block(self, block, count, sequences):
+            blocks.append([s.index for s in sequences])
+
+        def on_progress(self, i, j, batches):
+            steps.append((len(blocks), i))
+
+    prompts = tiny().prompts([4, 9, 12, 2, 7, 7])
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 6, 3, 6, 6, 3)]
+    options = dict(device="cpu", dtype="float32", progress=False, observer=Watch())
+    with LLM(str(tiny().folder), Policy(3), **options) as llm:
+        outputs = llm.generate(prompts, params)
+        assert llm.choice.workload.prompt_lens == (12, 9, 7, 7, 4, 2) and llm.choice.workload.gen_len == 6
+    assert blocks == [[1, 4, 3], [2, 5, 0]]
+    assert [max(i for block, i in steps if block == n) for n in (1, 2)] == [5, 2]
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [3, 6, 3, 6, 6, 3]
+
+
 # any policy at all
 
 
@@ -397,3 +500,11 @@ def test_the_bar_counts_what_was_generated(tiny, tmp_path, capfd):
     with LLM(str(with_eos(model, tmp_path, tokens[4]).folder), Policy(), device="cpu", dtype="float32") as llm:
         llm.generate([prompt], SamplingParams(max_tokens=24))
     assert f"generating: {end} of {end} tokens" in capfd.readouterr().err
+
+
+def test_the_bar_knows_how_long_each_output_may_be(tiny, capfd):
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 7, 4)]
+    with LLM(str(tiny().folder), Policy(2), device="cpu", dtype="float32") as llm:
+        llm.generate(tiny().prompts([3, 5, 4]), params)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("generating")]
+    assert lines and all("of 13 tokens" in line for line in lines) and "generating: 13 of 13" in lines[-1]

@@ -9,6 +9,7 @@ import zoo
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
+from h2o_flexgen.models.registry import read_spec
 from h2o_flexgen.sizes import wal_rows
 
 LENGTHS = [5, 17, 9, 21, 1, 12, 3]
@@ -213,6 +214,22 @@ def test_the_prompt_that_just_fits_the_budget(tiny, run, n, name):
 
 
 # lengths at their edges
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", [*zoo.FIRST.values(), "llama_groups_of_8_dynamic"])
+def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
+    """With a short one of a prompt that fills the model's positions: its row runs beyond them, for its neighbours."""
+    model = tiny(name)
+    most = read_spec(model.folder).positions
+    lengths, outputs = (most - 2, 5, most - 5, 17, 1, 3, 9), (2, 30, 5, 1, 40, 30, 12)
+    prompts = [model.clear_cut_prompts([n], m, [budget or (None, None)])[0] for n, m in zip(lengths, outputs)]
+    params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in outputs]
+    kv_budget, options = budget and KVBudget.from_size(*budget), dict(device="cpu", dtype="float32", progress=False)
+    with LLM(str(model.folder), Policy(**{**PLACEMENTS[placement], "gpu_batch_size": 4}), kv_budget, **options) as llm:
+        found = [o.outputs[0] for o in llm.generate(prompts, params)]
+    assert_same(found, [model.reference(p, m, *(budget or ())) for p, m in zip(prompts, outputs)])
 
 
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])

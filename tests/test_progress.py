@@ -9,6 +9,7 @@ import pytest
 from h2o_flexgen import progress
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import ProgressBar
+from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.progress import bar
 
 
@@ -66,8 +67,8 @@ def test_in_a_terminal_it_is_a_bar(monkeypatch, capsys):
 
 def test_a_job_tells_its_block_and_step(monkeypatch, capsys):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
-    sequences = [Sequence(0, [1, 2]), Sequence(1, [3])]
-    job = ProgressBar(sequences=2, gen_len=4, layers=5, show=True)
+    sequences = [Sequence(n, [1, 2], SamplingParams(max_tokens=length)) for n, length in enumerate((5, 3))]
+    job = ProgressBar(sequences, layers=5, show=True)
     job.on_begin()
     job.on_block(0, 1, sequences)
     job.on_progress(0, 2, [0])

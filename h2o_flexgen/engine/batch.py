@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from h2o_flexgen.engine.params import SamplingParams
+
 
 @dataclass
 class Sequence:
@@ -15,6 +17,8 @@ class Sequence:
 
     Attributes:
         index: place of the prompt in the job.
+        params: how its tokens are chosen, and when it ends.
+        key: its place among the random numbers, below 2**64: `index` unless another is given.
         prompt, tokens: token ids. The last of `tokens` is the input of the next decode step.
         logprobs: log-probability of each of `tokens`.
         finish_reason: None while it runs; then "length", "stop", "error" or "abort".
@@ -23,10 +27,15 @@ class Sequence:
 
     index: int
     prompt: list[int]
+    params: SamplingParams = SamplingParams()
+    key: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     text: str | None = None
+
+    def __post_init__(self):
+        self.key = self.index if self.key is None else self.key
 
     def append(self, token: int, logprob: float) -> bool:
         """Whether the token was appended. A sequence that has ended takes none; a `logprob` that is not finite ends it

@@ -52,13 +52,13 @@ class ProgressBar(Observer):
     """Counts generated tokens on stderr.
 
     Args:
-        sequences, gen_len: of the job; their product is the whole of the bar.
+        sequences: of the job; their `max_tokens` together are the whole of the bar.
         layers: steps of the schedule through the model, embedding and head included.
         show: False for none.
     """
 
-    def __init__(self, sequences: int, gen_len: int, layers: int, show: bool):
-        self.total, self.gen_len, self.layers, self.show = sequences * gen_len, gen_len, layers, show
+    def __init__(self, sequences: list[Sequence], layers: int, show: bool):
+        self.total, self.layers, self.show = sum(s.params.max_tokens for s in sequences), layers, show
         self.bar = None
         self.block, self.sequences, self.before = "", [], 0  # `before`: tokens of earlier blocks
 
@@ -74,7 +74,7 @@ class ProgressBar(Observer):
         self.bar.update(self.before + sum(len(s.tokens) for s in self.sequences) - self.bar.n)
 
     def on_block_end(self, sequences: list[Sequence]) -> None:
-        self.bar.total -= sum(self.gen_len - len(s.tokens) for s in sequences)  # those that stopped early
+        self.bar.total -= sum(s.params.max_tokens - len(s.tokens) for s in sequences)  # those that stopped early
         self.bar.refresh()
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class Runner:
         return max(self._at_start, now)
 
     def run(self, job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
-        """Take all sequences, the longest first, through the job, block by block; returns its report.
+        """Take all sequences through the job in their order, block by block; returns its report.
 
         After an exception nothing is left: no threads, no weights, no files; who keeps the exception, as an interactive
         session does, keeps none of them either.

@@ -47,7 +47,7 @@ class BlockRun:
     between transformer blocks.
 
     Args:
-        sequences: as many as the policy's block at most, the longest first; they hold the result.
+        sequences: as many as the policy's block at most; they hold the result.
         sink: gets the logits.
         is_last: no block follows, so that no weights need be fetched at the end.
     """
@@ -168,7 +168,8 @@ class BlockRun:
             parts = zip(group, q.split(sizes), key.split(sizes), v.split(sizes))
             return torch.cat([self._attend(Step(i, j, k), *part) for k, *part in parts])
 
-        positions = (torch.cat([batch.lengths for batch in batches]) + i - 1)[:, None]
+        positions = torch.cat([batch.lengths for batch in batches]) + i - 1
+        positions = positions.clamp(max=self.spec.positions - 1)[:, None]  # one that has ended may run past them
         if j == 0:
             ids = torch.tensor([s.tokens[-1] if s.tokens else 0 for s in sequences])
             hidden = self._embed(ids[:, None], positions, w)

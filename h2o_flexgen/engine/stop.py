@@ -23,31 +23,35 @@ class StopStrings:
     the text has a byte or more, so the last n of these hold it all.
     """
 
-    def __init__(self, tokenizer, stop: tuple[str, ...]):
-        self.tokenizer, self.stop = tokenizer, stop
-        self.most_tokens = max(len(text.encode("utf-8", "surrogatepass")) for text in stop) + EXTRA_TOKENS
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
         self._shows = cache(lambda token: decode(tokenizer, [token]) != "")
 
-    def text_before(self, tokens: list[int]) -> str | None:
+    def text_before(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
         """The text of `tokens` up to the first stop string, or None if it contains none.
 
         To be asked after every token: a stop string that ends before the newest token need not be found.
         """
-        tail = self._tail(tokens)
-        if not any(text in tail for text in self.stop):
+        tail = self._tail(tokens, most_tokens(stop))
+        if not any(text in tail for text in stop):
             return None
         # what tokens decode to may depend on those before them
         whole = decode(self.tokenizer, tokens)
-        return min((whole[: whole.find(text)] for text in self.stop if text in whole), key=len, default=None)
+        return min((whole[: whole.find(text)] for text in stop if text in whole), key=len, default=None)
 
-    def _tail(self, tokens: list[int]) -> str:
-        """The text of the last tokens, from the beginning of a character on."""
+    def _tail(self, tokens: list[int], count: int) -> str:
+        """The text of the last `count` tokens that show, from the beginning of a character on."""
         begin, shown = len(tokens), 0
-        while begin > 0 and shown < self.most_tokens:
+        while begin > 0 and shown < count:
             begin -= 1
             shown += self._shows(tokens[begin])
         tail = decode(self.tokenizer, tokens[begin:])
         while begin > 0 and tail.startswith(PARTIAL):
-            begin = max(0, begin - self.most_tokens)
+            begin = max(0, begin - count)
             tail = decode(self.tokenizer, tokens[begin:])
         return tail
+
+
+def most_tokens(stop: tuple[str, ...]) -> int:
+    """How many of the last tokens that show are looked at."""
+    return max(len(text.encode("utf-8", "surrogatepass")) for text in stop) + EXTRA_TOKENS

@@ -142,7 +142,8 @@ def matmul_call(rows: int, shape: Shape, weights: list[Tensor]) -> Callable[[], 
     turn = cycle(weights)
     x = torch.randn(rows, shape[1], device=weights[0].device).to(weights[0].dtype)
     if is_head(shape):
-        return lambda: sample(linear(x, next(turn)), SamplingParams(), list(range(rows)), 0)
+        params, keys = [SamplingParams()] * rows, list(range(rows))
+        return lambda: sample(linear(x, next(turn)), params, keys, 0)
     return lambda: linear(x, next(turn)).relu_()
 
 

@@ -20,8 +20,8 @@ def logits_of(seed, rows=5, scale=2.0):
     return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def draw(logits, step=0, indices=None, **params):
-    return sample(logits, SamplingParams(**params), indices or list(range(len(logits))), step)
+def draw(logits, step=0, keys=None, **params):
+    return sample(logits, [SamplingParams(**params)] * len(logits), keys or list(range(len(logits))), step)
 
 
 @given(seed=st.integers(0, 2**32))
@@ -37,7 +37,7 @@ def test_many_rows_draw_what_each_draws_alone(rows):
     logits = logits_of(3, rows)
     together, _ = draw(logits, temperature=1.3, top_p=0.9)
     assert together.tolist() == [
-        int(draw(logits[n : n + 1], indices=[n], temperature=1.3, top_p=0.9)[0]) for n in range(rows)
+        int(draw(logits[n : n + 1], keys=[n], temperature=1.3, top_p=0.9)[0]) for n in range(rows)
     ]
 
 
@@ -83,7 +83,7 @@ def test_frequencies_are_the_probabilities(params):
     params = {"temperature": 1.0, **params}
     row = logits_of(3, rows=1, scale=1.0)[0]
     n = 4000
-    tokens, _ = draw(row.expand(n, V), indices=list(range(n)), **params)
+    tokens, _ = draw(row.expand(n, V), keys=list(range(n)), **params)
     p = torch.softmax(row.double() / params["temperature"], -1)
     order = p.argsort(descending=True)
     keep = torch.zeros(V, dtype=torch.bool)
@@ -103,23 +103,48 @@ def test_frequencies_are_the_probabilities(params):
 
 
 @given(seed=st.integers(0, 2**32), order=st.permutations(range(5)), step=st.integers(0, 9), job_seed=st.integers(0, 99))
-def test_a_draw_depends_on_seed_place_and_step_alone(seed, order, step, job_seed):
+def test_a_draw_depends_on_seed_key_and_step_alone(seed, order, step, job_seed):
     logits = logits_of(seed)
     params = dict(temperature=1.0, seed=job_seed)
     together = draw(logits, step, **params)[0].tolist()
-    mixed = draw(logits[list(order)], step, indices=list(order), **params)[0].tolist()
-    alone = [draw(logits[n : n + 1], step, indices=[n], **params)[0].item() for n in range(5)]
+    mixed = draw(logits[list(order)], step, keys=list(order), **params)[0].tolist()
+    alone = [draw(logits[n : n + 1], step, keys=[n], **params)[0].item() for n in range(5)]
     assert alone == together and mixed == [together[n] for n in order]
 
 
-def test_other_seeds_places_and_steps_draw_other_numbers():
+def test_other_seeds_keys_and_steps_draw_other_numbers():
     row = torch.zeros(1, 1000)
     base = dict(temperature=1.0)
     first = draw(row, 0, [0], **base)[0].item()
     assert draw(row, 1, [0], **base)[0].item() != first
-    assert draw(row, 0, [1], **base)[0].item() != first
+    keys = (1, 2**63, 2**63 + 1, 2**64 - 1)
+    assert len({first, *(draw(row, 0, [key], **base)[0].item() for key in keys)}) == 5
     assert draw(row, 0, [0], seed=1, **base)[0].item() != first
     assert draw(row, 0, [0], **base)[0].item() == first
+
+
+#: what the rows of a batch may be drawn by, seeds aside
+WAYS = [
+    dict(),
+    dict(temperature=1.0),
+    dict(temperature=0.4),
+    dict(temperature=1.0, top_k=3),
+    dict(temperature=2, top_p=0.7),
+]
+
+
+@given(seed=st.integers(0, 2**32), data=st.data(), rows=st.integers(1, 2 * SAMPLE_ROWS + 3), step=st.integers(0, 9))
+def test_every_row_is_drawn_by_its_own_parameters(seed, data, rows, step):
+    logits = logits_of(seed, rows)
+    ways = data.draw(st.lists(st.sampled_from(WAYS), min_size=rows, max_size=rows))
+    seeds = data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=rows, max_size=rows))
+    params = [SamplingParams(**way, seed=seed, max_tokens=n + 1) for n, (way, seed) in enumerate(zip(ways, seeds))]
+    tokens, logprobs = sample(logits, params, list(range(rows)), step)
+    for n, p in enumerate(params):
+        alone = sample(logits[n : n + 1], [p], [n], step)
+        like_all = sample(logits, [p] * rows, list(range(rows)), step)
+        assert tokens[n] == alone[0][0] == like_all[0][n]
+        assert logprobs[n] == like_all[1][n]
 
 
 @pytest.mark.parametrize("params", [dict(), dict(temperature=1.0), dict(temperature=1.0, top_k=3, top_p=0.5)], ids=str)
@@ -148,9 +173,24 @@ def test_a_broken_row_says_so_and_leaves_the_others(params, bad):
         dict(top_p=float("nan")),
         dict(max_tokens=0),
         dict(seed=-1),
+        dict(seed=2**64),
+        dict(temperature=10**400),
+        dict(temperature="1"),
+        dict(temperature=None),
+        dict(temperature=True),
+        dict(top_p=[0.5]),
+        dict(max_tokens=8.0),
+        dict(ignore_eos="no"),
     ],
     ids=str,
 )
 def test_a_parameter_out_of_range_is_refused(values):
     with pytest.raises(UserError):
         SamplingParams(**values)
+
+
+def test_parameters_are_values():
+    one, other = (SamplingParams(temperature=1, top_p=1, stop=stop) for stop in (["a"], ("a",)))
+    assert one == other and len({one, other, SamplingParams()}) == 2
+    with pytest.raises(AttributeError):
+        one.seed = 3

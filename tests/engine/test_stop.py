@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.sampling import Sampler
-from h2o_flexgen.engine.stop import PARTIAL, StopStrings, decode
+from h2o_flexgen.engine.stop import PARTIAL, StopStrings, decode, most_tokens
 from h2o_flexgen.models.source import load_tokenizer
 
 pytest_plugins = ["cli_tools"]
@@ -58,9 +58,9 @@ def outcome(tokenizer, stop, tokens):
 
 
 def found(tokenizer, stop, tokens):
-    strings = StopStrings(tokenizer, tuple(stop))
+    strings = StopStrings(tokenizer)
     for n in range(1, len(tokens) + 1):
-        text = strings.text_before(tokens[:n])
+        text = strings.text_before(tokens[:n], tuple(stop))
         if text is not None:
             return n, text
     return len(tokens), None
@@ -115,19 +115,19 @@ def test_a_text_ends_before_its_first_stop_string(byte_level, text, stop, before
 
 
 def test_only_a_few_tokens_are_decoded(byte_level, monkeypatch):
-    tokens, stops = encode(byte_level, "the same again and " * 200), StopStrings(byte_level, ("zebra",))
+    tokens, stops = encode(byte_level, "the same again and " * 200), StopStrings(byte_level)
     sizes = []
     monkeypatch.setattr("h2o_flexgen.engine.stop.decode", lambda t, ids: sizes.append(len(ids)) or decode(t, ids))
-    assert stops.text_before(tokens) is None
+    assert stops.text_before(tokens, ("zebra",)) is None
     assert max(sizes) <= 2 * (len("zebra") + 4)
 
 
 # as the engine uses it
 
 
-def take(sampler, tokens):
+def take(sampler, params, tokens):
     """A sequence to which the sampler appends these tokens, as far as it goes."""
-    s = Sequence(0, [5, 6])
+    s = Sequence(0, [5, 6], params)
     for i, token in enumerate(tokens):
         logits = torch.zeros(1, 300)
         logits[0, token] = 9.0
@@ -139,7 +139,7 @@ def take(sampler, tokens):
 def test_a_stop_string_ends_a_sequence_with_all_its_tokens(byte_level, extra, reason):
     tokens = encode(byte_level, "xyz#and more")
     params = SamplingParams(**{"max_tokens": 20, **extra}, stop="z#")
-    s = take(Sampler(params, frozenset(), byte_level), tokens)
+    s = take(Sampler(frozenset(), byte_level), params, tokens)
     assert s.finish_reason == reason
     count = found(byte_level, ["z#"], tokens)[0] if reason == "stop" else 2
     assert s.tokens == tokens[:count] and len(s.logprobs) == count
@@ -149,9 +149,9 @@ def test_a_stop_string_ends_a_sequence_with_all_its_tokens(byte_level, extra, re
 def test_a_stop_string_in_the_last_token_counts_and_the_end_token_comes_first(byte_level):
     tokens = encode(byte_level, "xyz")
     last = SamplingParams(max_tokens=len(tokens), stop=["z"])
-    s = take(Sampler(last, frozenset(), byte_level), tokens)
+    s = take(Sampler(frozenset(), byte_level), last, tokens)
     assert (s.finish_reason, s.text) == ("stop", "xy")
-    s = take(Sampler(last, frozenset(tokens[-1:]), byte_level), tokens)
+    s = take(Sampler(frozenset(tokens[-1:]), byte_level), last, tokens)
     assert (s.finish_reason, s.text) == ("stop", None)
 
 
@@ -173,10 +173,30 @@ def test_stop_strings_end_texts_of_a_job_and_leave_the_others(texts):
     assert {o.finish_reason for o in outputs[:2]} == {"stop"}
 
 
+def test_every_sequence_has_stop_strings_and_an_end_of_its_own(byte_level):
+    """Of sequences that get the same tokens, the last of which ends texts."""
+    tokens = [*encode(byte_level, "one two three"), 2]
+    ways = [dict(), dict(stop="two"), dict(stop=["w", "three"]), dict(max_tokens=3), dict(ignore_eos=True)]
+    sequences = [Sequence(n, [5], SamplingParams(**{"max_tokens": 90, **way})) for n, way in enumerate(ways)]
+    sampler = Sampler(frozenset({2}), byte_level)
+    for i, token in enumerate(tokens):
+        logits = torch.zeros(len(sequences), 300)
+        logits[:, token] = 9.0
+        sampler.take(i, sequences, logits)
+    assert [s.finish_reason for s in sequences] == ["stop", "stop", "stop", "length", None]
+    assert [s.text for s in sequences] == [None, "one ", "one t", None, None]
+    for s, stop in zip(sequences[1:3], [["two"], ["w", "three"]]):
+        assert s.tokens == tokens[: found(byte_level, stop, tokens)[0]]
+    assert [len(s.tokens) for s in sequences[3:]] == [3, len(tokens)] and sequences[0].tokens == tokens
+
+
 def test_stop_strings_need_a_tokenizer(model):
     with LLM(str(model), Policy(), device="cpu", dtype="float32", progress=False) as llm:
-        with pytest.raises(UserError, match="`stop` needs a tokenizer"):
-            llm.generate([[5, 6]], SamplingParams(stop=["a"]), skip_errors=True)
+        params = [SamplingParams(), SamplingParams(stop=["a"])]
+        with pytest.raises(UserError, match="prompt 1: `stop` needs a tokenizer"):
+            llm.generate([[5, 6], [5, 6]], params)
+        good, bad = llm.generate([[5, 6], [5, 6]], params, skip_errors=True)
+    assert good.outputs and "`stop` needs a tokenizer" in bad.error
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], [5], 5, b"a", {"a"}, [["a"]], [None]], ids=repr)
@@ -189,4 +209,4 @@ def test_stop_strings_are_kept_as_a_tuple():
     assert SamplingParams(stop="a b").stop == ("a b",)
     assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
     assert SamplingParams(stop=None).stop == SamplingParams().stop == ()
-    assert StopStrings(None, ("\ud800",)).most_tokens  # half a surrogate pair never matches
+    assert most_tokens(("\ud800",))  # half a surrogate pair never matches
