@@ -301,9 +301,10 @@ class Job(Observer):
 def request(row: Row, params: SamplingParams, tokenizer) -> tuple:
     """The prompt of a row, or the UserError that stands for one, and its sampling: `params` and what it sets itself."""
     try:
-        if row.params.get("stop") and tokenizer is None:
-            raise UserError("stop needs a tokenizer, and this model has none")
-        return row.prompt, replace(params, **row.params)
+        own = replace(params, **row.params)
+        if own.stop and tokenizer is None:
+            raise UserError("`stop` needs a tokenizer, and this model has none: leave it out")
+        return row.prompt, own
     except UserError as e:
         return e, params
 
