@@ -1,0 +1,128 @@
+"""A job that is killed again and again gives what one that nobody touched gives.
+
+By hand, with more kills, or of the demo model:
+
+    python tests/jobs/test_kills.py --kills 100
+    python tests/jobs/test_kills.py --kills 10 --demo-model
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from cli_tools import FP32, ON_DISK, end, percent, read_rows, start, wide, write_rows  # noqa: E402
+
+#: a random model whose job, all on disk, takes some seconds
+MODEL = wide(128, vocab_size=256, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=512)
+BATCH, BATCHES = 2, 2
+
+
+def rows(count: int) -> list[dict]:
+    """Of several lengths and parameters, some with a name, one that cannot be run."""
+    found = []
+    for n in range(count):
+        row = {"prompt_token_ids": [10 + (7 * n + m) % 200 for m in range(20 + 9 * (n % 5))], "max_tokens": 20 + n % 9}
+        row |= {"custom_id": f"row-{n}"} if n % 3 else {}
+        row |= {"temperature": 0.8, "top_p": 0.9} if n % 2 else {}
+        found.append(row)
+    found[count // 2] = {"prompt": 5}
+    return found
+
+
+def command(folder: Path, model: tuple, out: str) -> tuple:
+    """The same job, to the output file `out`."""
+    return (
+        *model,
+        *FP32,
+        *("--input-file", folder / "in.jsonl", "--output-file", folder / out, "--hh-ratio", 0.2, "--seed", 3),
+        *("--gpu-batch-size", BATCH, "--num-gpu-batches", BATCHES, "--ignore-eos", *percent(ON_DISK)),
+        *("--offload-dir", folder / "offload"),
+    )
+
+
+def finished(path: Path) -> list:
+    """The names of the rows that are whole in an output file."""
+    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    done = [json.loads(line) for line in whole]
+    return [row.get("custom_id", row["index"]) for row in done]
+
+
+def kill_until_done(argv: tuple, path: Path, kills: int, wait, rng: random.Random) -> dict:
+    """Run a job, killed -9 at random moments, to its end. `wait(process)`: returns when a kill makes sense."""
+    done, struck, seconds = [], 0, 1.0
+    while struck < kills:
+        process = start(*argv)
+        wait(process)
+        try:
+            process.wait(rng.uniform(0, seconds))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        code, _, err = end(process)
+        now = finished(path)
+        assert len(set(now)) == len(now), "a row stands twice"
+        assert set(done) <= set(now), "a finished row was lost"
+        done = now
+        if code == 0:  # it was quicker: the next one is killed earlier
+            break
+        assert code == -signal.SIGKILL, err
+        struck += 1
+    code, _, err = end(start(*argv), timeout=600)
+    assert code == 0, err
+    return {"kills": struck, "rows by then": len(done)}
+
+
+def once_it_runs(process: subprocess.Popen) -> None:
+    """Wait for the weights to be placed: what is before writes nothing."""
+    seen = b""
+    while b"block" not in seen and (piece := process.stderr.read(1)):
+        seen += piece
+
+
+def check(folder: Path, model: tuple, count: int, kills: int, wait) -> dict:
+    """Kill a job `kills` times, starting anew whenever it is done, and compare each with an untouched one."""
+    write_rows(folder / "in.jsonl", rows(count))
+    code, _, err = end(start(*command(folder, model, "whole.jsonl")), timeout=600)
+    assert code == 0, err
+    whole, rng, left, jobs = read_rows(folder / "whole.jsonl"), random.Random(kills), kills, 0
+    while left > 0:
+        out = f"killed-{jobs}.jsonl"
+        struck = kill_until_done(command(folder, model, out), folder / out, left, wait, rng)
+        assert read_rows(folder / out) == whole, "not the rows of a job that nobody killed"
+        left, jobs = left - struck["kills"], jobs + 1
+        print(struck, flush=True)
+    assert list((folder / "offload").iterdir()) == []
+    return {"kills": kills - left, "jobs": jobs, "rows": count}
+
+
+def test_ten_kills(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    model = ("--model", tmp_path / "model", "--path", "_DUMMY_")
+    assert check(tmp_path, model, 24, 10, once_it_runs)["kills"] == 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--demo-model", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder, begin = Path(name), time.time()
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+        model = () if args.demo_model else ("--model", folder / "model", "--path", "_DUMMY_")
+        print(check(folder, model, args.rows, args.kills, once_it_runs), f"{time.time() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
