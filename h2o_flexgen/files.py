@@ -12,6 +12,9 @@ from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 
+#: of what `converted` keeps: raise it when a conversion gives something else
+CONVERSION = 1
+
 
 def read_json(what: str, path: str | Path):
     """What a JSON file holds. Raises UserError, which calls the file `what`."""
@@ -55,7 +58,7 @@ def cache_root() -> Path:
 
 
 def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> Path:
-    """The folder of what `make(folder)` makes of some files: made once, and kept until one of the files changes.
+    """The folder of what `make(folder)` makes of some files: made once, and made anew when one of the files changes.
 
     Two processes that want the same make it once; one that is killed leaves nothing that another would take as whole.
 
@@ -65,16 +68,18 @@ def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> P
     Raises:
         OSError: the folder cannot be written; and what `make` raises.
     """
-    key = hashlib.sha256(kind.encode())
+    key = hashlib.sha256(f"{CONVERSION} {kind}".encode())
     for source in sources:
         stat = source.stat()
         key.update(f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
     root = cache_root() / "converted"
     target, partial = root / key.hexdigest()[:16], root / "partial"
+    if target.exists():
+        return target
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(root / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
+        if not target.exists():  # another process may have made it meanwhile
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             partial.mkdir()
             try:

@@ -12,7 +12,7 @@ import torch
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.models.gguf import is_gguf
 from h2o_flexgen.models.registry import named_dtype, named_spec, read_spec, stored_dtype
-from h2o_flexgen.models.source import find_model, load_tokenizer
+from h2o_flexgen.models.source import find_model, is_downloaded, load_tokenizer, weight_files
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
@@ -32,6 +32,7 @@ class Found(NamedTuple):
         name: for people.
         declared: the type that the weights are in, or None where the config does not say.
         is_gguf: they come from a GGUF file, and are converted to the type of the job where they are quantised.
+        to_fetch: they are not on this machine yet.
         tokenizer: None too where the config was not read, as the sizes are built in.
     """
 
@@ -40,6 +41,7 @@ class Found(NamedTuple):
     declared: str | None
     is_dummy: bool = False
     is_gguf: bool = False
+    to_fetch: bool = False
     tokenizer: object = None
 
     def stored(self, dtype: str) -> str:
@@ -55,15 +57,16 @@ def find(model: str | None, path: str | None = None) -> Found:
     """A model as `LLM` finds it. Of one on the hub only the config and the tokenizer are fetched, and nothing if its
     sizes are built in. Raises UserError if there is none."""
     if path == DUMMY:
-        return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True)
+        return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True, to_fetch=False)
     if path is None and model is not None and not Path(model).expanduser().exists():
         spec = named_spec(model)
         if spec is not None:
-            return Found(model, spec, named_dtype(model))
+            return Found(model, spec, named_dtype(model), to_fetch=not is_downloaded(model))
     weights, folder = find_model(model, path, weights=False)
     spec, declared, tokenizer = read_spec(folder), stored_dtype(folder), load_tokenizer(folder)
     name = model or (weights.stem if path is None else path)
-    return Found(name, spec, declared, is_gguf=is_gguf(weights), tokenizer=tokenizer)
+    to_fetch = not is_gguf(weights) and not weight_files(weights)
+    return Found(name, spec, declared, is_gguf=is_gguf(weights), to_fetch=to_fetch, tokenizer=tokenizer)
 
 
 def this_machine(device_name: str, dtype: str, offload_dir: str | None, declared: str | None) -> Profile:

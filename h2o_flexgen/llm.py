@@ -245,6 +245,8 @@ class LLM:
             output = ScoreOutput(index, [])
             outputs.append(output)
             try:
+                if is_conversation(text):
+                    raise UserError("a text or a list of token ids can be scored, not a conversation")
                 ids = output.token_ids = self.model.encode(text)
                 self.spec.check_length(len(ids))
                 if len(ids) <= first:

@@ -26,7 +26,8 @@ def make_parser(prog: str = "python -m h2o_flexgen.plan") -> argparse.ArgumentPa
     parser = cli.Parser(prog, "Show what `generate` would run with the same options, before anything is loaded.")
     add = parser.add_argument_group("job").add_argument
     whole = "folder or Hugging Face name, of which only the config is fetched; the demo model if left out"
-    add("model", nargs="?", metavar="MODEL", help=whole)
+    add("positional", nargs="?", metavar="MODEL", help=whole)
+    add("--model", help="the same")
     add("--path", help="folder of the weights; _DUMMY_ for random weights")
     add_options(parser, add, "as many as generate would take")
     parser.set_defaults(search=False)
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> None:
     cli.check_files(args, reads=("hardware",), writes=("output",))
     budget, policy = cli.make_budget(args), cli.make_policy(args, args.num_prompts)
 
+    args.model = args.model or getattr(args, "positional", None)
+
     from h2o_flexgen import forecast
 
     found = forecast.find(args.model, args.path)
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     found.spec.check_length(length, args.gen_len)
     profile = profile_for(args, found)
     model = model_data(args, found, profile)
-    sizes = forecast.sizes(model, found.stored(profile.dtype))
+    sizes = forecast.sizes(model, found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
     try:
         choice = choose(args, length, model, profile, policy, budget)
     except PlanError:  # a newcomer wants to know how large the model is
@@ -155,6 +158,7 @@ def describe_sizes(sizes: dict) -> str:
     return (
         f"sizes      {sizes['family']}, {parameters}, {heads}, context {sizes['positions']}\n"
         f"weights    {gib(sizes['weight_bytes'])} in {sizes['stored_dtype']}"
+        + (", not on this machine yet" if sizes["to_fetch"] else "")
     )
 
 

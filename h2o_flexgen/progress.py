@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from tqdm import tqdm
 
 #: seconds after which a log gets another line, and after which it gets one if another tenth is done
-EVERY, SOON = 60.0, 5.0
+LINE_SECONDS, TENTH_SECONDS = 60.0, 5.0
 
 
 def bar(
@@ -67,7 +67,7 @@ class Lines:
     def refresh(self) -> None:
         """Write a line if one is due."""
         waited = time.monotonic() - self.last_time
-        if waited >= EVERY or (waited >= SOON and 10 * (self.n - self.last) >= self.total):
+        if waited >= LINE_SECONDS or (waited >= TENTH_SECONDS and 10 * (self.n - self.last) >= self.total):
             self._write()
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ def command(*argv) -> list[str]:
 
 
 #: the command, with a line of progress for every step
-TALKING = "import sys; from h2o_flexgen import flex_opt, progress; progress.EVERY = 0; sys.exit(flex_opt.main())"
+TALKING = "import sys; from h2o_flexgen import flex_opt, progress; progress.LINE_SECONDS = 0; sys.exit(flex_opt.main())"
 
 
 def start(*argv, **changes: str) -> subprocess.Popen:

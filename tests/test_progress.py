@@ -66,7 +66,7 @@ def test_in_a_terminal_it_is_a_bar(monkeypatch, capsys):
 
 
 def test_a_job_tells_its_block_and_step(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "EVERY", 0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     sequences = [Sequence(n, [1, 2], SamplingParams(max_tokens=length)) for n, length in enumerate((5, 3))]
     job = ProgressBar(sequences, layers=5, show=True)
     job.on_begin()

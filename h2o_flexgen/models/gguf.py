@@ -7,7 +7,9 @@ The package `gguf` reads the file and dequantises its types; transformers makes 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+import os
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -17,20 +19,27 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.files import cache_root, converted
-from h2o_flexgen.models.spec import Layer
+from h2o_flexgen.models.registry import spec_of
+from h2o_flexgen.models.rope import frequencies
+from h2o_flexgen.models.spec import Layer, Rope
 
 #: architectures that can be read, by GGUF's names, which are their `model_type`; Mistral's is "llama" too
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 #: types that stay as they are; all others are dequantised
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: names of ways to split text before byte pairs are merged that transformers follows; others it takes for GPT-2's
+PRE_TOKENIZERS = ("default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "tekken", "qwen2")
 #: elements that are dequantised at once
 PART = 1 << 22
-#: the RoPE scaling of every LLaMA 3.1 and 3.2 but for its factor: a file only has the divisors that follow from it
+#: the RoPE scaling of every LLaMA 3.1 and 3.2 but for its factor
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+log = logging.getLogger(__name__)
+
+
 def is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf"
+    return path.suffix.lower() == ".gguf" and not os.path.isdir(path)
 
 
 def unpacked(path: Path) -> Path:
@@ -66,12 +75,16 @@ class GGUFFile:
         try:
             reader = GGUFReader(path)
             self.fields, self.tensors = reader.fields, {tensor.name: tensor for tensor in reader.tensors}
-            self.architecture = self._field("general.architecture")
+            self.architecture, parts = self._field("general.architecture"), int(self._field("split.count", 1))
+            if self.architecture is None:
+                raise ValueError("it names no architecture")
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from None
         except Exception as e:  # the reader checks nothing: what breaks first depends on the file
             raise UserError(f"{path} is not a whole GGUF file ({reason(e)}); download it again") from None
-        if self._field("split.count", 1) > 1:
+        if reader.byte_order == "S":
+            raise UserError(f"{path} is a big-endian file, which is not supported")
+        if parts > 1:
             raise UserError(f"{path} is a part of a split model: join the parts with llama-gguf-split --merge")
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
@@ -81,9 +94,13 @@ class GGUFFile:
 
     def unpack(self, folder: Path) -> None:
         """Write config.json and the files of the tokenizer, if there is one, into a folder."""
+        spec_of(self.config, str(self.path))  # raises for sizes that make no sense
         (folder / "config.json").write_text(json.dumps(self.config, indent=1))
         if "tokenizer.ggml.model" not in self.fields:
             return
+        split = self._field("tokenizer.ggml.pre", "default")
+        if self._field("tokenizer.ggml.model") == "gpt2" and split not in PRE_TOKENIZERS:
+            log.warning("%s: transformers may split text into other tokens than %r does", self.path, split)
         from transformers import AutoTokenizer
 
         try:
@@ -104,24 +121,32 @@ class GGUFFile:
             raise UserError(f"{self.path} has no value for {self.architecture}.{key}")
         return value
 
+    def _size(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if type(value) is not int or value < 1:
+            raise UserError(f"{self.path}: {self.architecture}.{key} must be a whole number, 1 or more, not {value!r}")
+        return value
+
     @cached_property
     def config(self) -> dict:
         """As the config.json of a checkpoint, read by `models.registry.spec_of`."""
-        words = self._tensor("token_embd.weight")
-        heads, hidden = self._get("attention.head_count"), self._get("embedding_length")
+        heads, hidden = self._size("attention.head_count"), self._size("embedding_length")
+        head_dim = self._size("attention.key_length", max(1, hidden // heads))
+        if self._get("rope.dimension_count", head_dim) != head_dim:
+            raise UserError(f"{self.path} rotates a part of each head only, which is not supported in GGUF files")
         config = {
             "model_type": self.architecture,
-            "num_hidden_layers": self._get("block_count"),
+            "num_hidden_layers": self._size("block_count"),
             "hidden_size": hidden,
             "intermediate_size": self._get("feed_forward_length"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._get("attention.head_count_kv", heads),
-            "head_dim": self._get("attention.key_length", hidden // heads),
-            "vocab_size": int(words.shape[1]),
+            "head_dim": head_dim,
+            "vocab_size": int(self._tensor("token_embd.weight").shape[-1]),
             "max_position_embeddings": self._get("context_length"),
             "rms_norm_eps": self._get("attention.layer_norm_rms_epsilon"),
             "rope_theta": self._get("rope.freq_base", 10000.0),
-            "rope_scaling": self._rope_scaling(),
+            "rope_scaling": self._rope_scaling(head_dim),
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
@@ -135,12 +160,11 @@ class GGUFFile:
     def _eos(self) -> list[int]:
         """Tokens that end a text: the end of a text, and that of an answer in a conversation."""
         ids = (self._field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-        return sorted({int(token) for token in ids if token is not None})
+        return [token for token in ids if token is not None]
 
-    def _rope_scaling(self) -> dict | None:
-        if "rope_freqs.weight" in self.tensors:  # divisors of the frequencies, of which the slowest has the factor
-            factor = float(self.dequantised("rope_freqs.weight", torch.float32).max())
-            return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
+    def _rope_scaling(self, head_dim: int) -> dict | None:
+        if "rope_freqs.weight" in self.tensors:
+            return self._llama3_scaling(head_dim)
         kind = self._get("rope.scaling.type", "none")
         if kind == "none":
             return None
@@ -149,9 +173,22 @@ class GGUFFile:
             scaling["original_max_position_embeddings"] = self._get("rope.scaling.original_context_length")
         return scaling
 
+    def _llama3_scaling(self, head_dim: int) -> dict:
+        """The file only has divisors of the frequencies: the slowest has the factor, the others must follow from it."""
+        divisors = self.dequantised("rope_freqs.weight", torch.float32)
+        scaling = {"factor": float(divisors.max()), **LLAMA3_ROPE}
+        theta, positions = self._get("rope.freq_base", 10000.0), self._size("context_length")
+        plain, scaled = (
+            frequencies(Rope(kind, theta, head_dim, positions, tuple(parameters.items())), positions)[0]
+            for kind, parameters in (("default", {}), ("llama3", scaling))
+        )
+        if divisors.shape != plain.shape or not torch.allclose(plain / scaled, divisors, rtol=1e-3):
+            raise UserError(f"{self.path}: the RoPE divisors in rope_freqs.weight are not those of LLaMA 3")
+        return {"rope_type": "llama3", **scaling}
+
     # tensors
 
-    def checkpoint_tensors(self, layers: list[Layer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, layers: Sequence[Layer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of all tensors of a model by their names in a Hugging Face checkpoint.
 
         Args:
@@ -161,21 +198,17 @@ class GGUFFile:
 
         arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == self.architecture)
         names = gguf.get_tensor_name_map(arch, self.config["num_hidden_layers"])
-        for name in (name for layer in layers for name in layer.shapes):
-            module, _, kind = name.rpartition(".")
-            tensor = self.dequantised(f"{names.get_name(module)}.{kind}", dtype)
-            yield name, tensor[self._rows(module.rpartition(".")[2])]
-
-    def _rows(self, module: str) -> Tensor | slice:
-        """The order in which the rows of a tensor stand in a checkpoint.
-
-        llama.cpp lays the two elements that RoPE rotates together side by side, where they are half a head apart.
-        """
-        counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-        if self.architecture != "llama" or module not in counts:
-            return slice(None)
-        heads, dim = self.config[counts[module]], self.config["head_dim"]
-        return torch.arange(heads * dim).view(heads, dim // 2, 2).transpose(1, 2).reshape(-1)
+        heads = {"q_proj": self.config["num_attention_heads"], "k_proj": self.config["num_key_value_heads"]}
+        for layer in layers:
+            for name, shape in layer.shapes.items():
+                module, _, kind = name.rpartition(".")
+                stored = f"{names.get_name(module)}.{kind}"
+                tensor = self.dequantised(stored, dtype)
+                if tensor.shape != shape:
+                    found = f"{self.path}: {stored!r} has the shape {list(tensor.shape)}"
+                    raise UserError(f"{found}, its metadata ask for {list(shape)}")
+                count = heads.get(module.rpartition(".")[2])
+                yield name, unpermuted(tensor, count) if count and self.architecture == "llama" else tensor
 
     def _tensor(self, name: str):
         if name not in self.tensors:
@@ -199,3 +232,10 @@ class GGUFFile:
         except NotImplementedError:
             raise UserError(f"{self.path}: {name!r} is of the type {kind.name}, which cannot be read") from None
         return out.view(shape)
+
+
+def unpermuted(tensor: Tensor, heads: int) -> Tensor:
+    """The rows (heads * D, ...) of queries or keys in the order of a checkpoint: llama.cpp lays the two elements that
+    RoPE rotates together side by side, where a checkpoint has them half a head apart."""
+    pairs = tensor.view(heads, len(tensor) // heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

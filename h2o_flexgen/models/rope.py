@@ -55,8 +55,8 @@ def read_rope(
     theta = given.number("rope_theta", config.number(theta_key, 10000.0))
     try:
         rope = Rope(type_, theta, dim, positions, tuple(sorted(scaling.items())))
-        frequencies, scale = _frequencies(rope, positions)
-        if not torch.isfinite(frequencies * scale).all():
+        each, scale = frequencies(rope, positions)
+        if not torch.isfinite(each * scale).all():
             raise ValueError("the frequencies are not finite")
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
         raise config.error(f"the RoPE parameters {data} make no sense ({e!r})") from None
@@ -64,7 +64,7 @@ def read_rope(
 
 
 @lru_cache(maxsize=64)
-def _frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
+def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
     """Radians per position of each rotated pair (dim / 2,) fp32, and a factor for the rotated vectors, by transformers'
     own functions. `length`: tokens of the text so far, which only "dynamic" looks at."""
     if rope.type == "default":
@@ -92,10 +92,10 @@ def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Calla
         return lambda x: x
     if rope.type == "dynamic":  # frequencies follow the length of each text, whatever its neighbours' are
         lengths = positions.amax(1).add(1).clamp(min=rope.positions).tolist()
-        frequencies, factors = zip(*(_frequencies(rope, length) for length in lengths))
-        each, scale = torch.stack(frequencies)[:, None], factors[0]
+        found, factors = zip(*(frequencies(rope, length) for length in lengths))
+        each, scale = torch.stack(found)[:, None], factors[0]
     else:
-        each, scale = _frequencies(rope, rope.positions)
+        each, scale = frequencies(rope, rope.positions)
     angles = (positions.float()[..., None] * each)[:, None]
     cos, sin = ((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
     half = rope.dim // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,8 +36,8 @@ def find_model(model: str | None, path: str | None = None, *, weights: bool = Tr
         found = _find(model, weights)
         return found, _config_folder(found)
     stored = _local("path", path)
-    is_local = model is not None and os.path.exists(_expand(model))
-    if not is_local and (model is None or is_gguf(stored) or (stored / "config.json").exists()):
+    has_config = is_gguf(stored) or (stored / "config.json").exists()
+    if model is None or (has_config and not _is_local(model)):
         return stored, _config_folder(stored)
     return stored, _config_folder(_find(model, weights=False))
 
@@ -49,10 +50,15 @@ def _find(model: str | None, weights: bool) -> Path:
     """A folder or a GGUF file; a hub's repository without its `weights` is not whole."""
     if model is None:
         return _demo_model()
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or is_gguf(Path(model))
-    if looks_local or os.path.exists(_expand(model)):
+    if _is_local(model):
         return _local("model", model)
     return _snapshot(hub_name(model), weights)
+
+
+def _is_local(model: str) -> bool:
+    """Whether a name is no repository's."""
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or is_gguf(Path(model))
+    return looks_local or os.path.exists(_expand(model))
 
 
 def _local(argument: str, name: str) -> Path:
@@ -61,7 +67,8 @@ def _local(argument: str, name: str) -> Path:
     if os.path.isfile(found) and is_gguf(found):
         return found
     if not os.path.isdir(found):  # of os.path: a Path raises for a name that is too long
-        near = get_close_matches(found.name, os.listdir(found.parent), n=1) if os.path.isdir(found.parent) else []
+        others = set(os.listdir(found.parent)) - {found.name} if os.path.isdir(found.parent) else []
+        near = get_close_matches(found.name, others, n=1)
         is_there = os.path.exists(found)
         advice = "; give a folder or a .gguf file" if is_there else f"; is it {near[0]}?" if near else ""
         raise UserError(f"`{argument}` {name}: no such folder or GGUF file{advice}")
@@ -107,17 +114,28 @@ def _is_whole(folder: Path) -> bool:
     return bool(files) and all(file.exists() for file in files)
 
 
+def is_downloaded(name: str) -> bool:
+    """Whether the weights of a repository, or of a built-in name, are in the local cache."""
+    return _cached(hub_name(name), _is_whole) is not None
+
+
+def _cached(name: str, is_whole: Callable[[Path], bool]) -> Path | None:
+    """The folder of a repository in the local cache, if what is asked of it is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) and is_whole(Path(config).parent) else None
+
+
 def _snapshot(name: str, weights: bool) -> Path:
     """The folder of a repository's config and tokenizer, and of its `weights` if they are wanted: what is not in the
     local cache is downloaded."""
-    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    is_whole = _is_whole if weights else _has_tokenizer
     try:
-        cached = try_to_load_from_cache(name, "config.json")
-        if isinstance(cached, str) and is_whole(Path(cached).parent):
-            return Path(cached).parent
+        if cached := _cached(name, _is_whole if weights else _has_tokenizer):
+            return cached
         folder = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
         if not (folder / "config.json").exists():
             advice = f"if it has GGUF files, download one (hf download {name} FILE) and give its path"

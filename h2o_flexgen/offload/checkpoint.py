@@ -23,7 +23,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.gguf import is_gguf
 from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.models.spec import Layer
-from h2o_flexgen.offload.convert import to_safetensors
+from h2o_flexgen.offload.convert import bins_to_safetensors, gguf_to_safetensors
 from h2o_flexgen.offload.device import as_numpy, convert, copy
 from h2o_flexgen.offload.disk import DiskIO, File, wait
 from h2o_flexgen.progress import bar
@@ -67,7 +67,7 @@ class Checkpoint:
 
     Args:
         path: a folder, or a GGUF file.
-        layers, dtype: as for `convert.to_safetensors`.
+        layers, dtype: as for `convert.gguf_to_safetensors`.
 
     Attributes:
         tensors: by their names in the files.
@@ -79,7 +79,7 @@ class Checkpoint:
     def __init__(self, path: Path, layers: Seq[Layer] = (), dtype: torch.dtype = torch.float32, progress: bool = True):
         self.path = path
         self.tensors: dict[str, Stored] = {}
-        for file in to_safetensors(_files(path), layers, dtype, progress):
+        for file in _safetensors(path, layers, dtype, progress):
             self.add_file(file)
 
     def add_file(self, path: Path) -> None:
@@ -262,11 +262,14 @@ def bar_of_bytes(what: str, total: int, progress: bool):
     return bar(desc=what, total=total, unit="B", show=progress)
 
 
-def _files(path: Path) -> list[Path]:
-    files = [path] if is_gguf(path) else weight_files(path)
+def _safetensors(path: Path, layers: Seq[Layer], dtype: torch.dtype, progress: bool) -> list[Path]:
+    """The files of a model, or what they are converted into."""
+    if is_gguf(path):
+        return gguf_to_safetensors(path, layers, dtype, progress)
+    files = weight_files(path)
     if not files:
         raise UserError(f"no weights in {path}: expected *.safetensors, pytorch_model.bin or one .gguf file")
     for file in files:
         if not file.exists():
             raise UserError(f"the shard {file} is missing; download it again")
-    return files
+    return bins_to_safetensors(files, layers, progress) if files[0].suffix == ".bin" else files

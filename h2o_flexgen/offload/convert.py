@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -13,43 +15,68 @@ from torch import Tensor
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.files import cache_root, converted
 from h2o_flexgen.kernels.linear import dtype_name
-from h2o_flexgen.models.gguf import GGUFFile, is_gguf
+from h2o_flexgen.models.gguf import GGUFFile
 from h2o_flexgen.models.spec import Layer
+from h2o_flexgen.policy import gib
 from h2o_flexgen.progress import bar
 
 #: bytes of a converted file, and so about those of RAM that the conversion takes; its last tensor may exceed them
 CONVERTED_BYTES = 1 << 29
 
 
-def to_safetensors(files: list[Path], layers: Sequence[Layer], dtype: torch.dtype, progress: bool) -> list[Path]:
-    """Safetensors of a checkpoint's files, themselves if they are safetensors; else copies of them, made once and kept
-    under the cache folder.
+def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype, progress: bool) -> list[Path]:
+    """Safetensors copies of a GGUF file's tensors, made once and kept under the cache folder.
 
     Args:
-        layers: the tensors of the model; other ones of a GGUF file are left out.
-        dtype: of those that are quantised in a GGUF file.
+        layers: the tensors of the model.
+        dtype: of those that are quantised in the file.
 
     Raises:
-        UserError: a file that is not whole, or no space.
+        UserError: as `GGUFFile`, or no space.
     """
-    if files[0].suffix == ".safetensors":
-        return files
-    if is_gguf(files[0]):
-        what, kind = "the GGUF file", f"weights in {dtype_name(dtype)}"
-    else:
-        what, kind = "the .bin checkpoint", "weights"
+    shapes = [shape for layer in layers for shape in layer.shapes.values()]
+    needed = sum(map(prod, shapes)) * dtype.itemsize
+    tensors = lambda: GGUFFile(file).checkpoint_tensors(layers, dtype)  # noqa: E731  opened when it is needed
+    return _made_once([file], f"weights in {dtype_name(dtype)}", tensors, len(shapes), needed, progress)
+
+
+def bins_to_safetensors(files: list[Path], layers: Sequence[Layer], progress: bool) -> list[Path]:
+    """Safetensors copies of `.bin` shards, likewise. Pickled code never runs. Raises UserError for a shard that is not
+    whole, or no space."""
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        if is_gguf(files[0]):
-            return GGUFFile(files[0]).checkpoint_tensors(layers, dtype)
-        return (pair for file in files for pair in load_bin(file).items())
+        for file in files:
+            for name, tensor in load_bin(file).items():
+                yield name, tensor.clone()  # tensors that share memory, as a tied head does, cannot be saved
 
-    count = sum(len(layer.shapes) for layer in layers)
+    needed = sum(file.stat().st_size for file in files)
+    return _made_once(files, "weights", tensors, sum(len(layer.shapes) for layer in layers), needed, progress)
+
+
+def _made_once(
+    files: list[Path],
+    kind: str,
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]],
+    count: int,
+    needed: int,
+    progress: bool,
+) -> list[Path]:
+    """The files that hold what `tensors` gives, about `count` tensors and `needed` bytes."""
+
+    def make(folder: Path) -> None:
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise UserError(
+                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} are free: make "
+                "room, or name another folder in H2O_FLEXGEN_HOME"
+            )
+        with bar(desc=f"converting {files[0].name}", total=count, unit="tensors", show=progress) as shown:
+            _save(tensors(), folder, shown)
+
     try:
-        with bar(desc=f"converting {what}", total=count, unit="tensors", show=progress) as shown:
-            folder = converted(files, kind, lambda folder: _save(tensors(), folder, shown))
+        folder = converted(files, kind, make)
     except (OSError, SafetensorError) as e:
-        raise UserError(f"cannot convert {what} into {cache_root()}: {reason(e)}") from None
+        raise UserError(f"cannot convert {files[0]} into {cache_root()}: {reason(e)}") from None
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -59,8 +86,7 @@ def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path, shown) -> None:
 
     part, nbytes, files = {}, 0, 0
     for name, tensor in tensors:
-        # a copy: tensors that share memory, as a tied head does, cannot be saved
-        part[name] = tensor.clone().contiguous()
+        part[name] = tensor.contiguous()
         nbytes += tensor.nbytes
         shown.update(1)
         if nbytes >= CONVERTED_BYTES:

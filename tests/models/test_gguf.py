@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 import zoo
 from cli_tools import write_rows
 from gguf import GGMLQuantizationType as Type
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM
 from h2o_flexgen.errors import UserError
@@ -23,16 +24,22 @@ from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile
 from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.source import find_model
 
+pytest_plugins = ["cli_tools"]
+
 #: types that the package can quantise to
 QUANTISED = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
 #: types that it can only read
 READ_ONLY = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS]
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **LLAMA3_ROPE}
 
-def write_gguf(path: Path, tiny: zoo.Tiny, kind: Type = Type.F32, arch: str = "llama", **metadata) -> Path:
+
+def write_gguf(
+    path: Path, tiny: zoo.Tiny, kind: Type = Type.F32, arch: str = "llama", endianess=None, **metadata
+) -> Path:
     """A checkpoint as llama.cpp's converter writes it: matrices in `kind`, vectors in fp32."""
     config = tiny.hf.config
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, endianess=endianess or gguf.GGUFEndian.LITTLE)
     rope = config.rope_parameters
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -48,6 +55,7 @@ def write_gguf(path: Path, tiny: zoo.Tiny, kind: Type = Type.F32, arch: str = "l
     writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for key, value in metadata.items():
+        writer.kv_data[0].pop(key.replace("__", "."), None)
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
     names = gguf.get_tensor_name_map(
         next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == arch), config.num_hidden_layers
@@ -116,7 +124,8 @@ def test_a_tensor_of_each_type_that_llama_cpp_alone_can_write(tmp_path, kind):
     + [("llama_no_groups_tied", "llama"), ("llama_groups_of_3_wide_heads_linear", "llama")],
 )
 def test_the_tensors_are_those_of_the_checkpoint(tmp_path, name, arch):
-    tiny = zoo.build(name, tmp_path / "checkpoint")
+    changes = {"rope_parameters": LLAMA3, "max_position_embeddings": 131072} if "llama3" in name else {}
+    tiny = zoo.build(name, tmp_path / "checkpoint", **changes)
     found = tensors(write_gguf(tmp_path / "model.gguf", tiny, arch=arch))
     state = load_file(tiny.folder / "model.safetensors")
     assert found and all(torch.equal(tensor, state[key]) for key, tensor in found.items())
@@ -133,10 +142,67 @@ def test_rope_scaling(tmp_path, scaling):
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_rope_scaling_of_llama_3_is_known_by_its_frequencies(tmp_path, factor):
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, **LLAMA3_ROPE}
+    rope = LLAMA3 | {"factor": factor}
     tiny = zoo.build("llama", tmp_path / "checkpoint", rope_parameters=rope, max_position_embeddings=131072)
     found = spec_of(GGUFFile(write_gguf(tmp_path / "model.gguf", tiny)).config)
     assert found.rope == read_spec(tiny.folder).rope
+
+
+def test_rope_divisors_that_are_not_those_of_llama_3(tmp_path):
+    rope = LLAMA3 | {"original_max_position_embeddings": 32}
+    tiny = zoo.build("llama", tmp_path / "checkpoint", rope_parameters=rope)
+    with pytest.raises(UserError, match="not those of LLaMA 3"):
+        _ = GGUFFile(write_gguf(tmp_path / "model.gguf", tiny)).config
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"llama__attention__head_count": "four"}, "head_count must be a whole number, 1 or more, not 'four'"),
+        ({"llama__attention__head_count": 0}, "head_count must be a whole number"),
+        ({"llama__embedding_length": [1, 2]}, "embedding_length must be a whole number"),
+        ({"llama__attention__key_length": 64}, "rotates a part of each head only"),
+        ({"llama__rope__dimension_count": 2}, "rotates a part of each head only"),
+        ({"tokenizer__ggml__eos_token_id": "end"}, "eos_token_id must be a token id"),
+        ({"llama__attention__layer_norm_rms_epsilon": "small"}, "rms_norm_eps must be a positive number"),
+        ({"llama__rope__scaling__type": "new"}, "factor"),
+    ],
+)
+def test_metadata_that_make_no_sense(tmp_path, tiny, metadata, message):
+    path = write_gguf(tmp_path / "model.gguf", tiny("llama"), **metadata)
+    with pytest.raises(UserError, match=message) as error:
+        find_model(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_a_tensor_of_another_shape(tmp_path, refused):
+    tiny = zoo.build("llama", tmp_path / "checkpoint")
+    state = load_file(tiny.folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(state | {name: state[name].repeat(2, 1)}, tiny.folder / "model.safetensors")
+    path = write_gguf(tmp_path / "model.gguf", tiny)
+    assert "'blk.0.attn_q.weight' has the shape [48, 24], its metadata ask for [24, 24]" in refused(
+        "--model", path, early=False
+    )
+
+
+def test_a_big_endian_file(tmp_path):
+    path = write_gguf(
+        tmp_path / "model.gguf", zoo.build("llama", tmp_path / "checkpoint"), endianess=gguf.GGUFEndian.BIG
+    )
+    with pytest.raises(UserError, match="big-endian"):
+        GGUFFile(path)
+
+
+def test_no_room_for_the_conversion(quantised, refused, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    message = refused("--model", quantised.folder, early=False)
+    assert "converting model.gguf takes" in message and "H2O_FLEXGEN_HOME" in message
+
+
+def test_a_folder_whose_name_ends_in_gguf(tmp_path):
+    folder = zoo.build("llama", tmp_path / "model.gguf").folder
+    assert find_model(str(folder)) == (folder, folder)
 
 
 def test_bad_files(tmp_path):

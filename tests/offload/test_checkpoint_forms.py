@@ -193,7 +193,7 @@ def test_every_form_gives_the_tokens_of_transformers(generate, reference, tmp_pa
 
 
 def test_weights_apart_from_their_tokenizer_and_config(generate, reference, model, tmp_path):
-    assert tokens(generate("--model", tmp_path / "not-there", "--path", model)) == reference
+    assert tokens(generate("--model", "someone/not-there", "--path", model)) == reference
 
 
 # other types than that of the computation
