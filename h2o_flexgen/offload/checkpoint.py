@@ -87,12 +87,13 @@ class Checkpoint:
         try:
             with safe_open(path, "numpy"):
                 pass  # it has checked the header, and that the file is as long as the header says
+            file = File(path)
+            length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
+            header = json.loads(os.pread(file.fd, length, 8))
         except (SafetensorError, OSError) as e:
-            reason = f"{path} is no whole safetensors file ({e})"
-            raise UserError(f"{reason}: if it was cut short, download it again") from None
-        file = File(path)
-        length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
-        header = json.loads(os.pread(file.fd, length, 8))
+            raise UserError(
+                f"{path} is no whole safetensors file ({e}): if it was cut short, download it again"
+            ) from None
         header.pop("__metadata__", None)
         for name, entry in header.items():
             offset, dtype = 8 + length + entry["data_offsets"][0], entry["dtype"]
