@@ -179,6 +179,12 @@ TABLES = {
         "KV cache | perplexity | rise",
         "{kept} | {perplexity:.2f} | {rise:+.0%}",
     ),
+    "engine_stop": (
+        "{workload[model]}, block {workload[block]}, weights, cache and hidden states on disk.\n\n",
+        "rows",
+        "stops | seconds, median | longest",
+        "{stops} | {median:.1f} | {max:.1f}",
+    ),
     "engine_gemm": (
         "",
         "rows",

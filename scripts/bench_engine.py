@@ -6,6 +6,7 @@
            computing alone, for a block that is I/O bound, one that is balanced and one that is compute bound
     families    the same for OPT-1.3B and Llama-3.2-1B, whose weights take about as many bytes
     quality    perplexity of the demo model under KV budgets, on passages of Python's language reference
+    stop       from a signal to the end of a job that waits for the disk
     opt-30b-searched, opt-6.7b-8gib, llama-3.1-8b-8gib    whole runs of the command line, the last two in an 8 GiB
            memory cgroup
 
@@ -17,6 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -224,6 +228,34 @@ def bench_quality(rounds: int) -> None:
     common.save("engine_quality", {"workload": workload, "rows": rows})
 
 
+def bench_stop(rounds: int) -> None:
+    """From a signal to the end of the process, in decode steps that wait for the disk."""
+    model, block = "facebook/opt-1.3b", (64, 2)
+    options = f"--model {model} --path _DUMMY_ --dtype bfloat16 --percent 0 0 0 0 0 0 --ignore-eos --prompt-len 8 "
+    options += f"--gen-len 64 --gpu-batch-size {block[0]} --num-gpu-batches {block[1]}"
+    seconds = []
+    with common.scratch() as folder:
+        argv = [sys.executable, "-m", "h2o_flexgen.flex_opt", *options.split(), "--offload-dir", str(folder)]
+        for n in range(2 * rounds):
+            job = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, bufsize=0)
+            while links_to_disk(job.pid) < 3:  # weights, cache and hidden states are placed: the job runs
+                time.sleep(0.1)
+            time.sleep(25 + 1.7 * n)  # into decode
+            begin = time.perf_counter()
+            job.send_signal(signal.SIGTERM)
+            job.communicate()
+            seconds.append(time.perf_counter() - begin)
+            print(job.returncode, seconds[-1], flush=True)
+    found = {"median": median(seconds), "max": max(seconds), "stops": len(seconds)}
+    workload = {"model": f"{model} shape, random weights, bf16", "percent": [0] * 6, "block": "{} x {}".format(*block)}
+    common.save("engine_stop", {"workload": workload, "rows": [found]})
+
+
+def links_to_disk(pid: int) -> int:
+    """Files without a name that a process holds: what it has offloaded."""
+    return sum(os.readlink(link).endswith("(deleted)") for link in Path(f"/proc/{pid}/fd").iterdir() if link.exists())
+
+
 RUNS = {
     "opt-30b-searched": ("--model facebook/opt-30b --path _DUMMY_ --hh-ratio 0.2 --prompt-len 64 --gen-len 4", None),
     "opt-6.7b-8gib": (
@@ -256,7 +288,7 @@ def bench_run(name: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sections = {"ram": bench_ram, "gemm": bench_gemm, "disk": bench_disk, "families": bench_families}
-    sections["quality"] = bench_quality
+    sections |= {"quality": bench_quality, "stop": bench_stop}
     sections |= {name: partial(bench_run, name) for name in RUNS}
     parser.add_argument("section", choices=list(sections))
     parser.add_argument("--rounds", type=int, default=3)
