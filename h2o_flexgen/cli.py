@@ -177,6 +177,8 @@ def check_files(args: argparse.Namespace, reads: tuple[str, ...], writes: tuple[
         if path in seen:
             raise UserError(f"{seen[path]} and {option(name)} name the same file: {path}")
         seen[path] = option(name)
+        if name == "output_file":
+            seen[f"{path}.manifest.json"] = "the manifest of --output-file"
         if name in writes:
             check_writable(option(name), given)
 

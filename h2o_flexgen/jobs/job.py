@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -112,8 +114,10 @@ class Job(Observer):
 
         Raises:
             UserError: other settings than those that the job began with, no row that can be run, or as
-                `LLM.generate`. Rows that have finished are in the output file.
+                `LLM.generate`. Rows that have finished are in the output file. A job runs once: to go on, make another.
         """
+        if self.output is not None:
+            raise UserError("this Job has run: make another one, which goes on")
         self.llm, self.rows = llm, rows
         order = [row.id for row in rows]
         self._check_settings(params)
@@ -121,8 +125,9 @@ class Job(Observer):
         if self.before and not left and len(self.done) == len(self.kept):
             put_in_order(self.path, self.kept, order)
             return
-        self._admit(left, params)
+        observer, budget = llm.observer, llm.kv_budget
         try:
+            self._admit(left, params)
             self._generate()
         except UserError as e:
             if self.output is None:
@@ -132,8 +137,10 @@ class Job(Observer):
         except KeyboardInterrupt as e:
             if self.output is not None:
                 self.output.flush()
-                e.add_note(f"{self._progress()}; the same command goes on")
+                e.add_note(f"{self._progress()}; the same command goes on{', without restart' if self.restart else ''}")
             raise
+        finally:  # the model may run another job
+            llm.observer, llm.kv_budget = observer, budget
         self.output.finish(order)
 
     def _progress(self) -> str:
@@ -162,6 +169,8 @@ class Job(Observer):
         if old.get("files") == new["files"]:
             new["model"] = old.get("model")  # where it lies does not matter
         changed = [f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in new if old.get(name) != new[name]]
+        if old.get("files") != new["files"]:
+            changed[[entry.startswith("`files`") for entry in changed].index(True)] = "the model's files or tokenizer"
         if changed:
             raise UserError(
                 f"the job in {self.path} began with other settings: {'; '.join(changed)}: give the old "
@@ -178,6 +187,7 @@ class Job(Observer):
                 f"no row in {self.path} is of these rows: name its own input file, or begin anew with "
                 "`restart`, which keeps the old file"
             )
+        self.dropped = len(self.done) - len(kept)
         changed = sum(id in old and old[id] != row.digest for id, row in by_id.items())
         again = [id for id, row in kept.items() if is_failed(row)] if retry_errors else []
         for id in again:
@@ -257,10 +267,10 @@ class Job(Observer):
         self.now.runs.append({"start": time.time(), "done": len(self.kept)})
         is_new = self._lock is None
         try:
-            if is_new:  # first the lock
+            if (self.restart or self.dropped) and self.path.exists() and self.path.stat().st_size:
+                self._keep_old()  # first: another run must not take its rows for this job's
+            if is_new:
                 self._lock = self.now.write(self.manifest_path, is_new=True)
-            if self.restart and self.path.exists() and self.path.stat().st_size:
-                self._keep_old()
             self.output = OutputFile(self.path, self.kept)
             if not is_new:  # behind the rows: a changed one must not be there under its new digest
                 old, self._lock = self._lock, self.now.write(self.manifest_path, is_new=False)
@@ -274,10 +284,14 @@ class Job(Observer):
         self.output.flush()
 
     def _keep_old(self) -> None:
+        """Finished rows that this run does not take over are not thrown away."""
         kept = Path(f"{self.path}~")
         while kept.exists():
             kept = Path(f"{kept}~")
-        os.rename(self.path, kept)
+        if self.restart:
+            os.rename(self.path, kept)
+        else:
+            shutil.copyfile(self.path, kept)
         log.warning("the old output file is kept in %s", kept)
 
     def _take(self, output) -> None:
@@ -325,5 +339,8 @@ def fingerprint(model: LoadedModel) -> str:
             found.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     if model.tokenizer is not None:
         backend = getattr(model.tokenizer, "backend_tokenizer", None)
-        found.update(repr((backend and backend.to_str(), model.tokenizer.chat_template)).encode())
+        parts = json.loads(backend.to_str()) if backend else {}
+        for name in ("truncation", "padding"):  # encoding changes them
+            parts.pop(name, None)
+        found.update(repr((parts, model.tokenizer.chat_template)).encode())
     return found.hexdigest()[:16]

@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.output import replace_file
+from h2o_flexgen.policy import KVBudget
 
 
 def manifest_path(output: Path) -> Path:
@@ -48,7 +49,8 @@ class Manifest:
                 dict(found.rows),
                 found.settings.items(),
                 [(run["start"] + 0, run["done"] + 0) for run in found.runs],
-                found.kv_budget is None or [found.kv_budget[name] for name in ("heavy", "recent", "rule")],
+                found.kv_budget is None
+                or KVBudget.from_size(*(found.kv_budget[k] for k in ("heavy", "recent", "rule"))),
                 found.longest_prompt > 0,
             ]
             if all(shapes):
@@ -70,7 +72,7 @@ def lock(path: Path) -> BinaryIO | None:
     """
     busy = UserError(f"another job is writing the output file of {path}")
     try:
-        file = open(path, "rb")
+        file = open(path, "r+b")  # NFS locks only what is open for writing
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None

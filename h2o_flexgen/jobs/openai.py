@@ -35,6 +35,7 @@ REFUSED = {
     "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
+    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
@@ -47,6 +48,11 @@ REFUSED = {
     "modalities": (["text"],),
     "audio": (),
 }
+#: what else a body may have: it is read elsewhere, or changes no response
+OTHERS = set(
+    "model messages prompt logprobs max_completion_tokens user metadata store service_tier safety_identifier "
+    "prompt_cache_key parallel_tool_calls stream_options".split()
+)
 
 
 class RequestError(UserError):
@@ -58,8 +64,8 @@ class RequestError(UserError):
 
 
 def is_request(data: dict) -> bool:
-    """Whether a line is a request, and no plain row."""
-    return "url" in data or "body" in data
+    """Whether a line is a request, and no plain row: those may have labels of any name."""
+    return ("url" in data or "body" in data) and not data.keys() & {"prompt", "prompt_token_ids", "messages"}
 
 
 def parse(data: dict, row: Row) -> None:
@@ -81,6 +87,9 @@ def parse(data: dict, row: Row) -> None:
     row.model = body["model"] if isinstance(body.get("model"), str) else None
     for name, neutral in REFUSED.items():
         if body.get(name) is not None and body[name] not in neutral:
+            raise RequestError(f"{name} is not supported: leave it out", name)
+    for name in body.keys() - SAMPLING.keys() - REFUSED.keys() - OTHERS:
+        if body[name] is not None:
             raise RequestError(f"{name} is not supported: leave it out", name)
     row.logprobs = _wants_logprobs(body.get("logprobs"), row.kind)
     row.params = sampling(body)

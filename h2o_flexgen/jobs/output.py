@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -100,7 +101,7 @@ def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
         OSError: it cannot be written; `path` is as it was. BlockingIOError: another process does the same.
         FileExistsError: with `is_new`, there is one.
     """
-    new = Path(f"{path}.new")
+    new = path.with_name(f".{path.name}.new")
     file = open(new, "ab", buffering=0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,6 +111,8 @@ def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
     try:
         if is_new and path.exists():
             raise FileExistsError(path)
+        if path.exists():
+            os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
         file.truncate(0)  # of a process that was killed
         while data:
             data = data[file.write(data) :]
@@ -204,4 +207,4 @@ def tokens_of(row: dict) -> int:
     """How many were generated."""
     if is_failed(row):
         return 0
-    return row["response"]["body"]["usage"]["completion_tokens"] if "response" in row else len(row["token_ids"])
+    return row["response"]["body"]["usage"]["completion_tokens"] if "response" in row else len([*row["token_ids"]])
