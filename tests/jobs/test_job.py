@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from cli_tools import FP32, TINY, last_line, read_rows, write_model, write_rows
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
+from h2o_flexgen.jobs import input as jobs_input
 from h2o_flexgen.jobs.job import Job
+from h2o_flexgen.jobs.manifest import Manifest
 from h2o_flexgen.jobs.output import OutputFile
 
 pytest_plugins = ["cli_tools"]
@@ -348,3 +351,72 @@ def test_from_python(model, tmp_path):
         job.run(llm, rows, SamplingParams(max_tokens=3))
     assert len(read_rows(tmp_path / "out.jsonl")) == 2
     assert os.path.exists(tmp_path / "out.jsonl.manifest.json")
+
+
+def test_a_model_runs_one_job_after_the_other(model, tmp_path):
+    rows = read_rows_of(tmp_path, ROWS[:2])
+    with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
+        for name in ("a.jsonl", "b.jsonl"):
+            with Job(str(tmp_path / name)) as job:
+                job.run(llm, rows, SamplingParams(max_tokens=2))
+                with pytest.raises(UserError, match="this Job has run"):
+                    job.run(llm, rows, SamplingParams(max_tokens=2))
+    assert len(read_rows(tmp_path / "a.jsonl")) == len(read_rows(tmp_path / "b.jsonl")) == 2
+
+
+def read_rows_of(folder: Path, rows: list) -> list:
+    return jobs_input.read_rows(str(write_rows(folder / "in.jsonl", rows)))
+
+
+def test_a_tokenizer_that_truncates_does_not_keep_a_job_from_going_on(job, texts, tmp_path):
+    folder = tmp_path / "texts"
+    shutil.copytree(texts, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["truncation"] = {"direction": "Right", "max_length": 32, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    rows = [{"prompt": "a text"}, {"prompt": "another"}]
+    assert job(rows=rows, of=folder)[0] == 0
+    code, err = job(rows=rows, of=folder)
+    assert code == 0 and "nothing to do: 2 of 2" in err
+
+
+def test_killed_in_a_restart_no_foreign_row_is_taken_for_a_finished_one(job, out, monkeypatch):
+    foreign = '{"index": 0, "text": "", "token_ids": [99], "finish_reason": "stop"}\n'
+    out.write_text(foreign)
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "write", lambda *args, **more: os._exit(9))
+        if os.fork() == 0:
+            try:
+                job("--restart")
+            finally:
+                os._exit(1)
+        os.wait()
+    assert Path(f"{out}~").read_text() == foreign
+    assert job()[0] == 0
+    assert 99 not in read_rows(out)[0]["token_ids"]
+
+
+def test_finished_rows_that_go_are_kept_in_the_old_file(job, out):
+    assert job()[0] == 0
+    before = out.read_text()
+    code, err = job(rows=ROWS[:3])
+    assert code == 0 and "the old output file is kept in" in err
+    assert Path(f"{out}~").read_text() == before
+
+
+def test_plain_rows_may_have_labels_of_any_name(job, out):
+    assert job(rows=[{"prompt_token_ids": [5, 6], "url": "http://a", "body": "b"}])[0] == 0
+    assert len(read_rows(out)[0]["token_ids"]) == 4
+
+
+def test_the_manifest_is_no_place_for_the_report(refused, model, tmp_path):
+    out = tmp_path / "x.jsonl"
+    message = refused("--model", model, "--output-file", out, "--report", f"{out}.manifest.json", files=False)
+    assert "the manifest of --output-file and --report name the same file" in message
+
+
+def test_an_output_file_keeps_its_mode(job, out):
+    assert job(rows=ROWS[:2])[0] == 0
+    out.chmod(0o600)
+    assert job()[0] == 0
+    assert out.stat().st_mode & 0o777 == 0o600
