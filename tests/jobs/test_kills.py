@@ -57,11 +57,11 @@ def finished(path: Path) -> list:
 
 
 def kill_until_done(argv: tuple, path: Path, kills: int, wait, rng: random.Random) -> dict:
-    """Run a job, killed -9 at random moments, to its end. `wait(process)`: returns when a kill makes sense."""
+    """Run a job, killed -9 at random moments, to its end. `wait(process)` returns when a kill makes sense."""
     done, struck, seconds = [], 0, 1.0
     while struck < kills:
         process = start(*argv)
-        wait(process)
+        said = wait(process)
         try:
             process.wait(rng.uniform(0, seconds))
         except subprocess.TimeoutExpired:
@@ -73,18 +73,19 @@ def kill_until_done(argv: tuple, path: Path, kills: int, wait, rng: random.Rando
         done = now
         if code == 0:  # it was quicker: the next one is killed earlier
             break
-        assert code == -signal.SIGKILL, err
+        assert code == -signal.SIGKILL, said + err
         struck += 1
     code, _, err = end(start(*argv), timeout=600)
     assert code == 0, err
     return {"kills": struck, "rows by then": len(done)}
 
 
-def once_it_runs(process: subprocess.Popen) -> None:
-    """Wait for the weights to be placed: what is before writes nothing."""
+def once_it_runs(process: subprocess.Popen) -> str:
+    """Wait for the weights to be placed: what is before writes nothing. Returns what it has said."""
     seen = b""
     while b"block" not in seen and (piece := process.stderr.read(1)):
         seen += piece
+    return seen.decode(errors="replace")
 
 
 def check(folder: Path, model: tuple, count: int, kills: int, wait) -> dict:
