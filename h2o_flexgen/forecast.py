@@ -9,20 +9,21 @@ from typing import NamedTuple
 
 import torch
 
+from h2o_flexgen.engine.model import DUMMY
+from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.models.gguf import is_gguf
 from h2o_flexgen.models.registry import named_dtype, named_spec, read_spec, stored_dtype
-from h2o_flexgen.models.source import find_model, is_downloaded, load_tokenizer, weight_files
+from h2o_flexgen.models.source import find_model, is_downloaded, load_tokenizer, model_name, weight_files
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
+from h2o_flexgen.offload.checkpoint import dummy_dtype
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
 from h2o_flexgen.planning.memory import ModelData
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.profiling.measure import job_dtype, load_or_measure
 from h2o_flexgen.sizes import Workload
-
-DUMMY = "_DUMMY_"  # a path: random weights
 
 
 class Found(NamedTuple):
@@ -47,7 +48,7 @@ class Found(NamedTuple):
     def stored(self, dtype: str) -> str:
         """The type in the checkpoint, for a job that computes in `dtype`."""
         if self.is_dummy:
-            return "float16" if dtype == "float32" else dtype
+            return dtype_name(dummy_dtype(getattr(torch, dtype)))
         if self.is_gguf:
             return self.declared or dtype
         return self.declared or "float32"  # as transformers reads a config without a type
@@ -64,7 +65,7 @@ def find(model: str | None, path: str | None = None) -> Found:
             return Found(model, spec, named_dtype(model), to_fetch=not is_downloaded(model))
     weights, folder = find_model(model, path, weights=False)
     spec, declared, tokenizer = read_spec(folder), stored_dtype(folder), load_tokenizer(folder)
-    name = model or (weights.stem if path is None else path)
+    name = model_name(model, path, weights)
     to_fetch = not is_gguf(weights) and not weight_files(weights)
     return Found(name, spec, declared, is_gguf=is_gguf(weights), to_fetch=to_fetch, tokenizer=tokenizer)
 

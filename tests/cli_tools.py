@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ TINY = {
     "activation_function": "relu",
     "eos_token_id": 2,
 }
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ON_GPU = ("100", "0", "100", "0", "100", "0")
 ON_CPU = ("0", "100", "0", "100", "0", "100")
 ON_DISK = ("0", "0", "0", "0", "0", "0")
@@ -250,6 +252,15 @@ def texts(tmp_path_factory) -> Path:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(scope="session")
+def talker(texts, tmp_path_factory) -> Path:
+    """The tiny model with room for long texts and a chat template."""
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    shutil.copytree(texts, folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return write_model(folder, config=TINY | {"vocab_size": 300, "max_position_embeddings": 1280})
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_tools import TINY, write_model
 
 from bench import tables
 from bench.common import RESULTS, ROOT
@@ -18,7 +17,6 @@ from bench.tables import DOCUMENTS
 pytest_plugins = ["cli_tools"]
 
 ALL = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 def each(paths: list[Path]):
@@ -108,15 +106,6 @@ def test_the_transcript_is_of_the_demo():
 def test_code_can_be_compiled(path):
     for block in python_blocks(path):
         compile(block, path.name, "exec")
-
-
-@pytest.fixture(scope="module")
-def talker(texts, tmp_path_factory) -> Path:
-    """The tiny model with room for long texts and a chat template."""
-    folder = tmp_path_factory.mktemp("talker") / "model"
-    shutil.copytree(texts, folder)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    return write_model(folder, config=TINY | {"vocab_size": 300, "max_position_embeddings": 1024})
 
 
 @each([path for path in ALL if any('LLM("' in block for block in python_blocks(path))])

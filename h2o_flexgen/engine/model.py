@@ -14,7 +14,7 @@ import torch
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
-from h2o_flexgen.models.source import find_model, load_tokenizer
+from h2o_flexgen.models.source import find_model, load_tokenizer, model_name
 from h2o_flexgen.models.spec import Layer, ModelSpec
 from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
 
@@ -137,7 +137,7 @@ def load_model(
         UserError: there is no such model, its family or its format is not known, or its files are not whole.
     """
     if path == DUMMY:
-        spec, tokenizer, stored = _dummy_spec(model), None, named_dtype(model)
+        weights, spec, tokenizer, stored = None, _dummy_spec(model), None, named_dtype(model)
     else:
         weights, folder = find_model(model, path)
         spec, stored, tokenizer = read_spec(folder), stored_dtype(folder), load_tokenizer(folder)
@@ -153,8 +153,7 @@ def load_model(
         if spec.tied:
             source.check_tied(head_name(spec), head_name(replace(spec, tied=False)))
     stored_dtypes = {source.stored_dtype(name) for name, shape in shapes.items() if len(shape) > 1}
-    name = model or (weights.stem if path is None else path)
-    return LoadedModel(name, spec, dtype, layers, source, tokenizer, stored_dtypes)
+    return LoadedModel(model_name(model, path, weights), spec, dtype, layers, source, tokenizer, stored_dtypes)
 
 
 def _dummy_spec(model: str | None) -> ModelSpec:

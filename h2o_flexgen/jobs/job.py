@@ -168,9 +168,11 @@ class Job(Observer):
         old, new = self.before.settings, self._settings(params, self.before.longest_prompt)
         if old.get("files") == new["files"]:
             new["model"] = old.get("model")  # where it lies does not matter
-        changed = [f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in new if old.get(name) != new[name]]
-        if old.get("files") != new["files"]:
-            changed[[entry.startswith("`files`") for entry in changed].index(True)] = "the model's files or tokenizer"
+        changed = [
+            "the model's files or tokenizer" if name == "files" else f"`{name}` {old.get(name)!r}, now {new[name]!r}"
+            for name in new
+            if old.get(name) != new[name]
+        ]
         if changed:
             raise UserError(
                 f"the job in {self.path} began with other settings: {'; '.join(changed)}: give the old "

@@ -85,12 +85,10 @@ def parse(data: dict, row: Row) -> None:
     if not isinstance(body, dict):
         raise RequestError("body must be an object", "body")
     row.model = body["model"] if isinstance(body.get("model"), str) else None
-    for name, neutral in REFUSED.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            raise RequestError(f"{name} is not supported: leave it out", name)
-    for name in body.keys() - SAMPLING.keys() - REFUSED.keys() - OTHERS:
-        if body[name] is not None:
-            raise RequestError(f"{name} is not supported: leave it out", name)
+    for name, value in body.items():
+        if value is None or name in SAMPLING or name in OTHERS or value in REFUSED.get(name, ()):
+            continue
+        raise RequestError(f"{name} is not supported: leave it out", name)
     row.logprobs = _wants_logprobs(body.get("logprobs"), row.kind)
     row.params = sampling(body)
     if row.kind == "chat":

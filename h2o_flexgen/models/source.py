@@ -42,6 +42,11 @@ def find_model(model: str | None, path: str | None = None, *, weights: bool = Tr
     return stored, _config_folder(_find(model, weights=False))
 
 
+def model_name(model: str | None, path: str | None, weights: Path | None) -> str:
+    """What reports call a model that was found so; `weights`: None for random ones, which have a `model`."""
+    return model or (weights.stem if path is None else path)
+
+
 def _config_folder(found: Path) -> Path:
     return unpacked(found) if is_gguf(found) else found
 

@@ -149,6 +149,11 @@ class Checkpoint:
             convert(flat[at : at + len(part)], part)
 
 
+def dummy_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which random weights are "stored", for a job that computes in `dtype`."""
+    return torch.float16 if dtype == torch.float32 else dtype
+
+
 class DummyCheckpoint:
     """Random weights with the methods of `Checkpoint`, "stored" in 16 bits as those that are published. Matrices are
     normally distributed, norms 1, biases 0.
@@ -159,7 +164,7 @@ class DummyCheckpoint:
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype):
         self.shapes = shapes
-        self.dtype = torch.float16 if dtype == torch.float32 else dtype
+        self.dtype = dummy_dtype(dtype)
         pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)) * STD
         self._pool = pool.to(self.dtype).repeat(2)
 
@@ -174,12 +179,12 @@ class DummyCheckpoint:
         *offsets, end = accumulate(sizes, initial=0)
         file = make_file("weights", end)
         stored = {name: Stored(file, at, self.shapes[name], self.dtype) for name, at in zip(names, offsets)}
-        with bar_of_bytes("writing random weights", end, progress) as bar:
+        with bar(desc="writing random weights", total=end, unit="B", show=progress) as shown:
             for name, tensor in stored.items():
                 for at, part in self._parts(name):
                     interrupts.check()
                     wait(io.write(file, as_numpy(part), tensor.offset + at * self.dtype.itemsize))
-                    bar.update(part.nbytes)
+                    shown.update(part.nbytes)
         os.fsync(file.fd)  # else the write-back would share the disk with the first steps
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return stored
@@ -256,11 +261,6 @@ def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
 def is_finite(tensor: Tensor) -> bool:
     """Whether all elements are finite; unlike torch.isfinite without a second tensor of that size."""
     return bool(torch.stack(tensor.aminmax()).isfinite().all())
-
-
-def bar_of_bytes(what: str, total: int, progress: bool):
-    """A progress bar that is removed when it is full; `progress`: show it."""
-    return bar(desc=what, total=total, unit="B", show=progress)
 
 
 def _safetensors(path: Path, layers: Seq[Layer], dtype: torch.dtype, progress: bool) -> list[Path]:

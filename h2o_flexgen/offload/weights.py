@@ -36,13 +36,13 @@ from h2o_flexgen.offload.checkpoint import (
     DummyCheckpoint,
     PagedRead,
     Stored,
-    bar_of_bytes,
     is_finite,
     parts_of,
 )
 from h2o_flexgen.offload.device import as_numpy, convert, finish
 from h2o_flexgen.offload.disk import wait
 from h2o_flexgen.offload.transport import Transport
+from h2o_flexgen.progress import bar
 from h2o_flexgen.sizes import aligned, double_buffers, staging_span
 
 Shape = tuple[int, ...]
@@ -169,7 +169,8 @@ class WeightStore:
         on_gpu = [name for name in shapes if self.device.is_cuda and self.tiers[name] == "gpu"]
         buffers = dict(zip(on_gpu, self.device.buffers([self._nbytes(shapes[name]) for name in on_gpu])))
         packed = self._packed()
-        with bar_of_bytes("loading weights", sum(map(self._nbytes, shapes.values())), progress) as bar:
+        total = sum(map(self._nbytes, shapes.values()))
+        with bar(desc="loading weights", total=total, unit="B", show=progress) as shown:
             for name, shape in shapes.items():
                 interrupts.check()
                 buffer = buffers[name] if name in buffers else self.device.host_buffer(self._nbytes(shape))
@@ -181,7 +182,7 @@ class WeightStore:
                     cause = f"the weights {name!r} hold NaN or infinite numbers"
                     raise UserError(f"{cause}: the checkpoint is broken{advice}")
                 self.resident[name] = pack(tensor) if name in packed else tensor
-                bar.update(self._nbytes(shape))
+                shown.update(self._nbytes(shape))
 
     def _packed(self) -> set[str]:
         """Names of matrices that are kept as the CPU multiplies with them fastest, and are used for nothing else."""

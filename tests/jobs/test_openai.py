@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, TINY, read_rows, write_model, write_rows
+from cli_tools import FP32, read_rows, write_rows
 
 pytest_plugins = ["cli_tools"]
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 #: the example of vLLM's documentation (offline inference with the OpenAI batch file format)
 VLLM = [
     {
@@ -33,15 +31,6 @@ OPENAI = [
 for request in OPENAI:
     del request["body"]["max_completion_tokens"]
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def talker(texts, tmp_path_factory) -> Path:
-    """The tiny model with room for long texts and a chat template."""
-    folder = tmp_path_factory.mktemp("talker") / "model"
-    shutil.copytree(texts, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return write_model(folder, config=TINY | {"vocab_size": 300, "max_position_embeddings": 1280})
 
 
 @pytest.fixture
