@@ -2,8 +2,8 @@
 
 While a job loads and runs (`deferred`), the first signal only waits for the next `check`, so that no exception strikes
 within the engine's threads and locks. There is a check for every tensor that is loaded, every layer, every micro-batch
-of prefill and every batch's attention. A Ctrl-C behind the first signal ends the process at once; other signals do
-nothing more, since who stops a job (a closing terminal, `timeout`) often sends one twice.
+of prefill and every batch's attention. A second signal ends a command at once, and loses nothing: finished rows are on
+the disk, and temporary files have no names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from h2o_flexgen.errors import Interrupted
 #: signals that end a job, which keeps its finished rows; SIGHUP: its terminal has gone
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_waiting: int | None = None  # the signal that waits
+_running = False  # within `deferred`
+_waiting: int | None = None  # the signal that waits for a check
+_second = signal.SIG_DFL  # the handler of a second signal
 
 
 def take_over() -> None:
@@ -29,15 +31,14 @@ def take_over() -> None:
 
 
 def interrupt(signum, frame) -> None:
-    """The commands' handler: raises Interrupted."""
-    _give_up(s for s in STOPPING if signal.getsignal(s) is interrupt)
-    raise Interrupted(signum)
-
-
-def _give_up(taken) -> None:
-    """Behind the first signal only Ctrl-C counts, and ends the process."""
-    for s in taken:
-        signal.signal(s, signal.SIG_DFL if s == signal.SIGINT else signal.SIG_IGN)
+    """The handler of a first signal."""
+    global _waiting
+    for s in STOPPING:
+        if signal.getsignal(s) is interrupt:
+            signal.signal(s, _second)
+    if not _running:
+        raise Interrupted(signum)
+    _waiting = signum
 
 
 def check() -> None:
@@ -50,28 +51,23 @@ def check() -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Inside, the first signal waits for a `check`; the end is one. Outside a command this goes for SIGINT alone, and a
-    second one meets the handler that was there before. In other threads than the main one nothing happens: they get
-    no signals."""
+    """Inside, a signal waits for a `check`; the end is one. Outside a command this goes for Ctrl-C alone, and a second
+    one meets the handler that was there before. In other threads than the main one nothing happens: they get none."""
+    global _running, _second
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {s: signal.getsignal(s) for s in STOPPING}
-    taken = [s for s, handler in handlers.items() if handler is interrupt or (s == signal.SIGINT and callable(handler))]
-
-    def note(signum, frame) -> None:
-        global _waiting
-        _waiting = signum
-        _give_up(s for s in taken if handlers[s] is interrupt)
-        if handlers[signal.SIGINT] is not interrupt:
-            signal.signal(signal.SIGINT, handlers[signal.SIGINT])
-
-    for s in taken:
-        signal.signal(s, note)
+    before = signal.getsignal(signal.SIGINT)
+    is_library = callable(before) and before is not interrupt
+    if is_library:
+        _second = before
+        signal.signal(signal.SIGINT, interrupt)
+    _running = True
     try:
         yield
     finally:
-        for s in taken:
-            if signal.getsignal(s) is note:
-                signal.signal(s, handlers[s])
+        _running = False
+        if is_library:
+            signal.signal(signal.SIGINT, before)
+            _second = signal.SIG_DFL
         check()

@@ -176,9 +176,8 @@ class LLM:
             keys: a number below 2**64 for each prompt. Random numbers depend on the seed, the key and the step, and on
                 nothing else: with its old key a prompt gets its old text in any job. Default: places in the job.
             skip_errors: a prompt that cannot be run becomes an output with `error` instead of raising.
-            on_output: called with every output as soon as its batch is done, and on an interrupt with the outputs of
-                the block that was running as far as they are ("abort"). A call that is interrupted is made again. It
-                is not called if no prompt can be run.
+            on_output: called with every output as soon as its batch is done; not at all if no prompt can be run. What
+                it got before an interrupt is what there is.
 
         Raises:
             UserError: a prompt that cannot be run, as one with stop strings without a tokenizer; parameters or keys

@@ -21,7 +21,7 @@ class Sequence:
         key: its place among the random numbers, below 2**64: `index` unless another is given.
         prompt, tokens: token ids. The last of `tokens` is the input of the next decode step.
         logprobs: log-probability of each of `tokens`.
-        finish_reason: None while it runs; then "length", "stop", "error" or "abort".
+        finish_reason: None while it runs; then "length", "stop" or "error".
         text: what was generated before the stop string that ended it; None if none did.
     """
 

@@ -30,9 +30,6 @@ class Observer:
     def on_block_end(self, sequences: list[Sequence]) -> None:
         """All sequences of a block have finished."""
 
-    def on_interrupt(self, sequences: list[Sequence]) -> None:
-        """The job was interrupted; its sequences, those of all blocks, hold what there is."""
-
 
 class Observers:
     """Several observers as one: what it is told, it tells each of them in turn."""

@@ -17,8 +17,7 @@ class CompletionOutput:
     Attributes:
         text: if a stop string ended it, what is before that.
         token_ids: all tokens that were generated, those of a stop string too; logprobs: one for each.
-        finish_reason: "length", "stop" (an end-of-sequence token or a stop string), or "abort" (the job was
-            interrupted).
+        finish_reason: "length" or "stop" (an end-of-sequence token or a stop string).
     """
 
     index: int
@@ -68,7 +67,7 @@ class OutputCollector(Observer):
 
     Args:
         tokenizer: turns tokens into text; None for no text.
-        on_output: gets every output. One that an interrupt hits gets the same output again.
+        on_output: gets every output.
 
     Attributes:
         outputs: by index, of every prompt of the job, and with an error of every one that cannot be run.
@@ -77,7 +76,6 @@ class OutputCollector(Observer):
     def __init__(self, tokenizer, on_output: Callable[[RequestOutput], None] | None = None):
         self.tokenizer, self.on_output = tokenizer, on_output
         self.outputs: dict[int, RequestOutput] = {}
-        self._emitted: set[int] = set()
 
     def on_begin(self) -> None:
         """Hand on the outputs of prompts that cannot be run."""
@@ -89,17 +87,11 @@ class OutputCollector(Observer):
         self._emit([s for s in sequences if s.finish_reason != "error"])
 
     def on_block_end(self, sequences: list[Sequence]) -> None:
-        self._emit(sequences)
-
-    def on_interrupt(self, sequences: list[Sequence]) -> None:
-        for s in sequences:
-            s.finish_reason = s.finish_reason or "abort"
-        self._emit([s for s in sequences if s.tokens or s.finish_reason == "error"])
+        """Hand on the errors, which are too late where they end the job."""
+        self._emit([s for s in sequences if s.finish_reason == "error"])
 
     def _emit(self, sequences: list[Sequence]) -> None:
         for s in sequences:
-            if s.index in self._emitted:
-                continue
             output = self.outputs[s.index]
             if s.finish_reason == "error":
                 output.error = "the model's hidden states overflowed for this prompt"
@@ -107,7 +99,6 @@ class OutputCollector(Observer):
                 output.outputs = [CompletionOutput(0, self._text(s), s.tokens, s.logprobs, s.finish_reason)]
             if self.on_output is not None:
                 self.on_output(output)
-            self._emitted.add(s.index)  # an interrupt before this line must not lose it
 
     def _text(self, s: Sequence) -> str:
         if s.text is not None:

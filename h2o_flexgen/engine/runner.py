@@ -75,8 +75,6 @@ class Runner:
         except BaseException as e:
             traceback.clear_frames(e.__traceback__)
             self.close()
-            if not isinstance(e, Exception):
-                observer.on_interrupt(sequences)
             raise
 
     def _run(self, job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:

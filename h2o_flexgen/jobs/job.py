@@ -297,9 +297,7 @@ class Job(Observer):
         log.warning("the old output file is kept in %s", kept)
 
     def _take(self, output) -> None:
-        """A finished row. What an interrupt has cut short is run again."""
-        if output.error is None and output.outputs[0].finish_reason == "abort":
-            return
+        """A finished row."""
         row = self.todo[output.index][0]
         self.output.add(done_row(row, output, self.llm.model.name, self.llm.tokenizer))
 

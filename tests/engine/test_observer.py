@@ -41,9 +41,6 @@ class Watch(Observer):
     def on_block_end(self, sequences):
         self.see("block end", [s.index for s in sequences])
 
-    def on_interrupt(self, sequences):
-        self.see("interrupt", [len(s.tokens) for s in sequences])
-
 
 def watched(model, watch: Watch, max_tokens: int = 2):
     policy = Policy(1, 2)
@@ -73,16 +70,4 @@ def test_what_an_observer_raises_ends_the_job(model, event):
     watch = Watch(event)
     with pytest.raises(RuntimeError, match=event):
         watched(model, watch)
-    assert watch.seen[-1][0] == event  # and an error is no interrupt
-
-
-def test_an_interrupt_says_how_far_the_job_is(model):
-    class Interrupting(Watch):
-        def on_progress(self, i, j, batches):
-            if (i, j) == (1, 2):
-                raise KeyboardInterrupt
-
-    watch = Interrupting()
-    with pytest.raises(KeyboardInterrupt):
-        watched(model, watch)
-    assert watch.seen[-1] == ("interrupt", [1, 1, 0])
+    assert watch.seen[-1][0] == event

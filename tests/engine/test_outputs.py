@@ -1,0 +1,27 @@
+"""Outputs are handed on as soon as they are whole."""
+
+from __future__ import annotations
+
+from h2o_flexgen import LLM, Policy, SamplingParams
+from h2o_flexgen.engine.observer import Observer
+
+pytest_plugins = ["cli_tools"]
+
+
+def test_rows_of_a_batch_that_has_finished_are_there_before_its_block_has(model):
+    """One batch of two ends at its stop token, the other goes on for several steps."""
+    seen, steps = [], iter(range(10**6))
+
+    class Progress(Observer):
+        def on_progress(self, i, j, tokens):
+            if seen:
+                next(steps)
+
+    options = dict(device="cpu", dtype="float32", progress=False, observer=Progress())
+    prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(temperature=1.0, max_tokens=8)
+    with LLM(str(model), Policy(1, 2), **options) as llm:
+        first, second = (output.outputs[0].token_ids for output in llm.generate(prompts, params))
+        llm.eos_ids = frozenset([next(token for token in first[:4] if token not in second)])
+        llm.generate(prompts, params, on_output=lambda o: seen.append((o.index, next(steps))))
+    assert [index for index, _ in seen] == [0, 1]
+    assert seen[1][1] > seen[0][1] + 1
