@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -57,7 +58,8 @@ def finished(path: Path) -> list:
 
 
 def kill_until_done(argv: tuple, path: Path, kills: int, wait, rng: random.Random) -> dict:
-    """Run a job, killed -9 at random moments, to its end. `wait(process)` returns when a kill makes sense."""
+    """Run a job, killed -9 at random moments, to its end; each kill loses at most the block that was running.
+    `wait(process)` returns when a kill makes sense."""
     done, struck, seconds = [], 0, 1.0
     while struck < kills:
         process = start(*argv)
@@ -70,6 +72,8 @@ def kill_until_done(argv: tuple, path: Path, kills: int, wait, rng: random.Rando
         now = finished(path)
         assert len(set(now)) == len(now), "a row stands twice"
         assert set(done) <= set(now), "a finished row was lost"
+        blocks_before = int(re.findall(r"block (\d+)/\d", said + err)[-1]) - 1
+        assert len(now) >= len(done) + BATCH * BATCHES * blocks_before, "more than the running block was lost"
         done = now
         if code == 0:  # it was quicker: the next one is killed earlier
             break
