@@ -40,9 +40,9 @@ def describe(manifest: Manifest, rows: list[dict], path: Path, running: bool) ->
     if not running:
         return f"stopped: {text}; the command that began it goes on"
     run = manifest.runs[-1]
-    new = rows[run["done"] :]
+    new = [row for row in rows[run["done"] :] if not is_failed(row)]  # refusing a row takes no time
     seconds = path.stat().st_mtime - run["start"]
-    speed = sum(map(tokens_of, new)) / seconds if new and seconds > 0 else 0
+    speed = sum(map(tokens_of, new)) / seconds if seconds > 0 else 0
     if not speed:
         return f"runs: {text}; no row of this run has finished yet"
     remaining = timedelta(seconds=round(left * seconds / len(new)))

@@ -23,7 +23,8 @@ class Row:
         prompt: a text, token ids or a conversation, or the UserError that says why the row has none.
         params: the `SamplingParams` that it sets.
         kind: the form of its output: "plain", or of OpenAI's "chat" or "completion".
-        model: what an OpenAI line calls the model; logprobs: whether it wants those of its tokens.
+        model: what an OpenAI line calls the model.
+        logprobs: whether it wants those of its tokens.
     """
 
     index: int
@@ -91,6 +92,7 @@ def _parse(line: bytes, index: int, number: int) -> Row:
             openai.parse(data, row)
         else:
             row.prompt, row.params = _prompt(data), openai.sampling(data)
+            row.logprobs = openai.wants_logprobs(data, row.kind)
     except UserError as e:
         row.prompt = e
     return row

@@ -329,18 +329,35 @@ def slots_of(budget: KVBudget, longest_prompt: int) -> dict:
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """Of a model: its configuration, the names, sizes and times of its weights, its tokenizer and chat template. Where
-    they lie does not count."""
+    """Of a model: its configuration, samples of its weights, its tokenizer and chat template. Where they lie, and since
+    when, does not count: a copy is the same model.
+
+    Raises:
+        UserError: the weights cannot be read.
+    """
     found = hashlib.sha256(repr((model.spec, model.is_dummy)).encode())
     if not model.is_dummy:
         path = model.source.path
         for file in weight_files(path) if path.is_dir() else [path]:
-            stat = file.stat()
-            found.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+            found.update(_samples(file))
     if model.tokenizer is not None:
         backend = getattr(model.tokenizer, "backend_tokenizer", None)
-        parts = json.loads(backend.to_str()) if backend else {}
+        parts = json.loads(backend.to_str()) if backend else dict(sorted(model.tokenizer.get_vocab().items()))
         for name in ("truncation", "padding"):  # encoding changes them
             parts.pop(name, None)
         found.update(repr((parts, model.tokenizer.chat_template)).encode())
     return found.hexdigest()[:16]
+
+
+def _samples(path: Path) -> bytes:
+    """Of a file: its size, and 16 pieces of 4 KiB at even distances."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            pieces = [str(size).encode()]
+            for n in range(16):
+                file.seek(n * max(0, size - 4096) // 15)
+                pieces.append(file.read(4096))
+        return b"".join(pieces)
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from None

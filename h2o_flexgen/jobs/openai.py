@@ -89,7 +89,7 @@ def parse(data: dict, row: Row) -> None:
         if value is None or name in SAMPLING or name in OTHERS or value in REFUSED.get(name, ()):
             continue
         raise RequestError(f"{name} is not supported: leave it out", name)
-    row.logprobs = _wants_logprobs(body.get("logprobs"), row.kind)
+    row.logprobs = wants_logprobs(body, row.kind)
     row.params = sampling(body)
     if row.kind == "chat":
         row.prompt = [_joined(n, message) for n, message in enumerate(checked_messages(body.get("messages")))]
@@ -144,13 +144,15 @@ def _completion_prompt(prompt) -> str | list[int]:
     raise RequestError("prompt must be one text or one list of token ids", "prompt")
 
 
-def _wants_logprobs(logprobs, kind: str) -> bool:
-    """Those of the chosen tokens: in a chat `true`, in a completion 0, the number of others beside each."""
+def wants_logprobs(data: dict, kind: str) -> bool:
+    """Those of the chosen tokens: `true`, and in a completion 0, the number of others beside each. Raises UserError for
+    anything else."""
+    logprobs = data.get("logprobs")
     if logprobs is None or logprobs is False:
         return False
-    if (kind == "chat" and logprobs is True) or (kind == "completion" and logprobs == 0):
+    if logprobs == 0 if kind == "completion" else logprobs is True:
         return True
-    only = "true or false" if kind == "chat" else "0: other tokens than the chosen one are not supported"
+    only = "0: other tokens than the chosen one are not supported" if kind == "completion" else "true or false"
     raise RequestError(f"logprobs must be {only}", "logprobs")
 
 

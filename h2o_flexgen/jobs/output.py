@@ -25,7 +25,7 @@ class OutputFile:
         rows: those that are done already; whatever else the file holds goes.
 
     Attributes:
-        rows: all that are done; written: how many of them are in the file. The others wait for space on disk.
+        rows: all that are done; written: how many of them are on the disk. The others wait for space there.
 
     Raises:
         OSError: the file cannot be written.
@@ -35,30 +35,31 @@ class OutputFile:
         self.path, self.rows, self.written = path, list(rows), len(rows)
         self.error: OSError | None = None  # of the last flush
         self.file = replace_file(path, encoded(rows))
-        self.size = os.fstat(self.file.fileno()).st_size  # of what is known to be whole
+        self.size = os.fstat(self.file.fileno()).st_size  # of the rows on the disk
 
     def add(self, row: dict) -> None:
         self.rows.append(row)
 
     def flush(self) -> None:
         """Write the rows that wait, to the disk itself; if it does not take them they wait on (`error`)."""
+        written, size = self.written, self.size
+        if written == len(self.rows):
+            return
         try:
-            for row in self.rows[self.written :]:
-                self._append(encoded([row]))
-                self.written += 1
-            os.fsync(self.file.fileno())
+            self.file.truncate(size)  # half a row is none; nor is one that a failed fsync may have dropped
+            try:
+                for row in self.rows[written:]:
+                    line = encoded([row])
+                    _write(self.file, line)
+                    written, size = written + 1, size + len(line)
+            finally:
+                os.fsync(self.file.fileno())
+                self.written, self.size = written, size
             self.error = None
         except OSError as e:
             if self.error is None:
                 log.warning("cannot write %s: %s; the job goes on, its rows wait in memory", self.path, e.strerror)
             self.error = e
-
-    def _append(self, line: bytes) -> None:
-        self.file.truncate(self.size)  # half a row is none
-        size = self.size + len(line)
-        while line:
-            line = line[self.file.write(line) :]
-        self.size = size
 
     def finish(self, order: list[str | int]) -> None:
         """Put the rows in the order of the input, and close the file.
@@ -98,7 +99,7 @@ def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
     """Write a file whole, on the disk itself, and only then under its name; returns it, open and locked (flock).
 
     Raises:
-        OSError: it cannot be written; `path` is as it was. BlockingIOError: another process does the same.
+        OSError: it cannot be written; `path` is as it was, or whole. BlockingIOError: another process does the same.
         FileExistsError: with `is_new`, there is one.
     """
     new = path.with_name(f".{path.name}.new")
@@ -114,20 +115,24 @@ def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
         if path.exists():
             os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
         file.truncate(0)  # of a process that was killed
-        while data:
-            data = data[file.write(data) :]
+        _write(file, data)
         os.fsync(file.fileno())
         os.replace(new, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        return file
     except BaseException:
         new.unlink(missing_ok=True)
         file.close()
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    return file
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 def encoded(rows: Iterable[dict]) -> bytes:
@@ -144,7 +149,8 @@ def done_row(row: Row, output, model: str, tokenizer) -> dict:
     if output.error is not None:
         return failed_row(row, UserError(output.error))
     done = output.outputs[0]
-    return _begin(row) | {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
+    found = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
+    return _begin(row) | found | ({"logprobs": done.logprobs} if row.logprobs else {})
 
 
 def failed_row(row: Row, error: UserError) -> dict:

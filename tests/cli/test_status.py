@@ -48,14 +48,15 @@ def test_of_a_job_that_was_stopped(status, out):
 
 
 def test_of_a_job_that_runs(status, out):
-    """Two rows of four tokens each in ten seconds, three are left; an earlier run made none."""
-    out.write_bytes(encoded(read_rows(out)[:2]))
+    """Two rows of four tokens each in ten seconds, two are left; one was refused, and an earlier run made none."""
+    rows = read_rows(out)
+    out.write_bytes(encoded([rows[4], *rows[:2]]))
     start = Manifest.read(manifest_path(out)).runs[-1]["start"]
     with Job(str(out)):
         os.utime(out, (start + 10, start + 10))
         said = status(out)[1]
-        assert said.startswith("runs: 2 of 5 rows are done") and said.endswith(
-            "; 0.8 tokens/s, about 0:00:15 (h:mm:ss) left at this rate\n"
+        assert said.startswith("runs: 2 of 5 rows are done, 1 failed, 2 are left") and said.endswith(
+            "; 0.8 tokens/s, about 0:00:10 (h:mm:ss) left at this rate\n"
         )
         out.write_bytes(b"")
         assert "no row of this run has finished yet" in status(out)[1]

@@ -140,6 +140,7 @@ BAD_ROWS = [
     ('{"prompt_token_ids": [5], "stop": "a"}', "tokenizer"),
     ('{"prompt_token_ids": [5], "stop": [""]}', "stop"),
     ('{"prompt_token_ids": [5], "custom_id": 7}', "custom_id"),
+    ('{"prompt_token_ids": [5], "logprobs": 5}', "logprobs must be true or false"),
 ]
 
 
@@ -212,7 +213,7 @@ def test_rows_that_say_how_they_are_sampled(cli, model, tmp_path):
     """What a row does not say, the command does; keys that mean nothing here are no error."""
     rows = [
         {"prompt_token_ids": [5, 6, 7], "label": "a"},
-        {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "temperature": None},
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "temperature": None, "logprobs": True},
         {"prompt_token_ids": [5, 6, 7], "custom_id": "drawn", "temperature": 1.5, "seed": 3, "top_k": 50},
     ]
     files = ("--input-file", write_rows(tmp_path / "in.jsonl", rows), "--output-file", tmp_path / "out.jsonl")
@@ -220,6 +221,7 @@ def test_rows_that_say_how_they_are_sampled(cli, model, tmp_path):
     assert code == 0, err
     greedy, short, drawn = read_rows(tmp_path / "out.jsonl")
     assert len(greedy["token_ids"]) == 8 and short["token_ids"] == greedy["token_ids"][:2]
+    assert len(short["logprobs"]) == 2 and max(short["logprobs"]) < 0 and "logprobs" not in greedy
     assert drawn["custom_id"] == "drawn" and drawn["token_ids"] != greedy["token_ids"]
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_tools import FP32, TINY, last_line, read_rows, write_model, write_rows
@@ -15,7 +16,7 @@ from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.jobs import input as jobs_input
-from h2o_flexgen.jobs.job import Job
+from h2o_flexgen.jobs.job import Job, fingerprint
 from h2o_flexgen.jobs.manifest import Manifest
 from h2o_flexgen.jobs.output import OutputFile
 
@@ -230,12 +231,28 @@ def test_two_runs_that_begin_anew_keep_both_files(job, out):
 
 def test_another_model_is_an_error_and_the_same_one_elsewhere_is_none(job, out, model, tmp_path):
     assert job()[0] == 0
-    moved = tmp_path / "moved"
-    moved.symlink_to(model)
-    assert job(of=moved)[0] == 0
+    assert job(of=shutil.copytree(model, tmp_path / "copy", copy_function=shutil.copyfile))[0] == 0
     other = write_model(tmp_path / "other", config=TINY | {"num_hidden_layers": 2})
     code, err = job(of=other)
     assert code == 2 and f"model '{model}', now '{other}'".replace("model ", "--model ") in err
+
+
+def test_a_fingerprint_is_of_the_content(model, tmp_path):
+    """A change anywhere is seen in a small file, and in a large one where it is sampled; times do not matter."""
+    weights = tmp_path / "w.safetensors"
+
+    def of(content: bytes, vocabulary: dict) -> str:
+        weights.write_bytes(content)
+        tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary, chat_template=None)  # a slow one
+        source = SimpleNamespace(path=weights)
+        return fingerprint(SimpleNamespace(spec=None, is_dummy=False, source=source, tokenizer=tokenizer))
+
+    first = of(bytes(1000), {"a": 1, "b": 2})
+    assert of(bytes(1000), {"b": 2, "a": 1}) == first
+    large = bytes(10 << 20)
+    others = [(bytes(999) + b"x", {"a": 1, "b": 2}), (bytes(1000), {"a": 2, "b": 1}), (large, {}), (large[1:], {})]
+    others += [(large[:-1] + b"x", {}), (b"x" + large[1:], {})]
+    assert len({first, *(of(*other) for other in others)}) == 7
 
 
 def test_a_file_that_no_job_wrote_is_not_touched(job, out):

@@ -136,6 +136,27 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
     assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
+def test_what_a_failed_fsync_may_have_dropped_is_written_again(tmp_path, monkeypatch):
+    """The kernel may report an error once, and forget the pages that it could not write."""
+    out = tmp_path / "out.jsonl"
+    file = OutputFile(out, [plain(0)])
+    synced = out.stat().st_size
+
+    def fsync(fd):
+        os.truncate(out, synced)  # what the disk has
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for index in (1, 2):
+        file.add(plain(index))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            file.flush()
+        assert file.error.errno == errno.EIO and file.written == 1
+    file.flush()
+    assert file.error is None and [row["index"] for row in read_done(out)] == [0, 1, 2]
+    file.close()
+
+
 def full(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
