@@ -144,6 +144,13 @@ def peer_settings(data: dict) -> str:
     return markdown(["row", "system", "runs with batch", "tokens/s by batch and options, from 8 tokens"], lines)
 
 
+#: as those of TABLES
+KILLS = (
+    "",
+    "rows",
+    "model | block | rows of a job | kills | of them after a run's first block | jobs to their end",
+    "{model} | {block} | {rows} | {kills} | {behind_the_first_block} | {jobs}",
+)
 #: of one result: a line above the table, where its rows are, the header, and the columns
 TABLES = {
     "frontier": (
@@ -185,6 +192,9 @@ TABLES = {
         "stops | seconds, median | longest",
         "{stops} | {median:.1f} | {max:.1f}",
     ),
+    "jobs_kills": KILLS,
+    "jobs_kills_demo_model": KILLS,
+    "jobs_faults": ("", "rows", "call | went on | clear error", "{call} | {went_on} | {clear_error}"),
     "engine_gemm": (
         "",
         "rows",

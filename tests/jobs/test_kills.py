@@ -1,6 +1,6 @@
 """A job that is killed again and again gives what one that nobody touched gives.
 
-By hand, with more kills, or of the demo model:
+By hand, with more kills, or of the demo model, which writes the figures to docs/benchmarks:
 
     python tests/jobs/test_kills.py --kills 100
     python tests/jobs/test_kills.py --kills 10 --demo-model
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import signal
@@ -17,10 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 from cli_tools import FP32, ON_DISK, end, percent, read_rows, start, wide, write_rows  # noqa: E402
+
+from bench import common  # noqa: E402
 
 #: a random model whose job, all on disk, takes some seconds
 MODEL = wide(128, vocab_size=256, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=512)
@@ -60,7 +64,7 @@ def finished(path: Path) -> list:
 def kill_until_done(argv: tuple, path: Path, kills: int, wait, rng: random.Random) -> dict:
     """Run a job, killed -9 at random moments, to its end; each kill loses at most the block that was running.
     `wait(process)` returns when a kill makes sense."""
-    done, struck, seconds = [], 0, 1.0
+    done, struck, later, seconds = [], 0, 0, 1.0
     while struck < kills:
         process = start(*argv)
         said = wait(process)
@@ -72,16 +76,16 @@ def kill_until_done(argv: tuple, path: Path, kills: int, wait, rng: random.Rando
         now = finished(path)
         assert len(set(now)) == len(now), "a row stands twice"
         assert set(done) <= set(now), "a finished row was lost"
-        blocks_before = int(re.findall(r"block (\d+)/\d", said + err)[-1]) - 1
+        blocks_before = max(map(int, re.findall(r"block (\d+)/\d", said + err)), default=1) - 1
         assert len(now) >= len(done) + BATCH * BATCHES * blocks_before, "more than the running block was lost"
         done = now
         if code == 0:  # it was quicker: the next one is killed earlier
             break
         assert code == -signal.SIGKILL, said + err
-        struck += 1
+        struck, later = struck + 1, later + (blocks_before > 0)
     code, _, err = end(start(*argv), timeout=600)
     assert code == 0, err
-    return {"kills": struck, "rows by then": len(done)}
+    return {"kills": struck, "behind_the_first_block": later}
 
 
 def once_it_runs(process: subprocess.Popen) -> str:
@@ -97,15 +101,15 @@ def check(folder: Path, model: tuple, count: int, kills: int, wait) -> dict:
     write_rows(folder / "in.jsonl", rows(count))
     code, _, err = end(start(*command(folder, model, "whole.jsonl")), timeout=600)
     assert code == 0, err
-    whole, rng, left, jobs = read_rows(folder / "whole.jsonl"), random.Random(kills), kills, 0
-    while left > 0:
+    whole, rng, jobs, total = read_rows(folder / "whole.jsonl"), random.Random(kills), 0, Counter()
+    while total["kills"] < kills:
         out = f"killed-{jobs}.jsonl"
-        struck = kill_until_done(command(folder, model, out), folder / out, left, wait, rng)
+        total.update(kill_until_done(command(folder, model, out), folder / out, kills - total["kills"], wait, rng))
         assert read_rows(folder / out) == whole, "not the rows of a job that nobody killed"
-        left, jobs = left - struck["kills"], jobs + 1
-        print(struck, flush=True)
+        jobs += 1
+        print(jobs, dict(total), flush=True)
     assert list((folder / "offload").iterdir()) == []
-    return {"kills": kills - left, "jobs": jobs, "rows": count}
+    return {**total, "jobs": jobs, "rows": count, "block": f"{BATCH} x {BATCHES}"}
 
 
 def test_ten_kills(tmp_path):
@@ -123,10 +127,13 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, begin = Path(name), time.time()
+        os.environ["H2O_FLEXGEN_HOME"] = f"{name}/home"
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(MODEL))
         model = () if args.demo_model else ("--model", folder / "model", "--path", "_DUMMY_")
-        print(check(folder, model, args.rows, args.kills, once_it_runs), f"{time.time() - begin:.0f} s")
+        found = check(folder, model, args.rows, args.kills, once_it_runs)
+    found |= {"model": "SmolLM2-135M-Instruct" if args.demo_model else "random, 6 layers of 128"}
+    common.save(f"jobs_kills{'_demo_model' * args.demo_model}", {"rows": [found | {"seconds": time.time() - begin}]})
 
 
 if __name__ == "__main__":
