@@ -14,7 +14,7 @@ from pathlib import Path
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.manifest import Manifest, is_running, manifest_path
-from h2o_flexgen.jobs.output import is_failed, read_done, tokens_of
+from h2o_flexgen.jobs.output import DoneRow, read_done
 
 
 def make_parser(prog: str = "python -m h2o_flexgen.status") -> argparse.ArgumentParser:
@@ -31,18 +31,18 @@ def run(args: argparse.Namespace) -> None:
     cli.say(describe(manifest, read_done(path), path, is_running(manifest_path(path))))
 
 
-def describe(manifest: Manifest, rows: list[dict], path: Path, running: bool) -> str:
+def describe(manifest: Manifest, rows: list[DoneRow], path: Path, running: bool) -> str:
     """The state of a job for people; `rows`: those in the output file, the newest last unless all are there."""
-    failed, left = sum(map(is_failed, rows)), max(0, len(manifest.rows) - len(rows))
+    failed, left = sum(row.error is not None for row in rows), max(0, len(manifest.rows) - len(rows))
     text = f"{len(rows) - failed} of {len(manifest.rows)} rows are done, {failed} failed, {left} are left"
     if not left:
         return f"finished: {text}"
     if not running:
         return f"stopped: {text}; the command that began it goes on"
     run = manifest.runs[-1]
-    new = [row for row in rows[run["done"] :] if not is_failed(row)]  # refusing a row takes no time
+    new = [row for row in rows[run["done"] :] if row.error is None]  # refusing a row takes no time
     seconds = path.stat().st_mtime - run["start"]
-    speed = sum(map(tokens_of, new)) / seconds if seconds > 0 else 0
+    speed = sum(row.tokens for row in new) / seconds if seconds > 0 else 0
     if not speed:
         return f"runs: {text}; no row of this run has finished yet"
     remaining = timedelta(seconds=round(left * seconds / len(new)))

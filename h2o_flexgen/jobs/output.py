@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,13 +32,13 @@ class OutputFile:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, rows: list[dict]):
+    def __init__(self, path: Path, rows: list[DoneRow]):
         self.path, self.rows, self.written = path, list(rows), len(rows)
         self.error: OSError | None = None  # of the last flush
         self.file = replace_file(path, encoded(rows))
         self.size = os.fstat(self.file.fileno()).st_size  # of the rows on the disk
 
-    def add(self, row: dict) -> None:
+    def add(self, row: DoneRow) -> None:
         self.rows.append(row)
 
     def flush(self) -> None:
@@ -82,10 +83,10 @@ class OutputFile:
         self.file.close()
 
 
-def put_in_order(path: Path, rows: list[dict], order: list[str | int]) -> None:
+def put_in_order(path: Path, rows: list[DoneRow], order: list[str | int]) -> None:
     """Rewrite an output file, whose rows these are, unless they stand in order already. Raises UserError."""
     place = {id: n for n, id in enumerate(order)}
-    ordered = encoded(sorted(rows, key=lambda row: place[id_of(row)]))
+    ordered = encoded(sorted(rows, key=lambda row: place[row.id]))
     try:
         if path.read_bytes() != ordered:
             replace_file(path, ordered).close()
@@ -135,34 +136,68 @@ def _write(file: BinaryIO, data: bytes) -> None:
         data = data[file.write(data) :]
 
 
-def encoded(rows: Iterable[dict]) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+def encoded(rows: Iterable[DoneRow]) -> bytes:
+    return b"".join(json.dumps(row.data).encode() + b"\n" for row in rows)
 
 
 # rows
 
 
-def done_row(row: Row, output, model: str, tokenizer) -> dict:
-    """What the output file says of a row that was run; `output`: its `RequestOutput`, `model`: the model's name."""
+@dataclass(frozen=True)
+class DoneRow:
+    """A line of the output file: a plain row, or a response of OpenAI's form.
+
+    Attributes:
+        id: as `Row.id`; data: what the line holds.
+        error: why it has failed; None if it has not.
+        tokens: how many were generated.
+    """
+
+    id: str | int
+    data: dict
+    error: str | None
+    tokens: int
+
+    @classmethod
+    def of(cls, data: dict) -> DoneRow:
+        """Raises TypeError, KeyError or AttributeError for what is no such line."""
+        id = data["index"] if data.get("custom_id") is None else data["custom_id"]
+        if type(id) not in (int, str):
+            raise TypeError
+        if "response" not in data:
+            error = data.get("error")
+            return cls(id, data, error, len([*data["token_ids"]]) if error is None else 0)
+        answer = data["response"]
+        if answer["status_code"] != 200:
+            return cls(id, data, answer["body"]["error"]["message"], 0)
+        return cls(id, data, None, answer["body"]["usage"]["completion_tokens"] + 0)
+
+    def at(self, index: int) -> DoneRow:
+        """The same, of a row that has moved in the input."""
+        return replace(self, data=self.data | {"index": index}) if "index" in self.data else self
+
+
+def done_row(row: Row, output, model: str, tokenizer) -> DoneRow:
+    """Of a row that was run; `output`: its `RequestOutput`, `model`: the model's name."""
     if row.kind != "plain":
-        return openai.response(row, output, model, tokenizer)
+        return DoneRow.of(openai.response(row, output, model, tokenizer))
     if output.error is not None:
         return failed_row(row, UserError(output.error))
     done = output.outputs[0]
     found = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
-    return _begin(row) | found | ({"logprobs": done.logprobs} if row.logprobs else {})
+    return DoneRow.of(_begin(row) | found | ({"logprobs": done.logprobs} if row.logprobs else {}))
 
 
-def failed_row(row: Row, error: UserError) -> dict:
-    """What the output file says of a row that cannot be run."""
-    return openai.failure(row, error) if row.kind != "plain" else _begin(row) | {"error": str(error)}
+def failed_row(row: Row, error: UserError) -> DoneRow:
+    """Of a row that cannot be run."""
+    return DoneRow.of(openai.failure(row, error) if row.kind != "plain" else _begin(row) | {"error": str(error)})
 
 
 def _begin(row: Row) -> dict:
     return {"index": row.index} | ({} if row.custom_id is None else {"custom_id": row.custom_id})
 
 
-def read_done(path: Path) -> list[dict]:
+def read_done(path: Path) -> list[DoneRow]:
     """The rows of an output file; behind a power failure the last line may be half a row, which is none.
 
     Raises:
@@ -174,43 +209,15 @@ def read_done(path: Path) -> list[dict]:
         return []
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from None
-    return [_read(path, number, line) for number, line in enumerate(lines[:-1], 1)]
-
-
-def _read(path: Path, number: int, line: bytes) -> dict:
-    try:
-        row = json.loads(line)
-        if isinstance(row, dict) and type(id_of(row)) in (int, str) and (is_failed(row) or tokens_of(row) >= 0):
-            return row
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        pass
-    raise no_row(path, number)
+    rows = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            rows.append(DoneRow.of(json.loads(line)))
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+            raise no_row(path, number) from None
+    return rows
 
 
 def no_row(path: Path, number: int) -> UserError:
     advice = "take the line out, and its row is run again"
     return UserError(f"`output_file` {path}: line {number} is no row of this job, or has been edited: {advice}")
-
-
-def id_of(row: dict) -> str | int:
-    """As `Row.id`."""
-    return row["custom_id"] if row.get("custom_id") is not None else row["index"]
-
-
-def error_of(row: dict) -> str | None:
-    """Why it has failed; None if it has not."""
-    if "response" not in row:
-        return row.get("error")
-    answer = row["response"]
-    return None if answer["status_code"] == 200 else answer["body"]["error"]["message"]
-
-
-def is_failed(row: dict) -> bool:
-    return error_of(row) is not None
-
-
-def tokens_of(row: dict) -> int:
-    """How many were generated."""
-    if is_failed(row):
-        return 0
-    return row["response"]["body"]["usage"]["completion_tokens"] if "response" in row else len([*row["token_ids"]])

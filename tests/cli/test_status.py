@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from cli_tools import FP32, environment, read_rows, write_rows
+from cli_tools import FP32, environment, write_rows
 
 from h2o_flexgen.jobs.job import Job
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
-from h2o_flexgen.jobs.output import encoded
+from h2o_flexgen.jobs.output import encoded, read_done
 from h2o_flexgen.main import main
 
 pytest_plugins = ["cli_tools"]
@@ -42,14 +42,14 @@ def test_of_a_job_that_is_finished(status, out):
 
 
 def test_of_a_job_that_was_stopped(status, out):
-    out.write_bytes(encoded(read_rows(out)[:2]))
+    out.write_bytes(encoded(read_done(out)[:2]))
     code, said, _ = status(out)
     assert code == 0 and said.startswith("stopped: 2 of 5 rows are done, 0 failed, 3 are left; ")
 
 
 def test_of_a_job_that_runs(status, out):
     """Two rows of four tokens each in ten seconds, two are left; one was refused, and an earlier run made none."""
-    rows = read_rows(out)
+    rows = read_done(out)
     out.write_bytes(encoded([rows[4], *rows[:2]]))
     start = Manifest.read(manifest_path(out)).runs[-1]["start"]
     with Job(str(out)):

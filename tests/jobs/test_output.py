@@ -10,7 +10,7 @@ import shutil
 import pytest
 from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, TINY, last_line, percent, read_rows, write_prompts
 
-from h2o_flexgen.jobs.output import OutputFile, read_done
+from h2o_flexgen.jobs.output import DoneRow, OutputFile, read_done
 
 pytest_plugins = ["cli_tools"]
 
@@ -100,8 +100,8 @@ def test_an_output_file_system_that_fills_up(cli, model, tmp_path, small_disk):
     assert [row["index"] for row in read_rows(target)] == list(range(6))
 
 
-def plain(index: int, **more) -> dict:
-    return {"index": index, "text": "", "token_ids": [5], "finish_reason": "length"} | more
+def plain(index: int) -> DoneRow:
+    return DoneRow.of({"index": index, "text": "", "token_ids": [5], "finish_reason": "length"})
 
 
 def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
@@ -122,7 +122,7 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
     def add(index: int) -> list[int]:
         file.add(plain(index))
         file.flush()
-        return [row["index"] for row in read_done(tmp_path / "out.jsonl")]
+        return [row.id for row in read_done(tmp_path / "out.jsonl")]
 
     file.file = Full()
     assert add(0) == [0]
@@ -153,7 +153,7 @@ def test_what_a_failed_fsync_may_have_dropped_is_written_again(tmp_path, monkeyp
             file.flush()
         assert file.error.errno == errno.EIO and file.written == 1
     file.flush()
-    assert file.error is None and [row["index"] for row in read_done(out)] == [0, 1, 2]
+    assert file.error is None and [row.id for row in read_done(out)] == [0, 1, 2]
     file.close()
 
 
@@ -166,7 +166,7 @@ def job(cli, model, tmp_path):
     """Run a job of three blocks: (exit code, last line on stderr, rows of the output file)."""
     files = ("--input-file", write_prompts(tmp_path / "in.jsonl"), "--output-file", tmp_path / "out.jsonl")
 
-    def run(*options) -> tuple[int, str, list[dict]]:
+    def run(*options) -> tuple[int, str, list[DoneRow]]:
         offload = ("--gpu-batch-size", 2, *percent(ON_DISK), "--offload-dir", tmp_path / "offload")
         code, _, err = cli("--model", model, *FP32, "--gen-len", 4, *files, *offload, *options)
         assert list((tmp_path / "offload").iterdir()) == []
@@ -188,7 +188,7 @@ def test_an_output_file_that_cannot_be_put_in_place(job, tmp_path, monkeypatch, 
     assert code == (0 if nth == 3 else 2)
     assert nth == 3 or (line.startswith("error: ") and "No space left" in line)
     code, _, rows = job()
-    assert code == 0 and [row["index"] for row in rows] == list(range(len(PROMPTS)))
+    assert code == 0 and [row.id for row in rows] == list(range(len(PROMPTS)))
 
 
 def test_an_error_in_the_run_keeps_the_finished_rows(job, tmp_path, monkeypatch):

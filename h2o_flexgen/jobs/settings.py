@@ -1,0 +1,81 @@
+"""What decides the tokens of a job: a model, and how it is run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from h2o_flexgen import __version__
+from h2o_flexgen.engine.model import LoadedModel
+from h2o_flexgen.engine.sampling import SamplingParams
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.models.source import weight_files
+from h2o_flexgen.policy import KVBudget
+
+
+def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
+    """All that decides the tokens of a row, besides itself and the slots of its KV cache."""
+    budget, sampling = llm.kv_budget, ("temperature", "top_k", "top_p", "ignore_eos", "seed")
+    return {
+        "model": llm.model.name,
+        "files": fingerprint(llm.model),
+        "dtype": dtype_name(llm.dtype),
+        "kv_budget": slots_of(budget, longest_prompt) if isinstance(budget, KVBudget) else budget,
+        **{name: getattr(params, name) for name in sampling},
+        "gen_len": params.max_tokens,
+        "stop": list(params.stop),
+        "version": __version__,
+    }
+
+
+def changes(old: dict, new: dict) -> list[str]:
+    """In words, which settings differ. Where the same model lies does not matter."""
+    names = [name for name in new if old.get(name) != new[name]]
+    if "files" not in names and "model" in names:
+        names.remove("model")
+    files = "the model's files or tokenizer"
+    return [files if name == "files" else f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in names]
+
+
+def slots_of(budget: KVBudget, longest_prompt: int) -> dict:
+    heavy, recent = budget.slots(longest_prompt)
+    return {"heavy": heavy, "recent": recent, "rule": budget.rule}
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """Of a model: its configuration, samples of its weights, its tokenizer and chat template. Where they lie, and since
+    when, does not count: a copy is the same model.
+
+    Raises:
+        UserError: the weights cannot be read.
+    """
+    found = hashlib.sha256(repr((model.spec, model.is_dummy)).encode())
+    if not model.is_dummy:
+        path = model.source.path
+        for file in weight_files(path) if path.is_dir() else [path]:
+            found.update(_samples(file))
+    if model.tokenizer is not None:
+        backend = getattr(model.tokenizer, "backend_tokenizer", None)
+        parts = json.loads(backend.to_str()) if backend else dict(sorted(model.tokenizer.get_vocab().items()))
+        for name in ("truncation", "padding"):  # encoding changes them
+            parts.pop(name, None)
+        found.update(repr((parts, model.tokenizer.chat_template)).encode())
+    return found.hexdigest()[:16]
+
+
+def _samples(path: Path) -> bytes:
+    """Of a file: its size, and 16 pieces of 4 KiB at even distances."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            pieces = [str(size).encode()]
+            for n in range(16):
+                file.seek(n * max(0, size - 4096) // 15)
+                pieces.append(file.read(4096))
+        return b"".join(pieces)
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from None
