@@ -18,6 +18,8 @@ from h2o_flexgen.files import check_writable
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
 from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget, Policy
 
+#: slots that suffice for the options of any rule
+PLENTY = 1 << 30
 #: what other programs call our options
 FOREIGN = {"--max-tokens": "--gen-len", "--max-new-tokens": "--gen-len", "--output-len": "--gen-len"}
 
@@ -140,15 +142,16 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     add("--hh-size", type=int, help="heavy hitters in slots")
     add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
     add("--min-hh-ratio", type=amount, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
-    add("--kv-rule", metavar="NAME", help=f"the rule that says which tokens have the slots (default: {DEFAULT_RULE})")
+    rule = f"the rule that says which tokens have the slots, with options NAME:first=4 (default: {DEFAULT_RULE})"
+    add("--kv-rule", metavar="NAME", help=rule)
 
 
 def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
     """The KV budget, "auto", or None for a full cache."""
     if args.kv_rule is not None:
-        from h2o_flexgen.kv_cache import check_rule
+        from h2o_flexgen.kv_cache import make_rule
 
-        check_rule(args.kv_rule)
+        make_rule(args.kv_rule, PLENTY, PLENTY)
     given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
     if args.hh_ratio == "auto":
         if any(value is not None for value in given[1:]):

@@ -170,8 +170,8 @@ def tell(name: str, choice, profile, workload: dict, result: dict) -> None:
     job = cli.describe_job(name, profile.dtype, machine, workload, choice.policy, result["kv_budget"])
     nbytes = result["model"]["kv_bytes_per_sequence"]
     each = f"each       {gib(nbytes['full'])} of KV cache for a sequence"
-    if choice.rule.budget is not None:
-        each += f" if it were full, {gib(nbytes['job'])} with H2O"
+    if result["kv_budget"] is not None:
+        each += f" if it were full, {gib(nbytes['job'])} with {result['kv_budget']['rule']}"
     cli.say(f"{describe_sizes(result['model'])}\n{job}\n{each}\n{describe(choice)}\nrun it     {result['command']}")
 
 

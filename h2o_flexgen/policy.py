@@ -30,7 +30,7 @@ class KVBudget:
 
     Either ratios of the longest prompt of the job, or sizes in slots; a size wins over a ratio. The recent window is as
     large as the heavy hitters where it is not given. Without heavy hitters the cache is a local window. `rule` is the
-    cache rule that says which tokens have the slots, by its name in `kv_cache.RULES`.
+    cache rule that says which tokens have the slots: its name in `kv_cache.RULES`, or with options: "mean:first=4".
 
     Raises:
         UserError: a ratio outside [0, 1], a negative size, or neither given.

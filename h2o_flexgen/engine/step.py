@@ -129,7 +129,7 @@ class BlockRun:
             self.activations.put(k, m, begin * batch.longest * self.token_bytes, hidden)
             self._release_gaps()
         if cache is not None:
-            self.caches.store_all(j - 1, k, batch.longest)
+            self.caches.store_all(j - 1, k, self.prefetch.held(k, 1))
 
     def _prompt_logits(self, w: Weights, sequences: list[Sequence], hidden: Tensor) -> None:
         """hidden: (B, T, E) of these prompts."""

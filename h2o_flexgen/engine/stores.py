@@ -92,7 +92,7 @@ class Prefetcher:
 
     def held(self, k: int, i: int) -> int:
         """Slots of a batch's cache in use before token step i."""
-        return self.batches[k].longest + i - 1
+        return self.stores.job.rule.held(self.batches[k].longest, i)
 
     def finish(self, k: int) -> None:
         """A batch leaves the schedule: fetch nothing more for it."""

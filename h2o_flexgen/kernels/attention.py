@@ -27,26 +27,24 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
-def causal_attention_with_scores(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def causal_attention_with_scores(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The same, and the attention that every token receives from the queries of its sequence.
 
     Args:
-        lengths: (B,) int64 on the CPU; queries from lengths[b] on are padding and count for nothing.
+        weights: (B, T) fp32, how much each query counts; 0 for padding.
 
     Returns:
-        context (B, H, T, D) and score (B, KV, T) fp32; score[j] = sum of p[i, j] over the queries i >= j of all
-        heads of the group.
+        context (B, H, T, D) and score (B, KV, T) fp32; score[j] = sum of weights[i] p[i, j] over the queries i >= j
+        of all heads of the group.
     """
     score = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
-    lengths = lengths.to(q.device, non_blocking=True)
-    real = (torch.arange(q.shape[2], device=q.device) < lengths[:, None]).float().repeat_interleave(k.shape[1], 0)
-    return _chunked(q, k, v, score, real), score
+    return _chunked(q, k, v, score, weights.repeat_interleave(k.shape[1], 0)), score
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None = None, real: Tensor | None = None) -> Tensor:
+def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
     """Causal attention of a few KV heads and a chunk of queries at a time, over the keys up to the chunk's end: no
     (T, T) matrix of a whole batch is ever held. Column sums of the probabilities go to `score` (B, KV, T), each query's
-    times its weight in `real` (B * KV, T), if they are given."""
+    times its weight in `weights` (B * KV, T), if they are given."""
     B, H, T, D = q.shape
     KV = k.shape[1]
     G = H // KV
@@ -76,7 +74,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None = None, real:
             logits.view(b - a, G, n, end)[..., begin:end].masked_fill_(above[:n, :n], float("-inf"))
             torch.softmax(logits if as_they_are else p.copy_(logits), -1, dtype=torch.float32, out=p)
             if score is not None:
-                weight = real[a:b, None, begin:end].expand(-1, G, -1).reshape(b - a, 1, G * n)
+                weight = weights[a:b, None, begin:end].expand(-1, G, -1).reshape(b - a, 1, G * n)
                 score[a:b, :end] += torch.bmm(weight, p)[:, 0]
             p = p if narrow is in_fp32 else logits.copy_(p)
             target = context[a:b, :, begin:end]

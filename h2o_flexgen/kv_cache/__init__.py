@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache.full import FullCache, NoCache
 from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache
 from h2o_flexgen.kv_cache.layout import KVLayout
-from h2o_flexgen.kv_cache.rule import CacheRule, FixedRule
+from h2o_flexgen.kv_cache.mean import MeanAttentionCache
+from h2o_flexgen.kv_cache.recent import RecentCache, SinkCache
+from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.sizes import Workload
 
-__all__ = ["RULES", "CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "NoCache", "check_rule", "rule_for"]
+__all__ = ["MEASURED", "RULES", "CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "NoCache", "make_rule"]
+__all__ += ["rule_for"]
 
-#: every rule by its name
-RULES = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
+#: the rules whose attention is measured; others take as long as one of these (`CacheRule.measured_as`)
+MEASURED = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
+#: the rules of a KV budget, by name
+RULES = {rule.name: rule for rule in (HeavyHitterCache, MeanAttentionCache, RecentCache, SinkCache)}
 
 
-def check_rule(name: str) -> None:
-    """Raises UserError unless a KV budget may name this rule."""
-    known = [name for name, rule in RULES.items() if issubclass(rule, FixedRule)]
-    if name not in known:
-        raise UserError(f"unknown `kv_rule` {name!r}; known: {', '.join(known)}")
+def make_rule(text: str, heavy: int, recent: int) -> CacheRule:
+    """The rule that a KV budget names: "name", or with options of the rule "name:option=value:option=value".
+
+    Raises:
+        UserError: the name, an option or its value is not known, or the slots do not suffice for it.
+    """
+    name, *given = text.split(":")
+    if name not in RULES:
+        raise UserError(f"unknown `kv_rule` {name!r}; known: {', '.join(RULES)}")
+    known = {f.name: f.default for f in fields(RULES[name]) if f.name not in ("heavy", "recent")}
+    options = {}
+    for each in given:
+        option, _, value = each.partition("=")
+        try:
+            options[option] = type(known[option])(value)
+        except (KeyError, ValueError):
+            defaults = ", ".join(f"{option}={value}" for option, value in known.items())
+            raise UserError(f"`kv_rule` {name}: unknown option {each!r}; known, with defaults: {defaults}") from None
+    return RULES[name](heavy, recent, **options)
 
 
 def rule_for(budget: KVBudget | None, workload: Workload, positions: int) -> CacheRule:
     """The rule of a KV budget, None for a full cache; slots beyond the model's `positions` could never be filled.
 
     Raises:
-        UserError: the budget names a rule that is not known, or comes to no slot at all.
+        UserError: as `make_rule`, or the budget comes to no slot at all.
     """
-    if budget is not None:
-        check_rule(budget.rule)
-    if workload.gen_len == 1:
-        return NoCache()
     if budget is None:
-        return FullCache()
-    return RULES[budget.rule](*(min(slots, positions) for slots in budget.slots(workload.longest)))
+        return NoCache() if workload.gen_len == 1 else FullCache()
+    rule = make_rule(budget.rule, *(min(slots, positions) for slots in budget.slots(workload.longest)))
+    return NoCache() if workload.gen_len == 1 else rule

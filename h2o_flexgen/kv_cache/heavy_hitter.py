@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from h2o_flexgen.kv_cache.rule import FixedRule
 
 
@@ -21,16 +18,7 @@ class HeavyHitterCache(FixedRule):
     Args:
         heavy: slots for heavy hitters; 0 keeps a local window only.
         recent: slots for the last tokens, the newest included.
+        first, last: as in `FixedRule`.
     """
 
     name = "h2o"
-
-    def prompt_scores(self, score: Tensor, position: Tensor, lengths: Tensor) -> Tensor:
-        return score.masked_fill(position >= lengths - self.recent, float("inf"))
-
-    def step_scores(self, score: Tensor, received: Tensor) -> Tensor:
-        return score.add_(received)
-
-    def victim_scores(self, score: Tensor, position: Tensor, newest: Tensor) -> Tensor:
-        # torch.where: on a CPU masked_fill takes twice as long
-        return torch.where(position > newest - self.recent, float("inf"), score)

@@ -6,12 +6,13 @@ head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.attention import cached_attention, causal_attention_with_scores
 from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
 from h2o_flexgen.models.spec import ModelSpec
@@ -24,25 +25,34 @@ class CacheRule:
     """Says which tokens a cache keeps. Subclasses are frozen dataclasses whose docstring says what is kept, why, and
     from which paper. All methods are pure functions of tensors but for the cache they fill."""
 
-    name: ClassVar[str]  # in the registry, in policy files and in profiles
-    #: "append": a token's slot is its place in the text, the same for all heads; "fixed": a new token takes the slot of
-    #: one that goes
+    name: ClassVar[str]  # in the registry, in policy files and in reports
+    #: "append": tokens are added in the same slot of all heads; "fixed": a new token takes the slot of one that goes
     growth: ClassVar[str] = "append"
     #: (name, dtype) of what is kept for every slot of a KV head beside K and V
     metadata: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()
+    #: whether prefill sums the attention that each token of a prompt receives
+    scores_prompt: ClassVar[bool] = False
 
     @property
     def budget(self) -> int | None:
-        """Tokens that are kept at most; None: all."""
+        """Tokens that are kept at most; None: they grow with the text."""
         return None
 
     def to_dict(self) -> dict | None:
         """The KV budget as policy files and reports have it; None: all tokens are kept."""
         return None
 
+    def measured_as(self, phase: str) -> str:
+        """The rule whose measured attention rates hold for this one too; phase as in `Profile.attention`."""
+        return self.name
+
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         """Slots per sequence and head, by segment, for prompts of up to `prompt_len` and outputs of `gen_len`."""
         raise NotImplementedError
+
+    def held(self, prompt_len: int, step: int) -> int:
+        """Slots in use before a decode step, for prompts of up to `prompt_len`, if the cache grows."""
+        return prompt_len + step - 1
 
     def layout(self, spec: ModelSpec, dtype: torch.dtype, batch: int, prompt_len: int, gen_len: int) -> KVLayout:
         """The KV block of a layer for a batch of so many sequences."""
@@ -70,86 +80,188 @@ class CacheRule:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """The tokens among which a rule chooses: those of a prompt, or those in the slots of a cache.
+
+    Attributes:
+        metadata: (B, KV, N) by name, of N tokens for each KV head.
+        newest: (B, 1, 1) position of the newest token; prompt: (B, 1, 1) tokens of the prompt.
+    """
+
+    metadata: dict[str, Tensor]
+    newest: Tensor
+    prompt: Tensor
+
+    @property
+    def score(self) -> Tensor:
+        """fp32, the attention that a token has received."""
+        return self.metadata["score"]
+
+    @property
+    def position(self) -> Tensor:
+        """int, a token's place in its text; what an empty slot or padding says is of no account."""
+        return self.metadata["position"]
+
+
+@dataclass(frozen=True)
 class FixedRule(CacheRule):
     """Keeps `heavy` + `recent` tokens per sequence and KV head, with the score and the position of each.
 
+    Protected tokens stay: the last `recent` ones, and of the `heavy` slots the first tokens of the text and the last
+    ones of the prompt, if the rule is given such options. Among the others the rule's `rank` decides, which is H2O's
+    score unless a rule says otherwise.
+
     There is one slot more than the budget: the token that must go is chosen when the next one comes, and the new token
-    takes its slot. So a step writes one slot per head, and no token ever moves. A rule says by three methods who stays.
+    takes its slot. So a step writes one slot per head, and no token ever moves.
+
+    Args:
+        heavy, recent: slots.
+        first: protected tokens at the beginning of the text, such as attention sinks (arXiv 2309.17453).
+        last: protected tokens at the end of the prompt, where a question stands (arXiv 2605.18053).
+
+    Raises:
+        UserError: more tokens are protected than there are slots for.
     """
 
     heavy: int
     recent: int
+    first: int = 0
+    last: int = 0
 
     growth = "fixed"
     metadata = (("score", torch.float32), ("position", torch.int32))
+    scores_prompt = True
+
+    def __post_init__(self):
+        if self.first < 0 or self.last < 0:
+            raise UserError(f"`kv_rule` {self.label}: first and last must be 0 or more")
+        if self.first + self.last + self.window > self.budget:
+            raise UserError(
+                f"`kv_rule` {self.label} protects {self.first} + {self.last} tokens, but the KV budget has only "
+                f"{self.budget - self.window} slots besides the recent ones: give more, or protect less"
+            )
 
     @property
     def budget(self) -> int:
         return self.heavy + self.recent
 
-    def to_dict(self) -> dict:
-        return {"heavy": self.heavy, "recent": self.recent, "rule": self.name}
+    @property
+    def label(self) -> str:
+        """The name, and the options that are not the rule's defaults, as a KV budget has them."""
+        options = [f for f in fields(self) if f.name not in ("heavy", "recent")]
+        given = [f":{f.name}={getattr(self, f.name)}" for f in options if getattr(self, f.name) != f.default]
+        return self.name + "".join(given)
 
-    def prompt_scores(self, score: Tensor, position: Tensor, lengths: Tensor) -> Tensor:
-        """(B, KV, T): of a prompt's tokens those with the highest stay, of equal ones the earlier. `score` (B, KV, T)
-        fp32 is the attention that each token received from the prompt; position (T,), lengths (B, 1, 1)."""
-        raise NotImplementedError
+    def to_dict(self) -> dict:
+        return {"heavy": self.heavy, "recent": self.recent, "rule": self.label}
+
+    def measured_as(self, phase: str) -> str:
+        """Rules with a budget do the same attention, and differ in a pass over the scores."""
+        return "h2o"
+
+    # what a rule may say otherwise
+
+    @property
+    def window(self) -> int:
+        """How many of the last tokens are protected."""
+        return self.recent
+
+    def query_weights(self, position: Tensor, newest: Tensor) -> Tensor | None:
+        """(B, T) fp32: in a prompt's scores the attention of each query counts so much; None: 1. position (1, T) of the
+        queries, newest (B, 1) the last real one."""
+        return None
+
+    def remember(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """(B, KV, T) by name: what else is kept of each token. k, v (B, KV, T, D)."""
+        return {}
 
     def step_scores(self, score: Tensor, received: Tensor) -> Tensor:
         """The scores (B, KV, S) after a step in which the tokens received this attention (B, KV, S); it may write to
         `score`."""
-        raise NotImplementedError
+        return score.add_(received)
 
-    def victim_scores(self, score: Tensor, position: Tensor, newest: Tensor) -> Tensor:
-        """(B, KV, S), a tensor of its own: the token with the lowest goes, of equal ones the earlier. score and
-        position (B, KV, S), newest (B, 1, 1) the position of the newest token."""
-        raise NotImplementedError
+    def rank(self, tokens: Tokens) -> Tensor:
+        """(B, KV, N) floats: of those that are not protected, the highest stay after a prompt, of equal ones the
+        earlier; and the lowest goes after a step, of equal ones the earlier."""
+        return tokens.score
+
+    # the cache
 
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         return (min(self.budget, prompt_len + max(0, gen_len - 2)) + 1,)
 
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        context, score = causal_attention_with_scores(q, k, v, lengths)
         B, KV, T, D = k.shape
-        position = torch.arange(T, device=k.device)
-        n = lengths.to(k.device, non_blocking=True)[:, None, None]
+        context, score = self.prompt_scores(q, k, v, lengths)
+        tokens = self.of_prompt(score, k, v, lengths)
         kept = min(self.budget, T)
-        if kept < T:
-            ranked = self.prompt_scores(score, position, n).masked_fill(position >= n, float("-inf"))
-            # stable: of equal scores the earlier token comes first
-            best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :kept]
-        else:
-            best = position.expand(B, KV, T)
+        best = self.chosen(tokens, kept)
         at = best[..., None].expand(B, KV, kept, D)
         cache.k[0][:, :, :kept] = k.gather(2, at)
         cache.v[0][:, :, :kept] = v.gather(2, at)
         cache.v[0][:, :, kept:] = 0  # masked, but 0 * NaN left by another prompt would spread
-        cache.score.zero_()
-        cache.score[:, :, :kept] = score.gather(2, best)
-        cache.position.fill_(-1)
-        cache.position[:, :, :kept] = best.masked_fill(best >= n, -1)
+        for name, values in tokens.metadata.items():
+            cache.metadata[name].zero_()
+            cache.metadata[name][:, :, :kept] = values.gather(2, best)
+        cache.position[:, :, kept:] = -1
+        cache.position[:, :, :kept].masked_fill_(best > tokens.newest, -1)
         return context
+
+    def prompt_scores(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Causal attention, as `prefill`, and what each token of the prompt has received (B, KV, T) fp32."""
+        position, newest = torch.arange(k.shape[2])[None], lengths[:, None] - 1
+        weights = self.query_weights(position, newest)
+        real = position <= newest
+        weights = real.float() if weights is None else torch.where(real, weights, 0.0)
+        return causal_attention_with_scores(q, k, v, weights.to(k.device, non_blocking=True))
+
+    def of_prompt(self, score: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tokens:
+        """The tokens of a prompt, padding included."""
+        position = torch.arange(k.shape[2], device=k.device).expand(score.shape)
+        n = lengths.to(k.device, non_blocking=True)[:, None, None]
+        return Tokens({"score": score, "position": position, **self.remember(k, v)}, n - 1, n)
+
+    def chosen(self, tokens: Tokens, kept: int) -> Tensor:
+        """(B, KV, kept): places in the prompt of the tokens that stay, padding only where a prompt is shorter."""
+        if kept == tokens.position.shape[-1]:
+            return tokens.position
+        ranked = self._protected(tokens).masked_fill_(tokens.position > tokens.newest, float("-inf"))
+        # stable: of equal scores the earlier token comes first
+        return ranked.sort(dim=-1, descending=True, stable=True).indices[..., :kept]
 
     def decode(
         self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
         S = cache.k[0].shape[2]
         held = lengths.clamp(max=self.budget) + step  # tokens in the cache, this one included
-        now = (lengths + step - 1).to(torch.int32).to(k.device, non_blocking=True)[:, None, None]
-        slots = self._free_slot(cache, now - 1, may_be_empty=int(held.min()) <= S)
+        n = lengths.to(torch.int32).to(k.device, non_blocking=True)[:, None, None]
+        now = n + step - 1
+        slots = self._free_slot(Tokens(cache.metadata, now - 1, n), may_be_empty=int(held.min()) <= S)
         cache.write(slots, k[:, :, 0], v[:, :, 0])
         at = slots[..., None]
-        cache.score.scatter_(2, at, 0.0)
-        cache.position.scatter_(2, at, now.expand(at.shape))
+        new = {"score": at.new_zeros(at.shape, dtype=torch.float32), "position": now.expand(at.shape)}
+        for name, value in (new | self.remember(k, v)).items():
+            cache.metadata[name].scatter_(2, at, value)
         empty = cache.position < 0 if int(held.min()) < S else None
         context, received = cached_attention(q, cache.k, cache.v, empty)
         cache.score.copy_(self.step_scores(cache.score, received))
         return context, slots
 
-    def _free_slot(self, cache: KVTensors, newest: Tensor, may_be_empty: bool) -> Tensor:
+    def _free_slot(self, tokens: Tokens, may_be_empty: bool) -> Tensor:
         """(B, KV): an empty slot, or else that of the token that was due to go when `newest` was the newest."""
-        score = self.victim_scores(cache.score, cache.position, newest)
+        ranked = self._protected(tokens)
         if may_be_empty:
-            score.masked_fill_(cache.position < 0, float("-inf"))
-        lowest = score.amin(-1, keepdim=True)
-        return torch.where(score <= lowest, cache.position, _LATEST).argmin(-1)
+            ranked.masked_fill_(tokens.position < 0, float("-inf"))
+        lowest = ranked.amin(-1, keepdim=True)
+        return torch.where(ranked <= lowest, tokens.position, _LATEST).argmin(-1)
+
+    def _protected(self, tokens: Tokens) -> Tensor:
+        """`rank` in a tensor of its own (B, KV, N), with infinity for the tokens that must stay."""
+        position = tokens.position
+        stays = position > tokens.newest - self.window
+        if self.first:
+            stays = stays.logical_or_(position < self.first)
+        if self.last:
+            stays = stays.logical_or_((position >= tokens.prompt - self.last) & (position < tokens.prompt))
+        # torch.where: on a CPU masked_fill takes twice as long
+        return torch.where(stays, float("inf"), self.rank(tokens))

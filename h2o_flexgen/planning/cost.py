@@ -24,7 +24,6 @@ from h2o_flexgen.sizes import (
     HEAD_ROWS,
     KV_BUFFERS,
     batch_sizes,
-    full_segments,
     matmul_rows,
     prefill_pairs,
     requests,
@@ -172,7 +171,9 @@ class CostModel:
         """Seconds of one sequence in one layer."""
         spec = self.shapes.spec
         heads, group = (spec.heads, 1) if phase == "prefill" else (spec.kv_heads, spec.groups)
-        return self.profile.attention_rates(phase, self.shapes.rule.name).seconds(work, heads, spec.head_dim, group)
+        return self.profile.attention[phase][self.shapes.rule.measured_as(phase)].seconds(
+            work, heads, spec.head_dim, group
+        )
 
     def _head_compute(self, rows: list[int], streamed: float) -> float:
         """From the last hidden states to tokens. `rows`: sequences that go through the head together."""
@@ -253,8 +254,8 @@ class CostModel:
             slots, rows = self.shapes.kv.slots, wal_rows(self.shapes.segments)
             return CacheState(slots, slots + min(rows, steps - 1) / 2, steps // (rows + 1) / steps, slots)
         # a log is the open segment, until it is full
-        segments = full_segments(length, self.gen_len)[1:]
-        closed = sum(n * end for n, end in zip(segments, accumulate(segments, initial=length))) / steps
+        prompt, *segments = self.shapes.rule.segments(length, self.gen_len)
+        closed = sum(n * end for n, end in zip(segments, accumulate(segments, initial=prompt))) / steps
         open_slots = sum(n * n for n in segments) / steps
         compactions = max(0, len(segments) - 1) / steps
         return CacheState(closed + open_slots, closed + (open_slots - 1) / 2, compactions, open_slots)

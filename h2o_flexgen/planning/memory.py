@@ -305,10 +305,10 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     # hidden states, normed, and the sum; queries, keys, values, and the context
     attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
     norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
-    if shapes.rule.metadata:
+    if shapes.rule.scores_prompt:
         attention += tokens * spec.kv_heads * (4 + 4 + 4 + 8)  # scores; the sort's keys and indices
     # attention by chunks, at least on some CPUs and GPUs
-    if shapes.rule.metadata or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
+    if shapes.rule.scores_prompt or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
         # three copies in (B * KV, G * T, D) shape, and the context; or the rows that are kept
         attention += tokens * (2 * Q + 2 * KV) * size
         attention += chunk_bytes(shapes, tokens, P)

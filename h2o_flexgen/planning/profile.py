@@ -10,8 +10,8 @@ from pathlib import Path
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_json
 from h2o_flexgen.kernels.linear import HALF_TYPES, KernelRates
-from h2o_flexgen.kv_cache import FullCache
-from h2o_flexgen.policy import DEFAULT_RULE, TIERS
+from h2o_flexgen.kv_cache import MEASURED
+from h2o_flexgen.policy import TIERS
 
 #: directions of traffic
 LINKS = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
@@ -114,12 +114,6 @@ class Profile:
         nearest = min(tables, key=lambda s: math.hypot(math.log(s[0] / out), math.log(s[1] / width)))
         return 2 * out * width * rows / between(tables[nearest], rows)
 
-    def attention_rates(self, phase: str, rule: str) -> AttentionRates:
-        """Of a cache rule. One that was not measured, as in a profile that is older than the rule, has the rates of
-        H2O: rules with a budget do the same attention, and differ in a pass over the scores."""
-        by_rule = self.attention[phase]
-        return by_rule.get(rule) or by_rule[DEFAULT_RULE]
-
     def to_json(self) -> str:
         data = asdict(self)
         data["matmul"] = {
@@ -157,7 +151,7 @@ class Profile:
             raise ValueError("device, dtype or machine is not understood")
         phases = ("prefill", "decode", "cpu") if self.device == "cuda" else ("prefill", "decode")
         attention = [rates for phase in phases for rates in self.attention[phase].values()]
-        if not all({FullCache.name, DEFAULT_RULE} <= self.attention[phase].keys() for phase in phases):
+        if not all(set(MEASURED) <= self.attention[phase].keys() for phase in phases):
             raise ValueError("attention was not measured under all rules")
         tables = [*self.matmul["streamed"].values(), *self.matmul.get("resident", {}).values()]
         tables += [rates.rates for rates in attention]

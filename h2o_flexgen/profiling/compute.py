@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.kernels.linear import linear, pack, packs
-from h2o_flexgen.kv_cache import RULES, CacheRule, KVLayout
+from h2o_flexgen.kv_cache import MEASURED, CacheRule, KVLayout
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.profile import GROUP, AttentionRates, Shape
@@ -75,14 +75,16 @@ CUDA = Scale(
 def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
     """What a profile holds of compute, by the names of its fields."""
     tiny = call_seconds(device, layer_call(device, dtype, TINY_SHAPE, 1, 0), scale, cold=True)
-    calls = [attention_call(device, dtype, "decode", smallest_attention(rule, scale)) for rule in RULES]
+    calls = [attention_call(device, dtype, "decode", smallest_attention(rule, scale)) for rule in MEASURED]
     attention = [call_seconds(device, call, scale, cold=True) for call in calls]
     devices = {"prefill": device, "decode": device} | ({"cpu": Device("cpu")} if device.is_cuda else {})
     return {
         "step_seconds": tiny + max(attention),
         "matmul": matmul_rates(device, dtype, scale, tiny / LAYER_MATMULS),
         "attention": {
-            phase: {rule: attention_rates(on, dtype, phase, rule, scale if on is device else Scale()) for rule in RULES}
+            phase: {
+                rule: attention_rates(on, dtype, phase, rule, scale if on is device else Scale()) for rule in MEASURED
+            }
             for phase, on in devices.items()
         },
     }
@@ -178,7 +180,7 @@ class Attention:
     @property
     def rule(self) -> CacheRule:
         """A rule with a budget keeps half of the tokens."""
-        rule = RULES[self.rule_name]
+        rule = MEASURED[self.rule_name]
         return rule(self.tokens // 4, self.tokens // 4) if rule.growth == "fixed" else rule()
 
     def layout(self, dtype: torch.dtype) -> KVLayout:

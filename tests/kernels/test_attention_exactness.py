@@ -32,9 +32,14 @@ def random_prompts(B, KV, group, T, D, seed, dtype=torch.float32):
     return [torch.randn(B, heads, T, D, generator=generator).to(dtype) for heads in (KV * group, KV, KV)]
 
 
+def real(lengths, T):
+    """(B, T) weights: every query counts but those of padding."""
+    return (torch.arange(T) < torch.tensor(lengths)[:, None]).float()
+
+
 def assert_like_naive(B, KV, group, T, D, lengths, seed):
     q, k, v = random_prompts(B, KV, group, T, D, seed)
-    context, score = attention.causal_attention_with_scores(q, k, v, torch.tensor(lengths))
+    context, score = attention.causal_attention_with_scores(q, k, v, real(lengths, T))
     plain = attention.causal_attention(q, k, v)
     assert context.shape == q.shape and score.shape == (B, KV, T) and score.dtype == torch.float32
     for b, n in enumerate(lengths):
@@ -72,7 +77,7 @@ def test_lengths_around_the_chunk_that_is_used(T, KV, group):
 
 def test_large_logits_do_not_overflow_the_sums():
     q = torch.full((1, 1, 5, 2), 1e4)
-    context, score = attention.causal_attention_with_scores(q, q, q, torch.tensor([5]))
+    context, score = attention.causal_attention_with_scores(q, q, q, real([5], 5))
     assert torch.isfinite(context).all()
     torch.testing.assert_close(score[0, 0].sum(), torch.tensor(5.0))
 
@@ -84,7 +89,7 @@ def test_scores_are_fp32_sums_whatever_the_dtype(dtype, T, group):
     """Hundreds of small shares must not be lost to rounding."""
     q, k, v = random_prompts(2, 2, group, T, 8, T, dtype)
     lengths = [T, T - 2]
-    context, score = attention.causal_attention_with_scores(q, k, v, torch.tensor(lengths))
+    context, score = attention.causal_attention_with_scores(q, k, v, real(lengths, T))
     plain = attention.causal_attention(q, k, v)
     assert context.dtype == plain.dtype == dtype and score.dtype == torch.float32
     for b, n in enumerate(lengths):
@@ -181,7 +186,7 @@ def test_k_and_v_of_a_group_are_never_repeated_in_memory(of, dtype, group):
         if of == "prompt":
             attention.causal_attention(q, k, v)
         elif of == "prompt_with_scores":
-            attention.causal_attention_with_scores(q, k, v, torch.tensor([T, T - 3]))
+            attention.causal_attention_with_scores(q, k, v, real([T, T - 3], T))
         else:
             attention.cached_attention(q[:, :, :1], [k], [v], None)
     assert not repeats.found
@@ -239,7 +244,7 @@ def test_the_plan_counts_the_buffers_of_chunks(monkeypatch, dtype, slow, T, grou
     B, KV = 2, 3
     q, k = (torch.ones(B, heads, T, 4, dtype=dtype) for heads in (KV * group, KV))
     with Buffers() as buffers:
-        attention.causal_attention_with_scores(q, k, k, torch.tensor([T, 1]))
+        attention.causal_attention_with_scores(q, k, k, real([T, 1], T))
     spec = SimpleNamespace(heads=KV * group, groups=group)
     shapes = SimpleNamespace(cuda=False, itemsize=dtype.itemsize, spec=spec)
     planned = chunk_bytes(shapes, B * T, T)
