@@ -104,12 +104,7 @@ def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
         FileExistsError: with `is_new`, there is one.
     """
     new = path.with_name(f".{path.name}.new")
-    file = open(new, "ab", buffering=0)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise
+    file = _open_locked(new)
     try:
         if is_new and path.exists():
             raise FileExistsError(path)
@@ -119,16 +114,31 @@ def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
         _write(file, data)
         os.fsync(file.fileno())
         os.replace(new, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync_folder(path.parent)  # the new name
         return file
     except BaseException:
         new.unlink(missing_ok=True)
         file.close()
         raise
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """To append. Whoever replaces a file with it has the lock already when it gets its name."""
+    file = open(path, "ab", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _write(file: BinaryIO, data: bytes) -> None:
