@@ -82,24 +82,6 @@ def test_an_output_that_is_no_file(refused, model, tmp_path):
     assert fifo.is_fifo()
 
 
-def test_an_output_file_system_that_fills_up(cli, model, tmp_path, small_disk):
-    """The rows that were finished stay, the job ends cleanly, and goes on when there is room."""
-    source = write_prompts(tmp_path / "in.jsonl", [[n] for n in range(3, 9)])
-    filler, target = small_disk / "filler", small_disk / "out.jsonl"
-    filler.write_bytes(b"x" * (2 * 1024 * 1024 - 3 * 4096))
-    options = ("--gpu-batch-size", 1, *percent(ON_DISK), "--offload-dir", tmp_path / "offload", "--ignore-eos")
-    job = ("--model", model, *FP32, "--gen-len", 63, "--input-file", source, "--output-file", target, *options)
-    code, _, err = cli(*job)
-    if code == 0:
-        pytest.skip("this file system found space all the same")
-    assert code == 2
-    assert last_line(err).startswith("error: ") and "No space left" in last_line(err)
-    assert list((tmp_path / "offload").iterdir()) == []
-    filler.unlink()
-    assert cli(*job)[0] == 0
-    assert [row["index"] for row in read_rows(target)] == list(range(6))
-
-
 def plain(index: int) -> DoneRow:
     return DoneRow.of({"index": index, "text": "", "token_ids": [5], "finish_reason": "length"})
 
