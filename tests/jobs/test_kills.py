@@ -3,7 +3,7 @@
 By hand, with more kills, or of the demo model, which writes the figures to docs/benchmarks:
 
     python tests/jobs/test_kills.py --kills 100
-    python tests/jobs/test_kills.py --kills 10 --demo-model
+    python tests/jobs/test_kills.py --kills 10 --rows 12 --seconds 30 --demo-model
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def finished(path: Path) -> list:
     return [row.get("custom_id", row["index"]) for row in done]
 
 
-def kill_until_done(argv: tuple, path: Path, kills: int, wait, rng: random.Random) -> dict:
+def kill_until_done(argv: tuple, path: Path, kills: int, seconds: float, rng: random.Random) -> dict:
     """Run a job, killed -9 at random moments, to its end; each kill loses at most the block that was running.
-    `wait(process)` returns when a kill makes sense."""
-    done, struck, later, seconds = [], 0, 0, 1.0
+    It comes at most so many `seconds` behind the moment when the job runs."""
+    done, struck, later = [], 0, 0
     while struck < kills:
         process = start(*argv)
-        said = wait(process)
+        said = once_it_runs(process)
         try:
             process.wait(rng.uniform(0, seconds))
         except subprocess.TimeoutExpired:
@@ -96,7 +96,7 @@ def once_it_runs(process: subprocess.Popen) -> str:
     return seen.decode(errors="replace")
 
 
-def check(folder: Path, model: tuple, count: int, kills: int, wait) -> dict:
+def check(folder: Path, model: tuple, count: int, kills: int, seconds: float = 1.0) -> dict:
     """Kill a job `kills` times, starting anew whenever it is done, and compare each with an untouched one."""
     write_rows(folder / "in.jsonl", rows(count))
     code, _, err = end(start(*command(folder, model, "whole.jsonl")), timeout=600)
@@ -104,7 +104,8 @@ def check(folder: Path, model: tuple, count: int, kills: int, wait) -> dict:
     whole, rng, jobs, total = read_rows(folder / "whole.jsonl"), random.Random(kills), 0, Counter()
     while total["kills"] < kills:
         out = f"killed-{jobs}.jsonl"
-        total.update(kill_until_done(command(folder, model, out), folder / out, kills - total["kills"], wait, rng))
+        argv, left = command(folder, model, out), kills - total["kills"]
+        total.update(kill_until_done(argv, folder / out, left, seconds, rng))
         assert read_rows(folder / out) == whole, "not the rows of a job that nobody killed"
         jobs += 1
         print(jobs, dict(total), flush=True)
@@ -116,13 +117,14 @@ def test_ten_kills(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     model = ("--model", tmp_path / "model", "--path", "_DUMMY_")
-    assert check(tmp_path, model, 24, 10, once_it_runs)["kills"] == 10
+    assert check(tmp_path, model, 24, 10)["kills"] == 10
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--demo-model", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -131,7 +133,7 @@ def main() -> None:
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(MODEL))
         model = () if args.demo_model else ("--model", folder / "model", "--path", "_DUMMY_")
-        found = check(folder, model, args.rows, args.kills, once_it_runs)
+        found = check(folder, model, args.rows, args.kills, args.seconds)
     found |= {"model": "SmolLM2-135M-Instruct" if args.demo_model else "random, 6 layers of 128"}
     common.save(f"jobs_kills{'_demo_model' * args.demo_model}", {"rows": [found | {"seconds": time.time() - begin}]})
 
