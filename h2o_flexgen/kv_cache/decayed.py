@@ -1,0 +1,35 @@
+"""Keep the tokens that attention has come back to lately."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from h2o_flexgen.kv_cache.rule import FixedRule
+
+
+@dataclass(frozen=True)
+class DecayedCache(FixedRule):
+    """A2SF (arXiv 2407.20485, section 3): H2O with a forgetting factor.
+
+    A sum of attention favours tokens that have been there for long. Here attention counts less the longer ago it was
+    given: every query multiplies all scores by `decay` before it adds its own attention.
+
+    Args:
+        decay: in (0, 1]; 1 is H2O.
+    """
+
+    decay: float = 0.95
+
+    name = "decayed"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require(0 < self.decay <= 1, "decay must lie in (0, 1]")
+
+    def query_weights(self, position: Tensor, newest: Tensor) -> Tensor:
+        return self.decay ** (newest - position).clamp(min=0).float()
+
+    def step_scores(self, score: Tensor, received: Tensor) -> Tensor:
+        return score.mul_(self.decay).add_(received)
