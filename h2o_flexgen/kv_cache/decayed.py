@@ -11,10 +11,11 @@ from h2o_flexgen.kv_cache.rule import FixedRule
 
 @dataclass(frozen=True)
 class DecayedCache(FixedRule):
-    """A2SF (arXiv 2407.20485, section 3): H2O with a forgetting factor.
+    """A2SF, accumulative attention score with forgetting factor (arXiv 2407.20485).
 
     A sum of attention favours tokens that have been there for long. Here attention counts less the longer ago it was
-    given: every query multiplies all scores by `decay` before it adds its own attention.
+    given: every query multiplies all scores by `decay` before it adds its own attention, so that of n queries the one
+    at position i counts decay^(n - 1 - i). Outside the recent window the highest scores stay, as in H2O.
 
     Args:
         decay: in (0, 1]; 1 is H2O.

@@ -1,4 +1,4 @@
-"""Keep columns of a lattice over the text: the patterns of the Sparse Transformer (arXiv 1904.10509, section 4.2).
+"""Keep columns of a lattice over the text: the patterns of the Sparse Transformer (arXiv 1904.10509, section 4.3).
 
 There, a query attends to a local window and to columns of the attention matrix, whatever it contains: every s-th token
 behind it (strided), or the last c of every block (fixed). H2O (arXiv 2306.14048, table 2) compares with both, alone and

@@ -12,11 +12,11 @@ from h2o_flexgen.kv_cache.rule import FixedRule, Tokens
 
 @dataclass(frozen=True)
 class ValueNormCache(FixedRule):
-    """VATP, value-aware token pruning (arXiv 2406.12335, section 3), on the scores of H2O.
+    """VATP, value-aware token pruning (arXiv 2406.12335), on the scores of H2O.
 
     A token's share in the output is its attention times its value. So the cache ranks tokens by H2O's score times the
     L1 norm of the value. The first tokens (attention sinks) have large scores and tiny values, but a model breaks
-    without them: the paper protects 20.
+    without them: `first` protects 20, as the paper's code does.
     """
 
     first: int = 20
