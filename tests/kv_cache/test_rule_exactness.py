@@ -64,7 +64,7 @@ OPTIONS = {
     "decayed": st.sampled_from(["", ":decay=0.5", ":decay=1.0"]),
     "snapkv": st.builds(
         ":window={}:pool={}:pooling={}".format,
-        st.integers(1, 16),
+        st.sampled_from([1, 2, 3, 16]),
         st.sampled_from([1, 3, 7]),
         st.sampled_from(["max", "avg"]),
     ),
@@ -78,7 +78,7 @@ def protected(draw, heavy: int) -> str:
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=60)
+@settings(max_examples=120)
 @given(job=jobs(), D=st.integers(1, 6), scale=st.sampled_from([0.1, 1.0, 3.0]), data=st.data())
 def test_random_tensors_keep_what_the_oracle_keeps(name, job, D, scale, data):
     B, KV, group, T, lengths, steps = (job[x] for x in ("B", "KV", "group", "T", "lengths", "steps"))
