@@ -4,6 +4,9 @@ There, a query attends to a local window and to columns of the attention matrix,
 behind it (strided), or the last c of every block (fixed). H2O (arXiv 2306.14048, table 2) compares with both, alone and
 with heavy hitters. A cache must say which tokens no later query will need, so here the columns are counted from the
 start of the text, and a lattice only ever gets coarser: what is on it now has been on it from the start.
+
+    strided, s = 4             X . . . X . . . X . . . X R R R
+    fixed, blocks of 3, c = 1  . . X . . X . . X . . X . R R R      X on the lattice, R recent
 """
 
 from __future__ import annotations
