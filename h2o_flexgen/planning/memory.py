@@ -306,8 +306,9 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
     norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
     if shapes.rule.scores_prompt:
-        remembered = sum(dtype.itemsize for _, dtype in shapes.rule.metadata)
-        # scores, and what else is kept of each token; ranks, and the sort's keys and indices
+        metadata = dict(shapes.rule.metadata)
+        remembered = sum(metadata[name].itemsize for name in metadata.keys() - {"score", "position"})
+        # scores, and what else is remembered; the sort's keys and indices
         attention += tokens * spec.kv_heads * (4 + remembered + 4 + 4 + 8)
     # attention by chunks, at least on some CPUs and GPUs
     if shapes.rule.scores_prompt or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
