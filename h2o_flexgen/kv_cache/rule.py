@@ -1,4 +1,4 @@
-"""What of a sequence's keys and values is kept: what a rule must say, and what rules with a fixed budget share.
+"""What of a sequence's keys and values is kept: what a rule must say, and what rules with a budget share.
 
 Shapes: B sequences, H query heads, KV heads of K and V, T prompt tokens (padded on the right), S slots, D elements of a
 head.
@@ -85,7 +85,7 @@ class Tokens:
 
     Attributes:
         metadata: (B, KV, N) by name, of N tokens for each KV head.
-        newest: (B, 1, 1) position of the newest token; prompt: (B, 1, 1) tokens of the prompt.
+        newest: (B, 1, 1) int32, position of the newest token; prompt: (B, 1, 1) int32, tokens of the prompt.
     """
 
     metadata: dict[str, Tensor]
@@ -99,20 +99,16 @@ class Tokens:
 
     @property
     def position(self) -> Tensor:
-        """int, a token's place in its text; what an empty slot or padding says is of no account."""
+        """int32, a token's place in its text; -1 for padding and empty slots."""
         return self.metadata["position"]
 
 
 @dataclass(frozen=True)
-class FixedRule(CacheRule):
-    """Keeps `heavy` + `recent` tokens per sequence and KV head, with the score and the position of each.
+class BudgetRule(CacheRule):
+    """Keeps `heavy` + `recent` tokens of a prompt, for each KV head its own.
 
     Protected tokens stay: the last `recent` ones, and of the `heavy` slots the first tokens of the text and the last
-    ones of the prompt, if the rule is given such options. Among the others the rule's `rank` decides, which is H2O's
-    score unless a rule says otherwise.
-
-    There is one slot more than the budget: the token that must go is chosen when the next one comes, and the new token
-    takes its slot. So a step writes one slot per head, and no token ever moves.
+    ones of the prompt, if the rule is given such options. Among the others the rule's `rank` decides.
 
     Args:
         heavy, recent: slots.
@@ -120,7 +116,7 @@ class FixedRule(CacheRule):
         last: protected tokens at the end of the prompt, where a question stands (arXiv 2605.18053).
 
     Raises:
-        UserError: more tokens are protected than there are slots for.
+        UserError: more tokens are protected than there are slots for, or an option has a value that means nothing.
     """
 
     heavy: int
@@ -128,21 +124,23 @@ class FixedRule(CacheRule):
     first: int = 0
     last: int = 0
 
-    growth = "fixed"
-    metadata = (("score", torch.float32), ("position", torch.int32))
     scores_prompt = True
 
     def __post_init__(self):
-        if self.first < 0 or self.last < 0:
-            raise UserError(f"`kv_rule` {self.label}: first and last must be 0 or more")
-        if self.first + self.last + self.window > self.budget:
+        self.require(self.first >= 0 and self.last >= 0, "first and last must be 0 or more")
+        if self.first + self.last + self.recent_window > self.slots:
             raise UserError(
                 f"`kv_rule` {self.label} protects {self.first} + {self.last} tokens, but the KV budget has only "
-                f"{self.budget - self.window} slots besides the recent ones: give more, or protect less"
+                f"{self.slots - self.recent_window} slots besides the recent ones: give more, or protect less"
             )
 
+    def require(self, holds: bool, what: str) -> None:
+        """Raises UserError, which says `what` must be so of the options, unless it is."""
+        if not holds:
+            raise UserError(f"`kv_rule` {self.label}: {what}")
+
     @property
-    def budget(self) -> int:
+    def slots(self) -> int:
         return self.heavy + self.recent
 
     @property
@@ -155,14 +153,10 @@ class FixedRule(CacheRule):
     def to_dict(self) -> dict:
         return {"heavy": self.heavy, "recent": self.recent, "rule": self.label}
 
-    def measured_as(self, phase: str) -> str:
-        """Rules with a budget do the same attention, and differ in a pass over the scores."""
-        return "h2o"
-
     # what a rule may say otherwise
 
     @property
-    def window(self) -> int:
+    def recent_window(self) -> int:
         """How many of the last tokens are protected."""
         return self.recent
 
@@ -172,39 +166,40 @@ class FixedRule(CacheRule):
         return None
 
     def remember(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """(B, KV, T) by name: what else is kept of each token. k, v (B, KV, T, D)."""
+        """(B, KV, T) by name: what else of each token `rank` must know. k, v (B, KV, T, D)."""
         return {}
 
-    def step_scores(self, score: Tensor, received: Tensor) -> Tensor:
-        """The scores (B, KV, S) after a step in which the tokens received this attention (B, KV, S); it may write to
-        `score`."""
-        return score.add_(received)
+    def protects(self, tokens: Tokens) -> Tensor:
+        """(B, KV, N) bool, a tensor of its own: the tokens that must stay, at most `slots` in all."""
+        position = tokens.position
+        stays = position > tokens.newest - self.recent_window
+        if self.first:
+            stays.logical_or_(position < self.first)
+        if self.last:
+            stays.logical_or_((position >= tokens.prompt - self.last) & (position < tokens.prompt))
+        return stays
 
     def rank(self, tokens: Tokens) -> Tensor:
-        """(B, KV, N) floats: of those that are not protected, the highest stay after a prompt, of equal ones the
-        earlier; and the lowest goes after a step, of equal ones the earlier."""
+        """(B, KV, N) floats: of the tokens that are not protected, the highest stay after a prompt, of equal ones the
+        earlier; and the lowest goes after a step, of equal ones the earlier. What it says of padding and empty slots is
+        of no account."""
         return tokens.score
 
-    # the cache
-
-    def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
-        return (min(self.budget, prompt_len + max(0, gen_len - 2)) + 1,)
+    # the prompt
 
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         B, KV, T, D = k.shape
         context, score = self.prompt_scores(q, k, v, lengths)
         tokens = self.of_prompt(score, k, v, lengths)
-        kept = min(self.budget, T)
+        kept = min(self.slots, T)
         best = self.chosen(tokens, kept)
         at = best[..., None].expand(B, KV, kept, D)
         cache.k[0][:, :, :kept] = k.gather(2, at)
         cache.v[0][:, :, :kept] = v.gather(2, at)
         cache.v[0][:, :, kept:] = 0  # masked, but 0 * NaN left by another prompt would spread
-        for name, values in tokens.metadata.items():
-            cache.metadata[name].zero_()
-            cache.metadata[name][:, :, :kept] = values.gather(2, best)
-        cache.position[:, :, kept:] = -1
-        cache.position[:, :, :kept].masked_fill_(best > tokens.newest, -1)
+        for name, values in cache.metadata.items():
+            values[:, :, kept:] = -1
+            values[:, :, :kept] = tokens.metadata[name].gather(2, best)
         return context
 
     def prompt_scores(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,24 +212,64 @@ class FixedRule(CacheRule):
 
     def of_prompt(self, score: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tokens:
         """The tokens of a prompt, padding included."""
-        position = torch.arange(k.shape[2], device=k.device).expand(score.shape)
-        n = lengths.to(k.device, non_blocking=True)[:, None, None]
+        n = _column(lengths, k.device)
+        position = torch.arange(k.shape[2], dtype=torch.int32, device=k.device)
+        position = torch.where(position < n, position, -1).expand(score.shape)
         return Tokens({"score": score, "position": position, **self.remember(k, v)}, n - 1, n)
 
     def chosen(self, tokens: Tokens, kept: int) -> Tensor:
-        """(B, KV, kept): places in the prompt of the tokens that stay, padding only where a prompt is shorter."""
-        if kept == tokens.position.shape[-1]:
-            return tokens.position
-        ranked = self._protected(tokens).masked_fill_(tokens.position > tokens.newest, float("-inf"))
+        """(B, KV, kept) int64: places in the prompt of the tokens that stay, padding only where a prompt is shorter."""
+        shape = tokens.position.shape
+        if kept == shape[-1]:
+            return torch.arange(kept, device=tokens.position.device).expand(shape)
+        ranked = self._ranked(tokens).masked_fill_(tokens.position < 0, float("-inf"))
         # stable: of equal scores the earlier token comes first
         return ranked.sort(dim=-1, descending=True, stable=True).indices[..., :kept]
+
+    def _ranked(self, tokens: Tokens) -> Tensor:
+        """`rank` in a tensor of its own (B, KV, N), with infinity for the tokens that must stay."""
+        # torch.where: on a CPU masked_fill takes twice as long
+        return torch.where(self.protects(tokens), float("inf"), self.rank(tokens))
+
+
+@dataclass(frozen=True)
+class FixedRule(BudgetRule):
+    """Keeps `heavy` + `recent` tokens per sequence and KV head, whatever the length of the text, with the score and the
+    position of each. Unless a rule says otherwise, a token's rank is H2O's score.
+
+    There is one slot more than the budget: the token that must go is chosen when the next one comes, and the new token
+    takes its slot. So a step writes one slot per head, and no token ever moves.
+    """
+
+    growth = "fixed"
+    metadata = (("score", torch.float32), ("position", torch.int32))
+
+    @property
+    def budget(self) -> int:
+        return self.slots
+
+    def measured_as(self, phase: str) -> str:
+        """Rules with a budget do the same attention, and differ in a pass over the scores."""
+        return "h2o"
+
+    def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
+        return (min(self.slots, prompt_len + max(0, gen_len - 2)) + 1,)
+
+    # what a rule may say otherwise
+
+    def step_scores(self, score: Tensor, received: Tensor) -> Tensor:
+        """The scores (B, KV, S) after a step in which the tokens received this attention (B, KV, S); it may write to
+        `score`."""
+        return score.add_(received)
+
+    # a step
 
     def decode(
         self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
         S = cache.k[0].shape[2]
-        held = lengths.clamp(max=self.budget) + step  # tokens in the cache, this one included
-        n = lengths.to(torch.int32).to(k.device, non_blocking=True)[:, None, None]
+        held = lengths.clamp(max=self.slots) + step  # tokens in the cache, this one included
+        n = _column(lengths, k.device)
         now = n + step - 1
         slots = self._free_slot(Tokens(cache.metadata, now - 1, n), may_be_empty=int(held.min()) <= S)
         cache.write(slots, k[:, :, 0], v[:, :, 0])
@@ -249,19 +284,13 @@ class FixedRule(CacheRule):
 
     def _free_slot(self, tokens: Tokens, may_be_empty: bool) -> Tensor:
         """(B, KV): an empty slot, or else that of the token that was due to go when `newest` was the newest."""
-        ranked = self._protected(tokens)
+        ranked = self._ranked(tokens)
         if may_be_empty:
             ranked.masked_fill_(tokens.position < 0, float("-inf"))
         lowest = ranked.amin(-1, keepdim=True)
         return torch.where(ranked <= lowest, tokens.position, _LATEST).argmin(-1)
 
-    def _protected(self, tokens: Tokens) -> Tensor:
-        """`rank` in a tensor of its own (B, KV, N), with infinity for the tokens that must stay."""
-        position = tokens.position
-        stays = position > tokens.newest - self.window
-        if self.first:
-            stays = stays.logical_or_(position < self.first)
-        if self.last:
-            stays = stays.logical_or_((position >= tokens.prompt - self.last) & (position < tokens.prompt))
-        # torch.where: on a CPU masked_fill takes twice as long
-        return torch.where(stays, float("inf"), self.rank(tokens))
+
+def _column(lengths: Tensor, device: torch.device) -> Tensor:
+    """(B,) on the CPU as (B, 1, 1) int32 on a device."""
+    return lengths.to(torch.int32).to(device, non_blocking=True)[:, None, None]
