@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.engine.batch import Sequence, make_batches
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.report import Meter, Report
@@ -87,7 +87,10 @@ class Runner:
         observer.on_begin()
         for n, block in enumerate(blocks):
             observer.on_block(n, len(blocks), block)
-            BlockRun(stores, block, sink, observer, is_last=n + 1 == len(blocks)).run(meter)
+            batches = make_batches(block, job.policy.gpu_batch_size, job.policy.prefill_tokens)
+            stores.caches.begin_block([stores.layout(len(b.sequences), b.longest) for b in batches])
+            run = BlockRun(stores, dict(enumerate(batches)), job.workload.gen_len, sink, observer, n + 1 == len(blocks))
+            run.run(meter)
             if n == 0 and all(s.finish_reason == "error" for s in block):
                 self.weights.check_finite()
             if all(s.finish_reason == "error" for s in sequences):

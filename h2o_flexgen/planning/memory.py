@@ -122,7 +122,7 @@ class Shapes(ModelData):
     def layout(self, batch: int) -> KVLayout:
         """The cache of a batch of this size in one layer."""
         spec, rule, dtype = self.spec, self.rule, getattr(torch, self.dtype)
-        return KVLayout(batch, spec.kv_heads, self.segments, spec.head_dim, dtype, rule.metadata, rule.growth)
+        return KVLayout(batch, spec.kv_heads, self.segments, spec.head_dim, dtype, rule.slot_fields, rule.growth)
 
     @cached_property
     def kv(self) -> KVLayout:
