@@ -30,9 +30,9 @@ class KVBudget:
 
     Either ratios of the longest prompt of the job, or sizes in slots; a size wins over a ratio. The recent window is as
     large as the heavy hitters where it is not given. Without heavy hitters the cache is a local window. `rule` is the
-    cache rule that says which tokens have the slots: its name in `kv_cache.RULES`, or with options: "mean:first=4". With
-    `position_rolling` the tokens that a head holds have the positions 0, 1, 2 ..., whatever was between them in the
-    text (RoPE only).
+    cache rule that says which tokens have the slots: its name in `kv_cache.RULES`, or with options: "mean:first=4".
+    With `position_rolling` the tokens that a head holds have the positions 0, 1, 2 ..., whatever was between them in
+    the text (RoPE only).
 
     Raises:
         UserError: a ratio outside [0, 1], a negative size, or neither given.

@@ -41,6 +41,15 @@ class Stores:
         """The KV blocks of `batch` sequences, whose prompts have up to `longest` tokens."""
         return self.job.rule.layout(self.model.spec, self.model.dtype, batch, longest, self.job.workload.gen_len)
 
+    def clear_caches(self) -> None:
+        """Begin with caches that hold nothing, for streams."""
+        sizes = batch_sizes(len(self.job.workload.prompt_lens), self.job.policy)
+        self.caches.begin_block([self.layout(size, self.job.workload.longest) for size in sizes])
+        for layer, k in self.job.placement.cache:
+            self.job.rule.clear(self.caches.blank(layer, k))
+            self.caches.store_all(layer, k, self.job.workload.longest)
+        self.caches.drain()
+
     def close(self) -> None:
         """Give back all but the weights."""
         for store in (self.caches, self.activations):

@@ -196,8 +196,8 @@ class FixedRule(CacheRule):
         return self.recent
 
     def query_weights(self, position: Tensor, newest: Tensor) -> Tensor | None:
-        """(B, T) fp32: in a prompt's scores the attention of each query counts so much; None: 1. position (1 or B, T) of
-        the queries, newest (B, 1) the last real one."""
+        """(B, T) fp32: in a prompt's scores the attention of each query counts so much; None: 1. position (B, T) of the
+        queries, newest (B, 1) the last real one."""
         return None
 
     def remember(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
@@ -258,7 +258,7 @@ class FixedRule(CacheRule):
                 empty = torch.arange(before, device=k.device) >= there[:, 0]
         keys = k
         if self.rope:
-            T, end = q.shape[2], before + q.shape[2]
+            end = k.shape[2]
             places = torch.arange(end, device=k.device)
             places = torch.where(places < before, places, places - before + there)
             q = rotate_to(self.rope, q, places[..., before:], end)
@@ -344,7 +344,7 @@ class FixedRule(CacheRule):
         return context, slots
 
     def _close_gap(self, cache: KVTensors, at: Tensor) -> None:
-        """The token in slots `at` (B, KV, 1) goes: those behind it move up by a rank. In an empty slot there is none."""
+        """The tokens in slots `at` (B, KV, 1) go: those behind them move up by a rank. An empty slot has none."""
         rank = cache.metadata["rank"]
         gone = torch.where(cache.position.gather(2, at) < 0, _LATEST, rank.gather(2, at))
         rank.sub_((rank > gone).to(torch.int32))
