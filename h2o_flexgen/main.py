@@ -10,8 +10,8 @@ from h2o_flexgen import __version__, cli
 #: name: (module with `make_parser(prog)` and `run(args)`, what it does)
 COMMANDS = {
     "generate": ("flex_opt", "generate text for many prompts"),
-    "stream": ("stream", "go through turns or a text without end, over a KV cache of a fixed size"),
     "status": ("status", "say how far a job is that writes an output file"),
+    "stream": ("stream", "go through turns or a text without end, over a KV cache of a fixed size"),
     "plan": ("plan", "show what generate would run, before anything is loaded"),
     "search": ("policy_search", "find the policy with the highest predicted throughput, for any machine"),
     "hardware": ("hardware", "measure this machine, for plans made elsewhere"),
