@@ -1,33 +1,25 @@
 """A stream, with sets: every key kept as it was before it was rotated, all else recomputed at each step.
 
-A stream is read in chunks. The tokens of a chunk see what a head holds and, causally, themselves; the scores grow by
-what all of them give; then of both together the last `recent` stay, and of the others the `heavy` of highest rank. In a
-decode step it is as in `oracle.py`. With rolling positions the n tokens that a head holds have, in order, the positions
-0 to n - 1, and the q tokens of a chunk n to n + q - 1; without, those of the text.
+A stream is read in chunks. The tokens of a chunk see what a head holds and, causally, themselves; the rule is told of
+all of it; then of both together those stay that it protects, and of the others those that it ranks highest. In a decode
+step it is as in `oracle.py`: a chunk of one token, but no prompt. With rolling positions the n tokens that a head holds
+have, in order, the positions 0 to n - 1, and the q tokens of a chunk n to n + q - 1; without, those of the text.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
-from oracle import Oracle, fresh_rotary
+from oracle import Oracle, fresh_rotary, make_rule
 from torch import Tensor
-
-#: rule -> how much a token is worth, from its score, its position and the newest one's: the lowest goes
-RANKS: dict[str, Callable[[float, int, int], float]] = {
-    "h2o": lambda score, position, newest: score,
-    "mean": lambda score, position, newest: score / (newest - position + 1),
-    "recent": lambda score, position, newest: position,
-}
 
 
 class StreamOracle:
     """One stream through the layers of an `Oracle`.
 
     Attributes:
-        slack: the smallest difference of ranks that decided; margin: of a logit above the second best.
+        slack: the smallest gap between ranks that decided; margin: of a logit above the second best.
         logprobs: of every token but the first that was read or generated.
     """
 
@@ -35,11 +27,11 @@ class StreamOracle:
         self.oracle = copy.copy(oracle)
         self.oracle.rotate = lambda x: x
         self.oracle.attention = self.attention
-        self.heavy, self.recent, self.rank, self.rolling = heavy, recent, RANKS[rule], rolling
+        self.rolling = rolling
         L, KV = oracle.layers, oracle.kv_heads
         self.k, self.v = [None] * L, [None] * L
         self.kept = [[set() for _ in range(KV)] for _ in range(L)]
-        self.score = [[{} for _ in range(KV)] for _ in range(L)]
+        self.rules = [[make_rule(rule, heavy, recent, h) for h in range(KV)] for _ in range(L)]
         self.length, self.logits, self.logprobs = 0, None, []
         self.slack = self.margin = float("inf")
         self.rotary = fresh_rotary(oracle.model)
@@ -47,9 +39,9 @@ class StreamOracle:
     # what is done with a stream
 
     @torch.no_grad()
-    def read(self, tokens: list[int]) -> None:
+    def read(self, tokens: list[int], is_prompt: bool = True) -> None:
         """One chunk, or a token that was generated."""
-        at = range(self.length, self.length + len(tokens))
+        self.is_prompt, at = is_prompt, range(self.length, self.length + len(tokens))
         if self.logits is not None:
             self._score(self.logits, tokens[0])
         x = self.oracle.embed(tokens, at)
@@ -72,7 +64,7 @@ class StreamOracle:
         found = []
         for step in range(count):
             if step:
-                self.read(found[-1:])
+                self.read(found[-1:], is_prompt=False)
             best, second = self.logits.topk(2).values
             self.margin = min(self.margin, float(best - second))
             found.append(int(self.logits.argmax()))
@@ -98,25 +90,28 @@ class StreamOracle:
         k = self._rotated(k[:, None], places)[:, 0]
         q = self._rotated(q, list(places)[-len(q) :])
         future = torch.tensor([[j > i for j in held] for i in new])
-        score, contexts = self.score[layer][h], []
-        for g in range(q.shape[1]):
-            p = (q[:, g] @ k.T / q.shape[-1] ** 0.5).masked_fill(future, float("-inf")).softmax(-1)
-            contexts.append(p @ v)
-            for j, given in zip(held, p.sum(0).tolist()):
-                score[j] = score.get(j, 0.0) + given
-        self.kept[layer][h] = self._staying(held, score)
-        return contexts
+        each = [q[:, g] @ k.T / q.shape[-1] ** 0.5 for g in range(q.shape[1])]
+        each = [logits.masked_fill(future, float("-inf")).softmax(-1) for logits in each]
+        rule = self.rules[layer][h]
+        for j, value in zip(new, v[-len(q) :].tolist()):
+            rule.see_token(j, value)
+        for i, row in zip(new, sum(each).tolist()):
+            rule.see_query(i, {j: p for j, p in zip(held, row) if j <= i})
+        self.kept[layer][h] = self._staying(rule, held)
+        return [p @ v for p in each]
 
-    def _staying(self, held: list[int], score: dict[int, float]) -> set[int]:
-        if len(held) <= self.heavy + self.recent:
+    def _staying(self, rule, held: list[int]) -> set[int]:
+        now = held[-1]
+        if self.is_prompt:
+            rule.prompt = now + 1
+        if len(held) <= rule.slots:
             return set(held)
-        newest = held[-1]
-        ranks = {j: self.rank(score[j], j, newest) for j in held if j <= newest - self.recent}
-        others = sorted(ranks, key=lambda j: -ranks[j])
-        best, rest = others[: self.heavy], others[self.heavy :]
-        if best:
-            self.slack = min(self.slack, ranks[best[-1]] - ranks[rest[0]])
-        return {*best, *(j for j in held if j > newest - self.recent)}
+        protected = {j for j in held if rule.protects(j, now)}
+        ranks = {j: rule.rank(j, now) for j in held if j not in protected}
+        others = sorted(ranks, key=lambda j: (-ranks[j], j))
+        room = rule.slots - len(protected)
+        self.slack = min(self.slack, rule.gap([ranks[j] for j in others], room) / rule.unit)
+        return {*protected, *others[:room]}
 
     def _rotated(self, x: Tensor, places) -> Tensor:
         """x (n, heads, D) at these positions."""

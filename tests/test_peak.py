@@ -36,14 +36,19 @@ LLAMA = dict(
 
 PLACEMENTS = {"ram": ON_GPU, "cache": ("100", "0", "0", "0", "100", "0"), "disk": ON_DISK}
 CASES = [("opt", placement, budget) for placement in PLACEMENTS for budget in ("full", "h2o")]
-CASES += [("llama", "ram", "full"), ("llama", "disk", "h2o")]
+CASES += [
+    ("llama", "ram", "full"),
+    ("llama", "disk", "h2o"),
+    ("llama", "ram", "vatp:first=4"),
+    ("opt", "disk", "snapkv"),
+]
 
 
 @pytest.mark.parametrize("config, placement, budget", CASES)
 def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget):
     (tmp_path / "config.json").write_text(json.dumps({"opt": LARGE, "llama": LLAMA}[config]))
     report = tmp_path / "report.json"
-    limit = ("--hh-ratio", 0.2) if budget == "h2o" else ()
+    limit = () if budget == "full" else ("--hh-ratio", 0.2, "--kv-rule", budget)
     # two blocks: what the plan counts is all in use at once from the second on
     job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 96, "--gen-len", 4, "--num-prompts", 48)
     where = ("--gpu-batch-size", 16, "--num-gpu-batches", 2, "--offload-dir", tmp_path / "offload")

@@ -9,6 +9,7 @@ from stream_oracle import StreamOracle
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.streams import Streams
+from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.models import source
 from h2o_flexgen.offload import memory
 
@@ -90,12 +91,27 @@ def test_chunks_of_any_size(tiny, name, chunk):
         turns_of(session, expected)
 
 
-@pytest.mark.parametrize("rule", ["mean", "recent"])
-def test_other_rules(tiny, rule):
+def rules() -> list[str]:
+    """Every rule that a session takes, with options that matter with so few slots."""
+    found = {name: name for name, rule in RULES.items() if rule.growth == "fixed"}
+    found |= {"vatp": "vatp:first=2", "decayed": "decayed:decay=0.8", "sinks": "sinks:first=2"}
+    return [*found.values(), "h2o:first=1:last=3"]
+
+
+@pytest.mark.parametrize("rule", rules())
+def test_every_rule_gives_what_its_oracle_gives(tiny, rule):
     model = tiny("llama")
     expected = Expected.clear(model, 9, rule=rule)
-    with opened(model, rule, **DISK) as llm, llm.session(chunk=9) as session:
-        turns_of(session, expected)
+    for policy in (RAM, DISK):
+        with opened(model, rule, **policy) as llm, llm.session(chunk=9) as session:
+            turns_of(session, expected)
+
+
+def test_a_rule_that_keeps_all_that_is_generated_is_refused(tiny):
+    with opened(tiny("llama"), "snapkv") as llm:
+        for rolling in (True, False):
+            with pytest.raises(UserError, match="snapkv keeps all that is generated"):
+                llm.session(position_rolling=rolling)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama", "gpt_neox"])

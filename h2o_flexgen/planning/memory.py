@@ -308,7 +308,10 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int
     attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
     norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
     if shapes.rule.scores_prompt:
-        attention += tokens * spec.kv_heads * (4 + 4 + 4 + 8)  # scores; the sort's keys and indices
+        metadata = dict(shapes.rule.metadata)
+        remembered = sum(metadata[name].itemsize for name in metadata.keys() - {"score", "position"})
+        # scores, and what else is remembered; the sort's keys and indices
+        attention += tokens * spec.kv_heads * (4 + remembered + 4 + 4 + 8)
     # attention by chunks, at least on some CPUs and GPUs
     if shapes.rule.scores_prompt or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
         # three copies in (B * KV, G * T, D) shape, and the context; or the rows that are kept
