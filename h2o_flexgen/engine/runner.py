@@ -70,8 +70,12 @@ class Runner:
             UserError: weights that cannot be read, or hold NaN; RAM that cannot be pinned; the disk is full or cannot
                 be read; the model gives NaN for every prompt.
         """
-        with self.guard():
-            return self._run(job, sequences, sink, observer)
+        try:
+            with self.guard():
+                return self._run(job, sequences, sink, observer)
+        except KeyboardInterrupt:
+            observer.on_interrupt(sequences)
+            raise
 
     def open(self, job, count: int) -> Streams:
         """Empty caches of `count` streams, which are one block of the job. No others may be open.
