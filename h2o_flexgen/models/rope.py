@@ -7,6 +7,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
@@ -134,15 +135,15 @@ def rollable(spec: ModelSpec) -> Rope:
 
 def rotate_to(rope: Rope, x: Tensor, positions: Tensor, end: int) -> Tensor:
     """x (B, H, T, D), queries or keys, rotated to positions (B, H or 1, T) on its device, all of them before `end`."""
-    # powers of two: few tables, whatever is asked for
-    cos, sin = _table(rope, 1 << (end - 1).bit_length(), x.dtype, x.device)
-    return _rotated(x, cos[positions], sin[positions])
+    # powers of two: few tables, whatever is asked for; `embedding` takes a tenth of the time of an index
+    rows = F.embedding(positions, _table(rope, 1 << (end - 1).bit_length(), x.dtype, x.device))
+    return _rotated(x, *rows.chunk(2, -1))
 
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)  # a tensor of that mode could not be used outside it
-def _table(rope: Rope, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions 0 to `count`, (count, pairs) each, as `rotation` has them."""
+def _table(rope: Rope, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(count, 2 * pairs): cos and sin of the positions 0 to `count`, as `rotation` has them."""
     each, scale = frequencies(rope, rope.positions)
     angles = torch.arange(count).float()[:, None] * each
-    return tuple((f(angles) * scale).to(device, dtype) for f in (torch.cos, torch.sin))
+    return (torch.cat([torch.cos(angles), torch.sin(angles)], -1) * scale).to(device, dtype)
