@@ -268,7 +268,7 @@ def test_conversations_side_by_side(demo):
         ["What is the capital of France?", "Name a colour.", None, "What is 2 + 3?"],
         [None, "Another one?", "Hello!", None],
     ]
-    params = SamplingParams(max_tokens=20)
+    params = SamplingParams(max_tokens=8)
     with demo.session(count=4) as session:
         found = [session.chat(turn, params) for turn in turns]
     for stream in range(4):

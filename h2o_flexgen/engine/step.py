@@ -138,6 +138,8 @@ class BlockRun:
             self._release_gaps()
         if cache is not None:
             self.caches.store_all(j - 1, k, self.prefetch.held(k, 1))
+        if batch.is_stream:  # a staging buffer is free now
+            self.prefetch.caches(Step(0, j, k))
 
     def _cache_of_prompts(self, j: int, k: int) -> KVTensors | None:
         """The KV block that prompts fill: a new one, or of streams the old one. None where nothing will be decoded."""
