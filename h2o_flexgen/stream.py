@@ -100,8 +100,8 @@ def run(args: argparse.Namespace) -> None:
     with LLM(policy=policy or "auto", **options) as llm:
         ids = None if args.plain is None else plain_ids(llm, args)
         with llm.session(budget, **how) as session:
-            report = describe(llm, session)
-            cli.say(f"{llm.model.name}, {report['dtype']} on {report['device']}, KV cache {slots_of(report)}")
+            report = describe(llm, session, args.full)
+            cli.say(f"{llm.model.name}, {report['dtype']} on {report['device']}, KV cache: {slots_of(report)}")
             try:
                 talk(llm, session, turns, args.gen_len, report) if ids is None else read(session, ids, report)
             finally:
@@ -120,16 +120,19 @@ def make_budget(args: argparse.Namespace) -> KVBudget | None:
     return KVBudget.from_size(heavy, args.recent_size, args.kv_rule or DEFAULT_RULE)
 
 
-def describe(llm, session) -> dict:
+def describe(llm, session, is_full: bool) -> dict:
     """What the report says of a session before it has done anything."""
     choice = session.choice
     found = {"command": sys.argv[1:], "model": llm.model.name, "device": str(llm.device), "dtype": str(llm.dtype)[6:]}
-    found |= {"policy": asdict(choice.policy), "kv_budget": choice.rule.to_dict(), "chunk": choice.workload.longest}
+    found |= {"policy": asdict(choice.policy), "chunk": choice.workload.longest}
+    found["kv_budget"] = None if is_full else choice.rule.to_dict()
     return found | {"planned_bytes": choice.plan.needed("ram" if choice.plan.shared else "gpu")}
 
 
 def slots_of(report: dict) -> str:
     budget = report["kv_budget"]
+    if budget is None:
+        return "full"
     rolling = ", positions roll" if budget.get("position_rolling") else ""
     return f"{budget['heavy']} heavy + {budget['recent']} recent slots ({budget['rule']}){rolling}"
 
