@@ -12,6 +12,7 @@ _MODULES = {
     "RequestOutput": "llm",
     "SamplingParams": "engine.params",
     "ScoreOutput": "llm",
+    "Session": "session",
     "UserError": "errors",
 }
 __all__ = list(_MODULES)

@@ -224,10 +224,10 @@ def describe_curve(curve: list[BudgetPoint]) -> str:
     return "\n".join(lines)
 
 
-def say(text: str) -> None:
-    """A text to stdout."""
+def say(text: str, end: str = "\n") -> None:
+    """A text to stdout, at once."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except BrokenPipeError:
         raise
     except OSError as e:

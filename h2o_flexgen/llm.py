@@ -27,7 +27,8 @@ from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.measure import job_dtype, load_or_measure
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.session import Session, choose
+from h2o_flexgen.sizes import STREAM_CHUNK, Workload
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
 
@@ -266,11 +267,42 @@ class LLM:
                 outputs[s.index].token_logprobs, outputs[s.index].is_greedy = s.logprobs, sink.is_greedy[s.index]
         return outputs
 
+    def session(
+        self,
+        kv_budget: KVBudget | None = None,
+        *,
+        count: int | None = None,
+        position_rolling: bool | None = None,
+        chunk: int = STREAM_CHUNK,
+    ) -> Session:
+        """Streams without end over KV caches of a fixed size, placed as the caches of a job are.
+
+        Args:
+            kv_budget: slots, by default those of the LLM; without any the caches are full, and end with the model's
+                positions.
+            count: several streams in one block; the session's methods then take and return lists.
+            position_rolling: what a cache holds has the positions 0, 1, 2 ..., so that a stream may outgrow the model's
+                (RoPE only). By default with a KV budget.
+            chunk: the most tokens that are read at once. All of them see the same held tokens, of which some then go.
+
+        Raises:
+            UserError: an argument that cannot be used, positions that cannot roll, or no memory.
+        """
+        self.runner.end_streams("the next session of its model began")
+        self.device.reset_meters()
+        given, budget = None if self.policy == "auto" else self.policy, kv_budget or self.kv_budget
+        arguments = 1 if count is None else count, position_rolling, chunk
+        self.choice, most = choose(self.planner, self.resources(), given, budget, *arguments)
+        self.observer.on_plan(self.choice)
+        self.choice.plan.check()
+        return Session(self.model, self.runner, self.choice, count, most)
+
     def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""
         # the longest outputs first, so that neighbours end together; among those, the longest prompts
         sequences.sort(key=lambda s: (s.params.max_tokens, len(s.prompt)), reverse=True)
         workload = Workload(tuple(sorted((len(s.prompt) for s in sequences), reverse=True)), gen_len)
+        self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
         given = None if self.policy == "auto" else self.policy
         self.choice = choice = self.planner.choose(workload, self.resources(), given, self.kv_budget)

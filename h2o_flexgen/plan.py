@@ -193,7 +193,7 @@ def describe(choice) -> str:
 def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> str:
     """The command that runs a policy."""
     policy, budget = choice.policy, asdict(choice.kv_budget) if choice.kv_budget else {}
-    rule = budget.pop("rule", DEFAULT_RULE)
+    rule, _ = budget.pop("rule", DEFAULT_RULE), budget.pop("position_rolling", None)  # plans are made without it
     options = {"model": args.model, "path": args.path, **workload}
     options |= {**budget, "kv_rule": None if rule == DEFAULT_RULE else rule}
     options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}

@@ -62,6 +62,17 @@ class ScoreOutput:
     error: str | None = None
 
 
+def text_of(s: Sequence, tokenizer) -> str:
+    """What a sequence has generated, as text; empty without a tokenizer."""
+    if s.text is not None:
+        return s.text
+    return "" if tokenizer is None else decode(tokenizer, s.tokens)
+
+
+def completion(s: Sequence, tokenizer) -> CompletionOutput:
+    return CompletionOutput(0, text_of(s, tokenizer), s.tokens, s.logprobs, s.finish_reason)
+
+
 class OutputCollector(Observer):
     """Gathers the outputs of a job, and hands each on as soon as its batch is done.
 
@@ -96,11 +107,6 @@ class OutputCollector(Observer):
             if s.finish_reason == "error":
                 output.error = "the model's hidden states overflowed for this prompt"
             else:
-                output.outputs = [CompletionOutput(0, self._text(s), s.tokens, s.logprobs, s.finish_reason)]
+                output.outputs = [completion(s, self.tokenizer)]
             if self.on_output is not None:
                 self.on_output(output)
-
-    def _text(self, s: Sequence) -> str:
-        if s.text is not None:
-            return s.text
-        return "" if self.tokenizer is None else decode(self.tokenizer, s.tokens)

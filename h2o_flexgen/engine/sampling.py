@@ -56,7 +56,7 @@ class TeacherForcing:
 
     Args:
         targets: the tokens to score by the index of the sequence; each is also the input of the next step.
-        every_position: the logits behind every token of the prompt are wanted, not only those behind the last.
+        every_position: the first targets are those behind each token of the prompt.
     """
 
     def __init__(self, targets: dict[int, list[int]], every_position: bool):

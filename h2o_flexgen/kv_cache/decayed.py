@@ -34,3 +34,6 @@ class DecayedCache(FixedRule):
 
     def step_scores(self, score: Tensor, received: Tensor) -> Tensor:
         return score.mul_(self.decay).add_(received)
+
+    def prompt_step_scores(self, score: Tensor, received: Tensor, count: Tensor) -> Tensor:
+        return score.mul_(self.decay**count).add_(received)

@@ -96,7 +96,7 @@ class Planner:
     def _choose(
         self, workload: Workload, resources: Resources, policy: Policy | None, kv_budget: KVBudget | None
     ) -> Choice:
-        rule = rule_for(kv_budget, workload, self.model.spec.positions)
+        rule = rule_for(kv_budget, workload, self.model.spec)
         policy = policy or self._resident(workload, resources, rule)
         if policy is None:
             policy = self.search(rule, workload, resources).best().policy

@@ -263,7 +263,7 @@ class Search:
     def _fixed_bytes(self, policy: Policy) -> int:
         """What the device holds whatever the placement of weights and cache."""
         batches = batch_sizes(self.num_prompts, policy)
-        workspace = workspace_bytes(policy, self.shapes, self.workload.longest, batches)
+        workspace = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.held)
         nbytes = self.resources.workspace + workspace + sum(batches) * self.cost.hidden_bytes
         return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)
 
