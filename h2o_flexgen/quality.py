@@ -15,8 +15,9 @@ from typing import NamedTuple
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import rounded, to_json, write_text
-from h2o_flexgen.policy import DEFAULT_RULE, gib
+from h2o_flexgen.policy import DEFAULT_RULE
 
+MIB = 1 << 20
 #: options that LLM takes as they are
 PASSED = "model device dtype path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
 #: packages whose versions stand in a result
@@ -211,8 +212,9 @@ def finish(args: argparse.Namespace, result: dict) -> None:
     """Show the result, and write its files."""
     try:
         w = result["workload"]
+        texts = f"{w['passages']} {'article' if args.task == 'summarize' else 'passage'}(s) of {', '.join(w['texts'])}"
         lengths = f"prompts of up to {w['prompt_len']} tokens, up to {w['gen_len']} behind each"
-        cli.say(f"{w['model']} in {w['dtype']}, {w['passages']} of {', '.join(w['texts'])}: {lengths}\n")
+        cli.say(f"{w['model']} in {w['dtype']}, {texts}: {lengths}\n")
         cli.say(SHOW[args.task](result["rows"]))
     finally:
         if args.output is not None:
@@ -235,10 +237,11 @@ def table(header: list[str], lines: list[list[str]]) -> str:
 
 def budget_text(row: dict) -> list[str]:
     """Rule, slots, slots over the longest prompt, and bytes."""
+    nbytes = f"{row['kv_bytes'] / MIB:.2f} MiB"
     if row["slots"] is None:
-        return [row["rule"], "all", "", gib(row["kv_bytes"])]
+        return [row["rule"], "all", "", nbytes]
     share = f"{row['hh_ratio'] + row['recent_ratio']:.3g}"
-    return [row["rule"], f"{row['heavy']} + {row['recent']}", share, gib(row["kv_bytes"])]
+    return [row["rule"], f"{row['heavy']} + {row['recent']}", share, nbytes]
 
 
 #: of `budget_text`

@@ -52,14 +52,14 @@ def test_a_row_for_the_full_cache_and_each_rule_with_each_budget(measured, text,
     assert {"command", "date", "machine", "versions"} <= data.keys()
     assert "quality --model" in data["command"] and "sinks:first=2" in data["command"]
     lines = out.splitlines()
-    assert "2 of text.txt" in lines[0] and lines[2].split()[0] == "rule" and len(lines) == 8
+    assert "2 passage(s) of text.txt" in lines[0] and lines[2].split()[0] == "rule" and len(lines) == 8
     assert "4 + 4" in lines[4] and "10 + 10" in lines[5]
 
 
 def test_without_files_the_text_is_built_in(measured):
     code, out, err = measured(*LENGTHS, "--kv-rule", "mean", "--sizes", 8)
     assert code == 0, err
-    assert "2 of Python's language reference" in out
+    assert "2 passage(s) of Python's language reference" in out
 
 
 def test_rows_that_cannot_be_measured_stop_no_others(measured, tmp_path):
@@ -67,7 +67,7 @@ def test_rows_that_cannot_be_measured_stop_no_others(measured, tmp_path):
     code, out, err = measured(rows, *LENGTHS, "--kv-rule", "h2o", "--sizes", 4)
     assert code == 0, err
     assert "2 rows cannot be measured; " in err and "rows.jsonl line 2: no texts" in err
-    assert "1 of rows.jsonl" in out
+    assert "1 passage(s) of rows.jsonl" in out
 
 
 def test_the_frontier_is_drawn(measured, text, tmp_path):
