@@ -20,8 +20,9 @@ from h2o_flexgen.policy import DEFAULT_RULE
 MIB = 1 << 20
 #: options that LLM takes as they are
 PASSED = "model device dtype path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
-#: packages whose versions stand in a result
-PACKAGES = ("torch", "transformers", "h2o_flexgen", "rouge", "rouge-score", "sacrebleu")
+#: packages whose versions stand in a result, and those of some tasks
+PACKAGES = ("torch", "transformers", "h2o_flexgen")
+MORE_PACKAGES = {"summarize": ("rouge", "rouge-score"), "compare": ("sacrebleu",)}
 
 
 class Default(NamedTuple):
@@ -199,7 +200,8 @@ def origin(args: argparse.Namespace) -> dict:
     """How, when and where a result is made."""
     from h2o_flexgen.profiling.machine import described, installed
 
-    versions = {name: version for name, version in installed(*PACKAGES).items() if name != "python"}
+    found = installed(*PACKAGES, *MORE_PACKAGES.get(args.task, ()))
+    versions = {name: version for name, version in found.items() if name != "python"}
     return {
         "command": args.command,
         "date": date.today().isoformat(),
