@@ -179,13 +179,6 @@ TABLES = {
         "{model} | {block} ({policy}) | {seconds[read]:.2f} | {seconds[compute]:.2f} | {seconds[step]:.2f} | "
         "{step_over_floor:.2f}",
     ),
-    "engine_quality": (
-        "{workload[model]} in {workload[dtype]}, {workload[passages]} passages of Python's language reference, "
-        "{workload[prompt]} tokens of prompt and {workload[scored]} teacher-forced.\n\n",
-        "rows",
-        "KV cache | perplexity | rise",
-        "{kept} | {perplexity:.2f} | {rise:+.0%}",
-    ),
     "engine_stop": (
         "{workload[model]}, block {workload[block]}, weights, cache and hidden states on disk.\n\n",
         "rows",
@@ -241,6 +234,18 @@ def prediction(data: dict) -> str:
     return f"Predicted over measured seconds, {told}. Rounds: {data['rows'][0]['rounds']}."
 
 
+def quality(data: dict) -> str:
+    """What KV budgets cost, by `h2o-flexgen quality`."""
+    w, rows = data["workload"], []
+    for row in data["rows"]:
+        slots = "all" if row["slots"] is None else "{heavy} + {recent}".format(**row)
+        rows.append(row | {"slots": slots, "mib": row["kv_bytes"] / (1 << 20)})
+    header = "rule | slots, heavy + recent | KV cache of a sequence, MiB | perplexity | rise | agreement"
+    template = "{rule} | {slots} | {mib:.2f} | {perplexity:.2f} | {rise:+.1%} | {agreement:.1%}"
+    job = f"{w['passages']} passages of {', '.join(w['texts'])}, {w['prompt_len']} tokens of prompt and {w['gen_len']}"
+    return f"{w['model']} in {w['dtype']}, {job} teacher-forced.\n\n{columns(rows, header, template)}"
+
+
 def command_line(data: dict) -> str:
     """One run of the command line."""
 
@@ -268,6 +273,8 @@ def table(name: str) -> str:
         return f"(not measured yet: docs/benchmarks/{name}.json)"
     if name == "peer_settings":
         return peer_settings(data)
+    if name.startswith("quality_"):
+        return f"{quality(data)}\n\n{provenance(data)}"
     if name in OTHERS:
         return f"{OTHERS[name](data)}\n\n{provenance(data)}"
     above, key, header, template = TABLES[name]

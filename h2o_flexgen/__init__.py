@@ -8,6 +8,7 @@ _MODULES = {
     "LLM": "llm",
     "CompletionOutput": "llm",
     "KVBudget": "policy",
+    "Losses": "losses",
     "Policy": "policy",
     "RequestOutput": "llm",
     "SamplingParams": "engine.params",

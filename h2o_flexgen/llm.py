@@ -12,12 +12,13 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import Prompt, is_conversation, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreOutput
-from h2o_flexgen.engine.params import SamplingParams, keys_of_each, params_of_each
+from h2o_flexgen.engine.params import SamplingParams, keys_of_each, params_of_each, prompt_lens_of_each
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.losses import Losses
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
@@ -53,6 +54,7 @@ class LLM:
         hardware: a profile as `python -m h2o_flexgen.hardware` writes it, instead of measuring.
         max_latency: the most seconds that a block may take, for policy "auto".
         min_hh_ratio: the floor of kv_budget "auto".
+        losses: what budgets cost in quality, for kv_budget "auto": it stays within their `max_loss`.
         progress: show bars on stderr.
         observer: is told of the policy, and of steps, batches and blocks as they run.
 
@@ -84,6 +86,7 @@ class LLM:
         hardware: str | Path | Profile | None = None,
         max_latency: float | None = None,
         min_hh_ratio: float = MIN_HH_RATIO,
+        losses: Losses | None = None,
         progress: bool = True,
         observer: Observer | None = None,
     ):
@@ -121,7 +124,13 @@ class LLM:
                 dummy=self.model.is_dummy,
             ),
             Constraints(
-                gpu_batch_size, num_gpu_batches, cpu_cache_compute, overlap is not False, max_latency, min_hh_ratio
+                gpu_batch_size,
+                num_gpu_batches,
+                cpu_cache_compute,
+                overlap is not False,
+                max_latency,
+                min_hh_ratio,
+                losses,
             ),
             profile,
             lambda: load_or_measure(self.device, self.dtype, self.offload_root, progress),
@@ -222,26 +231,27 @@ class LLM:
         prompts = [messages if is_conversation(messages) else no_messages for messages in several]
         return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
 
-    def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | None = None) -> list[ScoreOutput]:
+    def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | Seq[int] | None = None) -> list[ScoreOutput]:
         """Log-probabilities of texts under the model, in blocks and on all tiers as in `generate`.
 
         Args:
             texts: texts, or lists of token ids.
-            prompt_len: tokens of each text that are its prompt. Those behind it are fed one by one, so that the KV
-                budget acts as in generation. None scores all tokens but the first in one pass, with full attention.
+            prompt_len: tokens of each text that are its prompt: a number for all texts, or one for each. Those behind
+                it are fed one by one, so that the KV budget acts as in generation. None scores all tokens but the
+                first in one pass, with full attention.
 
         Returns:
             In the order of the texts. One that cannot be scored has an `error` and stops no other.
 
         Raises:
-            UserError: `prompt_len` is no whole number from 1 on, or there is no memory for the job.
+            UserError: `prompt_len` is no whole number from 1 on, or not one for each text, or there is no memory.
         """
-        if prompt_len is not None and (type(prompt_len) is not int or prompt_len < 1):
-            raise UserError(f"`prompt_len` must be a whole number, 1 or more, not {prompt_len!r}")
-        first = prompt_len or 1  # the first token that is scored
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        prompt_lens = prompt_lens_of_each(prompt_len, len(texts))
         self.report = {}
         outputs, sequences, targets = [], [], {}
-        for index, text in enumerate([texts] if isinstance(texts, str) else texts):
+        for index, (text, its_prompt_len) in enumerate(zip(texts, prompt_lens)):
+            first = its_prompt_len or 1  # the first token that is scored
             output = ScoreOutput(index, [])
             outputs.append(output)
             try:
@@ -253,7 +263,7 @@ class LLM:
                     raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
                 targets[index] = ids[first:]
                 length = SamplingParams(max_tokens=len(targets[index]))
-                sequences.append(Sequence(index, ids[:prompt_len], length))
+                sequences.append(Sequence(index, ids[:its_prompt_len], length))
             except UserError as e:
                 output.error = str(e)
         if sequences:
@@ -264,7 +274,8 @@ class LLM:
             if s.finish_reason == "error":
                 outputs[s.index].error = "the model's hidden states overflowed for this text"
             else:
-                outputs[s.index].token_logprobs, outputs[s.index].is_greedy = s.logprobs, sink.is_greedy[s.index]
+                outputs[s.index].token_logprobs = s.logprobs
+                outputs[s.index].greedy_token_ids = sink.greedy_token_ids[s.index]
         return outputs
 
     def session(

@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": ("flex_opt", "generate text for many prompts"),
     "status": ("status", "say how far a job is that writes an output file"),
     "stream": ("stream", "go through turns or a text without end, over a KV cache of a fixed size"),
+    "quality": ("quality", "measure what KV budgets cost in quality on your own texts"),
     "plan": ("plan", "show what generate would run, before anything is loaded"),
     "search": ("policy_search", "find the policy with the highest predicted throughput, for any machine"),
     "hardware": ("hardware", "measure this machine, for plans made elsewhere"),

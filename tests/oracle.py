@@ -19,6 +19,7 @@ class Trace:
     """What became of one prompt.
 
     Attributes:
+        greedy: the most likely token in the place of each of `tokens`.
         margins: per token, how far its logit is above the second best.
         slack: the smallest difference in score that decided which token stays or goes.
         kept: per step (0 is prefill), layer and KV head: the positions kept at the end of the step.
@@ -27,6 +28,7 @@ class Trace:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    greedy: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     slack: float = float("inf")
     kept: list[list[list[frozenset[int]]]] = field(default_factory=list)
@@ -360,9 +362,11 @@ class Oracle:
         for step in range(max_tokens):
             logits = self._forward(fed, first)
             first += len(fed)
-            token = int(logits.argmax()) if forced is None else forced[step]
+            greedy = int(logits.argmax())
+            token = greedy if forced is None else forced[step]
             others = torch.cat([logits[:token], logits[token + 1 :]])
             self.trace.tokens.append(token)
+            self.trace.greedy.append(greedy)
             self.trace.logprobs.append(float(torch.log_softmax(logits, 0)[token]))
             self.trace.margins.append(float(logits[token] - others.max()))
             self.trace.kept.append([[frozenset(kept) for kept in layer] for layer in self.kept])

@@ -78,6 +78,7 @@ def test_under_a_kv_budget_the_tokens_score_as_with_the_oracle(tiny, name, polic
     for output, reference in zip(outputs, references, strict=True):
         assert output.token_logprobs == pytest.approx(reference.logprobs, abs=1e-4)
         assert output.is_greedy == [margin > 0 for margin in reference.margins]
+        assert output.greedy_token_ids == reference.greedy
     full = score(model, texts, PROMPT, **policy)
     assert any(a.token_logprobs != pytest.approx(b.token_logprobs, abs=1e-3) for a, b in zip(outputs, full))
 
@@ -103,6 +104,18 @@ def test_a_score_does_not_depend_on_its_neighbours(tiny):
     for text, output in zip(texts, together):
         (alone,) = score(model, [text], PROMPT, BUDGET)
         assert alone.token_logprobs == pytest.approx(output.token_logprobs, abs=1e-4)
+
+
+def test_each_text_may_have_a_prompt_of_its_own(tiny):
+    model = tiny("llama")
+    texts = natural(model, LENGTHS[:4])
+    lens = [4, 8, 3, 8]
+    for text, prompt_len, output in zip(texts, lens, score(model, texts, lens), strict=True):
+        (alone,) = score(model, [text], prompt_len)
+        assert output.token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-4)
+        assert len(output.token_logprobs) == len(text) - prompt_len
+    with pytest.raises(UserError, match="`prompt_len` has 2 for 4 texts"):
+        score(model, texts, [4, 8])
 
 
 def test_what_cannot_be_scored_stops_no_other_text(tiny):

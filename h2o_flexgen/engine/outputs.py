@@ -51,15 +51,21 @@ class ScoreOutput:
         index: place among the texts.
         token_ids: of the whole text.
         token_logprobs: natural logarithm of the probability of each scored token, the last ones of the text.
-        is_greedy: whether each of them was the most likely token.
+        greedy_token_ids: the token that was the most likely in the place of each of them.
         error: why the text could not be scored, and then there is nothing else; or None.
     """
 
     index: int
     token_ids: list[int]
     token_logprobs: list[float] = field(default_factory=list)
-    is_greedy: list[bool] = field(default_factory=list)
+    greedy_token_ids: list[int] = field(default_factory=list)
     error: str | None = None
+
+    @property
+    def is_greedy(self) -> list[bool]:
+        """Whether each scored token was the most likely one."""
+        scored = self.token_ids[len(self.token_ids) - len(self.greedy_token_ids) :]
+        return [token == greedy for token, greedy in zip(scored, self.greedy_token_ids)]
 
 
 def text_of(s: Sequence, tokenizer) -> str:
