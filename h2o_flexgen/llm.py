@@ -11,8 +11,8 @@ import torch
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import Prompt, is_conversation, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
-from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreOutput
-from h2o_flexgen.engine.params import SamplingParams, keys_of_each, params_of_each
+from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreCollector, ScoreOutput
+from h2o_flexgen.engine.params import SamplingParams, keys_of_each, params_of_each, prompt_lens_of_each
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
@@ -222,26 +222,36 @@ class LLM:
         prompts = [messages if is_conversation(messages) else no_messages for messages in several]
         return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
 
-    def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | None = None) -> list[ScoreOutput]:
+    def score(
+        self,
+        texts: str | Seq[str | Seq[int]],
+        prompt_len: int | Seq[int] | None = None,
+        *,
+        on_output: Callable[[ScoreOutput], None] | None = None,
+    ) -> list[ScoreOutput]:
         """Log-probabilities of texts under the model, in blocks and on all tiers as in `generate`.
+
+        The last token of a text is never an input, so a text may have one token more than the model has positions.
 
         Args:
             texts: texts, or lists of token ids.
-            prompt_len: tokens of each text that are its prompt. Those behind it are fed one by one, so that the KV
-                budget acts as in generation. None scores all tokens but the first in one pass, with full attention.
+            prompt_len: tokens of each text that are its prompt: a number for all texts, or one for each. Those behind
+                it are fed one by one, so that the KV budget acts as in generation. None scores all tokens but the
+                first in one pass, with full attention.
+            on_output: called with every output that is scored, as soon as its batch is done.
 
         Returns:
             In the order of the texts. One that cannot be scored has an `error` and stops no other.
 
         Raises:
-            UserError: `prompt_len` is no whole number from 1 on, or there is no memory for the job.
+            UserError: `prompt_len` is no whole number from 1 on, or not one for each text, or there is no memory.
         """
-        if prompt_len is not None and (type(prompt_len) is not int or prompt_len < 1):
-            raise UserError(f"`prompt_len` must be a whole number, 1 or more, not {prompt_len!r}")
-        first = prompt_len or 1  # the first token that is scored
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        prompt_lens = prompt_lens_of_each(prompt_len, len(texts))
         self.report = {}
         outputs, sequences, targets = [], [], {}
-        for index, text in enumerate([texts] if isinstance(texts, str) else texts):
+        for index, (text, its_prompt_len) in enumerate(zip(texts, prompt_lens)):
+            first = its_prompt_len or 1  # the first token that is scored
             output = ScoreOutput(index, [])
             outputs.append(output)
             try:
@@ -253,18 +263,13 @@ class LLM:
                     raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
                 targets[index] = ids[first:]
                 length = SamplingParams(max_tokens=len(targets[index]))
-                sequences.append(Sequence(index, ids[:prompt_len], length))
+                sequences.append(Sequence(index, ids[: its_prompt_len or -1], length))
             except UserError as e:
                 output.error = str(e)
         if sequences:
             sink = TeacherForcing(targets, every_position=prompt_len is None)
             gen_len = 1 if prompt_len is None else max(map(len, targets.values()))
-            self._run(sequences, gen_len, sink, Observer())
-        for s in sequences:
-            if s.finish_reason == "error":
-                outputs[s.index].error = "the model's hidden states overflowed for this text"
-            else:
-                outputs[s.index].token_logprobs, outputs[s.index].is_greedy = s.logprobs, sink.is_greedy[s.index]
+            self._run(sequences, gen_len, sink, ScoreCollector(outputs, sink.is_greedy, on_output))
         return outputs
 
     def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer) -> None:

@@ -113,3 +113,31 @@ class OutputCollector(Observer):
         if s.text is not None:
             return s.text
         return "" if self.tokenizer is None else decode(self.tokenizer, s.tokens)
+
+
+class ScoreCollector(Observer):
+    """Completes the outputs of texts that are scored, and hands each on as soon as its batch is done.
+
+    Args:
+        outputs: by index, of every text of the job.
+        is_greedy: by index, whether each scored token was the most likely one.
+        on_output: gets every output.
+    """
+
+    def __init__(
+        self,
+        outputs: list[ScoreOutput],
+        is_greedy: dict[int, list[bool]],
+        on_output: Callable[[ScoreOutput], None] | None = None,
+    ):
+        self.outputs, self.is_greedy, self.on_output = outputs, is_greedy, on_output
+
+    def on_finished(self, sequences: list[Sequence]) -> None:
+        for s in sequences:
+            output = self.outputs[s.index]
+            if s.finish_reason == "error":
+                output.error = "the model's hidden states overflowed for this text"
+            else:
+                output.token_logprobs, output.is_greedy = s.logprobs, self.is_greedy[s.index]
+            if self.on_output is not None:
+                self.on_output(output)

@@ -29,7 +29,7 @@ class LogitsSink(Protocol):
     """What becomes of a step's logits: a `Sampler` makes tokens of them, `TeacherForcing` scores a text.
 
     Attributes:
-        every_position: prefill gives the logits behind every token of a prompt but the last, one after the other.
+        every_position: prefill gives the logits behind every token of a prompt, one after the other.
     """
 
     every_position: bool
@@ -135,7 +135,7 @@ class BlockRun:
         """hidden: (B, T, E) of these prompts."""
         ends = [len(s.prompt) - 1 for s in sequences]
         if self.sink.every_position:
-            places = [(row, t) for row, end in enumerate(ends) for t in range(end)]
+            places = [(row, t) for row, end in enumerate(ends) for t in range(end + 1)]
         else:
             places = list(enumerate(ends))
         rows, columns = (torch.tensor(each) for each in zip(*places))
