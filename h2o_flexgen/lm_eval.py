@@ -44,7 +44,7 @@ class HarnessLM(TemplateLM):
         kv_rule: which tokens have the slots.
         gpu_mem, cpu_mem, disk_mem: GiB of a tier to use at most.
         max_length: tokens of a context and what follows; longer contexts lose their beginning. Default: the model's
-            positions.
+            positions, or its sliding window.
         add_bos_token: whether texts begin with the tokenizer's first token; by default as the tokenizer has it.
         prefix_token_id: stands for an empty context; by default the tokenizer's first token, or the last if it has no
             first one.
@@ -103,12 +103,13 @@ class HarnessLM(TemplateLM):
             offload_dir=offload_dir,
             **{name: _bytes(name, gib) for name, gib in caps.items()},
         )
-        self.tokenizer, positions = self.llm.tokenizer, self.llm.spec.positions
+        self.tokenizer, spec = self.llm.tokenizer, self.llm.spec
         if self.tokenizer is None:
             raise UserError(f"{self.llm.model.name} has no tokenizer, and the tasks of the harness are texts")
-        self.max_length = positions if max_length is None else max_length
-        if not (type(self.max_length) is int and 1 <= self.max_length <= positions):
-            raise UserError(f"`max_length` must be a whole number up to the model's {positions} positions")
+        most = min(spec.positions, spec.window or spec.positions)
+        self.max_length = most if max_length is None else max_length
+        if not (type(self.max_length) is int and 1 <= self.max_length <= most):
+            raise UserError(f"`max_length` must be a whole number up to {most}, which this model can take")
         self.add_bos_token = add_bos_token
         if add_bos_token is not None:
             self.tokenizer.add_bos_token = add_bos_token

@@ -276,6 +276,17 @@ def test_answers_are_in_the_cache_as_soon_as_their_batch_is_done(make, monkeypat
     assert seen == [("loglikelihood", ("a", " c"), (-1.0, True))]
 
 
+@needs_harness
+def test_a_model_is_made_of_a_line_of_arguments(model):
+    """The harness names cuda:0 where its user names no device."""
+    line = f"pretrained={model.folder},dtype=float32,hh_size=4,max_length=100,gpu_mem=0.5"
+    lm = lm_eval.HarnessLM.create_from_arg_string(line, {"device": "cuda:0", "batch_size": "auto"})
+    assert lm.max_length == 100 and lm.llm.kv_budget.hh_size == 4 and lm.llm.caps["gpu"] == 1 << 29
+    assert not lm.llm.device.is_cuda
+    with pytest.raises(UserError, match="cuda"):
+        lm_eval.HarnessLM.create_from_arg_string(f"{line},device=cuda", {"device": "cuda:0"})
+
+
 BAD = [
     (dict(hh_ration=0.2), "unknown in --model_args: hh_ration; known: pretrained, path, .*, prefix_token_id$"),
     (dict(hh_ratio="lots"), "`hh_ratio` must be a number, not 'lots'"),
@@ -284,7 +295,7 @@ BAD = [
     (dict(kv_rule="mean"), "`kv_rule` says which tokens a KV budget keeps"),
     (dict(kv_rule="meen", hh_size=4), "unknown `kv_rule` 'meen'; known: h2o, mean"),
     (dict(gpu_mem=0), "`gpu_mem` must be more than 0 GiB, not 0"),
-    (dict(max_length=161), "`max_length` must be a whole number up to the model's 160 positions"),
+    (dict(max_length=161), "`max_length` must be a whole number up to 160, which"),
     (dict(max_length=0), "`max_length` must be a whole number"),
     (dict(pretrained="./nowhere"), "nowhere: no such folder"),
 ]
