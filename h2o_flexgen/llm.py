@@ -11,7 +11,7 @@ import torch
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import Prompt, is_conversation, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
-from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreOutput
+from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreCollector, ScoreOutput
 from h2o_flexgen.engine.params import SamplingParams, keys_of_each, params_of_each, prompt_lens_of_each
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
@@ -231,14 +231,23 @@ class LLM:
         prompts = [messages if is_conversation(messages) else no_messages for messages in several]
         return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
 
-    def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | Seq[int] | None = None) -> list[ScoreOutput]:
+    def score(
+        self,
+        texts: str | Seq[str | Seq[int]],
+        prompt_len: int | Seq[int] | None = None,
+        *,
+        on_output: Callable[[ScoreOutput], None] | None = None,
+    ) -> list[ScoreOutput]:
         """Log-probabilities of texts under the model, in blocks and on all tiers as in `generate`.
+
+        The last token of a text is never an input, so a text may have one token more than the model has positions.
 
         Args:
             texts: texts, or lists of token ids.
             prompt_len: tokens of each text that are its prompt: a number for all texts, or one for each. Those behind
                 it are fed one by one, so that the KV budget acts as in generation. None scores all tokens but the
                 first in one pass, with full attention.
+            on_output: called with every output that is scored, as soon as its batch is done.
 
         Returns:
             In the order of the texts. One that cannot be scored has an `error` and stops no other.
@@ -263,19 +272,13 @@ class LLM:
                     raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
                 targets[index] = ids[first:]
                 length = SamplingParams(max_tokens=len(targets[index]))
-                sequences.append(Sequence(index, ids[:its_prompt_len], length))
+                sequences.append(Sequence(index, ids[: its_prompt_len or -1], length))
             except UserError as e:
                 output.error = str(e)
         if sequences:
             sink = TeacherForcing(targets, every_position=prompt_len is None)
             gen_len = 1 if prompt_len is None else max(map(len, targets.values()))
-            self._run(sequences, gen_len, sink, Observer())
-        for s in sequences:
-            if s.finish_reason == "error":
-                outputs[s.index].error = "the model's hidden states overflowed for this text"
-            else:
-                outputs[s.index].token_logprobs = s.logprobs
-                outputs[s.index].greedy_token_ids = sink.greedy_token_ids[s.index]
+            self._run(sequences, gen_len, sink, ScoreCollector(outputs, sink.greedy_token_ids, on_output))
         return outputs
 
     def session(

@@ -116,3 +116,31 @@ class OutputCollector(Observer):
                 output.outputs = [completion(s, self.tokenizer)]
             if self.on_output is not None:
                 self.on_output(output)
+
+
+class ScoreCollector(Observer):
+    """Completes the outputs of texts that are scored, and hands each on as soon as its batch is done.
+
+    Args:
+        outputs: by index, of every text of the job.
+        greedy_token_ids: by index, the most likely token in the place of each that is scored.
+        on_output: gets every output.
+    """
+
+    def __init__(
+        self,
+        outputs: list[ScoreOutput],
+        greedy_token_ids: dict[int, list[int]],
+        on_output: Callable[[ScoreOutput], None] | None = None,
+    ):
+        self.outputs, self.greedy_token_ids, self.on_output = outputs, greedy_token_ids, on_output
+
+    def on_finished(self, sequences: list[Sequence]) -> None:
+        for s in sequences:
+            output = self.outputs[s.index]
+            if s.finish_reason == "error":
+                output.error = "the model's hidden states overflowed for this text"
+            else:
+                output.token_logprobs, output.greedy_token_ids = s.logprobs, self.greedy_token_ids[s.index]
+            if self.on_output is not None:
+                self.on_output(output)
