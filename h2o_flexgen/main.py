@@ -13,6 +13,7 @@ COMMANDS = {
     "status": ("status", "say how far a job is that writes an output file"),
     "plan": ("plan", "show what generate would run, before anything is loaded"),
     "search": ("policy_search", "find the policy with the highest predicted throughput, for any machine"),
+    "analyse": ("analyse", "show how a model's attention is spread over a text, as in the H2O paper"),
     "hardware": ("hardware", "measure this machine, for plans made elsewhere"),
 }
 

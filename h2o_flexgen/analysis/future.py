@@ -1,4 +1,4 @@
-"""What a rule would keep that knows the future, and who the heavy hitters of a prompt are (section 3.2 of the H2O paper).
+"""What a rule would keep that knows the future, and who the heavy hitters of a prompt are (H2O paper, section 3.2).
 
 Shapes: KV heads, N tokens, of which P are prompt and M = N - P follow.
 """

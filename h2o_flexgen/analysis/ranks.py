@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,16 +21,24 @@ def curve(received: Tensor) -> Tensor:
     return (ranked / ranked.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
 
 
-def fit_power_law(shares: Tensor) -> tuple[float, float]:
-    """Exponent a and R2 of shares (N,) ~ rank ** -a: least squares of the logarithms over FIRST_RANK and the ranks behind
-    it, up to LAST_PART of all."""
+class PowerLaw(NamedTuple):
+    """share = share_at_1 * rank ** -exponent."""
+
+    exponent: float
+    share_at_1: float
+    r2: float
+
+
+def fit_power_law(shares: Tensor) -> PowerLaw:
+    """Of shares (N,) by rank: least squares of the logarithms, over FIRST_RANK and those behind it up to LAST_PART of
+    all."""
     last = max(FIRST_RANK + 1, int(LAST_PART * len(shares)))
     rank = torch.arange(FIRST_RANK, last + 1)
     x, y = rank.double().log(), shares[FIRST_RANK - 1 : last].double().log()
-    x, y = x - x.mean(), y - y.mean()
-    slope = (x * y).sum() / (x * x).sum()
-    left = (y - slope * x).square().sum() / y.square().sum()
-    return -float(slope), 1 - float(left)
+    dx, dy = x - x.mean(), y - y.mean()
+    slope = (dx * dy).sum() / dx.square().sum()
+    left = (dy - slope * dx).square().sum() / dy.square().sum()
+    return PowerLaw(-float(slope), float((y.mean() - slope * x.mean()).exp()), 1 - float(left))
 
 
 def log_spaced(count: int, most: int) -> list[int]:

@@ -103,7 +103,7 @@ def study(model: ResidentModel, windows: Tensor, prompt_len: int, rule: FixedRul
 def _masked(model, windows, prompt_len, heavy, seen, foreseen, progress) -> dict[str, Tensor]:
     """Log-probabilities (B, M) where others than a rule choose whom the tokens behind the prompt see."""
     rng = torch.Generator().manual_seed(0)
-    found = {"heavy hitters, future known": [], "without heavy hitters": [], "without as many others": []}
+    found = {"heavy hitters, future known": [], "without heavy hitters": [], "without as many random others": []}
     with bar(desc="passes with masks", total=len(found) * len(windows), show=progress) as shown:
         for n, ids in enumerate(windows):
             prompt_received = seen[n].prompt_received.clone()
@@ -127,7 +127,6 @@ def _ranks(received: Tensor) -> dict:
     N = len(mean)
     at = ranks.log_spaced(POINTS, N)
     picked = torch.tensor(at) - 1
-    exponent, r2 = ranks.fit_power_law(mean)
     return {
         "rank": at,
         "share": mean[picked].tolist(),
@@ -135,9 +134,8 @@ def _ranks(received: Tensor) -> dict:
         "top_tenth": float(mean[: max(1, N // 10)].sum()),
         "fit": {
             "ranks": [ranks.FIRST_RANK, int(ranks.LAST_PART * N)],
-            "exponent": exponent,
-            "r2": r2,
-            "exponent_by_layer": [ranks.fit_power_law(curve)[0] for curve in curves],
+            **ranks.fit_power_law(mean)._asdict(),
+            "exponent_by_layer": [ranks.fit_power_law(curve).exponent for curve in curves],
         },
     }
 

@@ -20,8 +20,8 @@ PROMPT, LENGTH = 33, 60
 
 @pytest.fixture
 def dropping(monkeypatch):
-    """dropping(model, texts, rule, heavy, recent) -> the engine's log-probabilities (B, M), and for each decode step and
-    layer the positions in the cache (B, KV, slots), the newest token's and that of the one who is about to go too."""
+    """dropping(model, texts, rule, heavy, recent) -> the engine's log-probabilities (B, M), and for each decode step
+    and layer the positions in the cache (B, KV, slots), the newest token's and that of the one about to go too."""
 
     def run(model, texts, rule, heavy=HEAVY, recent=RECENT):
         positions = []
