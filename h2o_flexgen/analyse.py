@@ -119,7 +119,7 @@ def describe(result: dict) -> str:
         f"KV cache   {budget}",
         f"overlap    {overlap['heavy_mean']:.0%} of the heavy hitters are those chosen with the future known "
         f"(by chance {overlap['heavy_by_chance']:.0%}), {overlap['mean']:.0%} of all slots",
-        f"neurons    active for {neurons['mean']:.1%} of tokens ({neurons['activation']} {neurons['is_active']}); "
+        f"neurons    active for {neurons['mean']:.1%} of tokens ({neurons['is_active']}); "
         + ", ".join(f"the top {float(part):.0%} carry {share:.0%}" for part, share in neurons["carried"].items()),
         f"loss       {'':<30}perplexity    rise",
         *(f"           {row['cache']:<30}{row['perplexity']:>10.2f}{row['rise']:>+8.1%}" for row in result["loss"]),

@@ -27,16 +27,18 @@ from h2o_flexgen.sizes import HEAD_ROWS
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 #: how many tensors as large as a layer's attention a pass holds at once
 MATRICES = 4
+#: masks of a byte for each step and token that are held at once
+MASKS = 4
 
 
 def check_fits(spec: ModelSpec, dtype: torch.dtype, windows: int, prompt_len: int, gen_len: int) -> None:
-    """Raises UserError unless RAM holds the weights, the keys and values of all windows, which of them each step keeps,
-    and the attention of a pass."""
+    """Raises UserError unless RAM holds the weights, the keys and values of all windows, who is kept at each step, and
+    the attention of a pass."""
     length = prompt_len + gen_len
     shapes = {name: shape for layer in family(spec.model_type).tensors(spec) for name, shape in layer.shapes.items()}
     weights = sum(map(prod, shapes.values())) * dtype.itemsize
     places = windows * spec.layers * spec.kv_heads * length
-    caches = places * (2 * spec.head_dim * dtype.itemsize + gen_len)
+    caches = places * (2 * spec.head_dim * dtype.itemsize + MASKS * gen_len)
     entries = spec.heads * max(length**2, windows * prompt_len**2)  # of attention: a text's, or all prompts'
     needed = weights + caches + MATRICES * entries * torch.float32.itemsize
     free = int(MARGIN * memory.ram_available())

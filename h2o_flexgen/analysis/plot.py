@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 
 from h2o_flexgen.errors import UserError
 
@@ -28,7 +29,7 @@ def draw(result: dict, path: str | Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(12, 7), layout="constrained")
+    fig = Figure(figsize=(12, 6.6), layout="constrained")
     axes = fig.subplots(2, 3).flat
     for ax, panel in zip(axes, (_sparsity, _ranks, _words, _overlap, _loss, _neurons)):
         panel(ax, result)
@@ -39,7 +40,7 @@ def draw(result: dict, path: str | Path) -> None:
         ax.title.set_size(10)
     fig.suptitle(title(result), fontsize=11)
     try:
-        fig.savefig(path, dpi=110, format="png")
+        fig.savefig(path, dpi=100, format="png")
     except OSError as e:
         raise UserError(f"cannot write the plot {path}: {e.strerror}") from None
 
@@ -69,7 +70,7 @@ def _layers(ax, x: list, lines: list[list[float]]) -> None:
     from matplotlib import colormaps
 
     for layer, y in enumerate(lines):
-        ax.plot(x, y, color=colormaps[DEPTH](0.25 + 0.75 * layer / len(lines)), linewidth=0.6, alpha=0.7)
+        ax.plot(x, y, color=colormaps[DEPTH](0.25 + 0.75 * layer / len(lines)), linewidth=0.6)
 
 
 def _ranks(ax, result: dict) -> None:
@@ -90,7 +91,7 @@ def _words(ax, result: dict) -> None:
     found = result["words"]
     ax.scatter(found["co_occurrences"], found["score"], s=5, color=OURS, alpha=0.4, linewidths=0)
     ax.set(xscale="log", yscale="log", xlabel=f"co-occurrences within {found['reach']} tokens")
-    ax.set_ylabel("attention received, summed over occurrences")
+    ax.set_ylabel("attention of all occurrences")
     each = {name: correlation["spearman"] for name, correlation in found["correlation"].items()}
     text = f"rank correlation {each['summed']:.2f};\nof an occurrence {each['per_occurrence']:.2f}"
     ax.text(0.03, 0.97, text, transform=ax.transAxes, va="top", fontsize=8)
@@ -111,9 +112,8 @@ def _overlap(ax, result: dict) -> None:
 def _loss(ax, result: dict) -> None:
     rows = result["loss"][::-1]
     colours = [OTHER if row["cache"] == "full cache" else OURS for row in rows]
-    bars = ax.barh(
-        [row["cache"].replace(", ", ",\n") for row in rows], [row["perplexity"] for row in rows], color=colours
-    )
+    names = [fill(row["cache"], 20) for row in rows]
+    bars = ax.barh(names, [row["perplexity"] for row in rows], color=colours)
     ax.bar_label(bars, [f"{row['perplexity']:.2f} ({row['rise']:+.0%})" for row in rows], fontsize=8, padding=3)
     ax.set_xlim(right=1.35 * max(row["perplexity"] for row in rows))
     ax.set_title("Loss")
@@ -124,9 +124,8 @@ def _neurons(ax, result: dict) -> None:
     found = result["neurons"]
     _layers(ax, found["rank"], found["frequency_by_layer"])
     ax.plot(found["rank"], found["frequency"], color=OURS, linewidth=2, label="all layers")
-    ax.set_xscale("log")
     ax.set_ylim(0, 1.02)
     _percent(ax.yaxis)
-    ax.set_title(f"Activation of MLP neurons ({found['activation']})")
-    ax.set(xlabel="rank of the neuron", ylabel=f"tokens that activate it ({found['is_active']})")
+    ax.set_title(f"MLP neurons: {found['is_active']}")
+    ax.set(xlabel="rank of the neuron", ylabel="tokens for which it is active")
     ax.legend(fontsize=8, frameon=False, loc="lower left")

@@ -19,7 +19,7 @@ from h2o_flexgen.kv_cache.rule import FixedRule
 from h2o_flexgen.progress import bar
 
 #: points of a curve that are kept
-POINTS = 40
+POINTS = 25
 #: parts of the neurons whose share of all activations is told
 PARTS = (0.1, 0.2)
 
@@ -85,7 +85,8 @@ def study(model: ResidentModel, windows: Tensor, prompt_len: int, rule: FixedRul
             shown.update(1)
     received = torch.stack([each.received for each in seen], 1)  # (L, B, KV, N)
     run = simulate(model, windows, prompt_len, rule, progress)
-    foreseen = future.kept_with_future(received, prompt_len, rule.heavy, rule.recent)
+    foreseen = [future.kept_with_future(layer, prompt_len, rule.heavy, rule.recent) for layer in received]
+    foreseen = torch.stack(foreseen)
     active = sum(each.active for each in seen)
     full = torch.stack([each.logprobs for each in seen])
     losses = {"full cache": full, rule.name: run.logprobs}
@@ -142,8 +143,7 @@ def _ranks(received: Tensor) -> dict:
 
 def _words(windows: Tensor, received: Tensor) -> dict:
     words = Words.of(windows, received.sum((0, 2)))
-    names = {"co_occurrences": words.co_occurrences, "occurrences": words.occurrences, "score": words.score}
-    points = {name: values.tolist() for name, values in names.items()}
+    points = {"co_occurrences": words.co_occurrences.long().tolist(), "score": words.score.tolist()}
     return {"reach": REACH, "correlation": words.correlations(), **points}
 
 
@@ -167,15 +167,15 @@ def _loss(logprobs: dict[str, Tensor]) -> list[dict]:
 def _neurons(frequency: Tensor, activation: str) -> dict:
     """frequency (L, inner)."""
     ranked = frequency.sort(-1, descending=True).values
-    at = ranks.log_spaced(POINTS, ranked.shape[1])
-    picked = torch.tensor(at) - 1
-    is_active = "> 0" if activation == "relu" else f"> {neurons.THRESHOLD:g} of the token's largest, in size"
+    picked = torch.linspace(0, ranked.shape[1] - 1, POINTS).round().long()
+    is_active = (
+        "relu > 0" if activation == "relu" else f"|{activation}| > {neurons.THRESHOLD:.0%} of the token's largest"
+    )
     return {
-        "activation": activation,
         "is_active": is_active,
         "mean": float(frequency.mean()),
         "mean_by_layer": frequency.mean(1).tolist(),
-        "rank": at,
+        "rank": (picked + 1).tolist(),
         "frequency": ranked[:, picked].mean(0).tolist(),
         "frequency_by_layer": ranked[:, picked].tolist(),
         "carried": {f"{part:g}": fmean(neurons.carried(layer, part) for layer in frequency) for part in PARTS},

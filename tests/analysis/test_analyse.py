@@ -81,7 +81,7 @@ def test_what_it_writes_is_whole(result):
     assert len(result["ranks"]["share_by_layer"]) == len(result["neurons"]["frequency_by_layer"]) == layers
     assert len(result["ranks"]["rank"]) == len(result["ranks"]["share"]) > 10
     assert len(result["words"]["score"]) == len(result["words"]["co_occurrences"]) > 10
-    assert result["neurons"]["is_active"] == "> 0"
+    assert result["neurons"]["is_active"] == "relu > 0"
 
 
 def test_another_rule_and_budget(analysed, texts, text, tmp_path):
