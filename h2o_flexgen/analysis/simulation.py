@@ -17,9 +17,6 @@ from h2o_flexgen.analysis.model import ResidentModel
 from h2o_flexgen.kv_cache.rule import FixedRule, Tokens
 from h2o_flexgen.progress import bar
 
-#: where a token that has gone stands for a rule: behind the newest, like padding
-GONE = torch.iinfo(torch.int32).max
-
 
 @dataclass
 class MaskedCache:
@@ -29,6 +26,10 @@ class MaskedCache:
     rule: FixedRule
     length: int
     seen: int = field(init=False, default=0)  # tokens so far
+
+    @property
+    def slots(self) -> int:
+        return self.rule.heavy + self.rule.recent
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `CacheRule.prefill`, of prompts of one length."""
@@ -43,8 +44,8 @@ class MaskedCache:
         self.k, self.v = self._with_room(k), self._with_room(v)
         self.metadata = {name: self._with_room(values) for name, values in new.items()}
         self.kept = torch.zeros(B, KV, self.length, dtype=torch.bool)
-        best = self.rule.chosen(Tokens(new, self.prompt - 1, self.prompt), min(self.rule.budget, T))
-        self.kept.scatter_(2, best, True)
+        best = self.rule.chosen(Tokens(new, self.prompt - 1, self.prompt), min(self.slots, T))
+        self.kept.scatter_(2, best.long(), True)
         return mix(p, v)
 
     def _with_room(self, values: Tensor) -> Tensor:
@@ -63,19 +64,22 @@ class MaskedCache:
             self.metadata[name][:, :, at] = values
         past = slice(self.seen)
         p = probabilities(q, self.k[:, :, past], self.kept[:, :, None, past])
-        score = self.metadata["score"][:, :, past]
-        score.copy_(self.rule.step_scores(score, p.sum((2, 3))))
-        if self.kept[0, 0].sum() > self.rule.budget:
+        if self.rule.growth == "fixed":
+            score = self.metadata["score"][:, :, past]
+            score.copy_(self.rule.step_scores(score, p.sum((2, 3))))
             self._evict()
         return mix(p, self.v[:, :, past])
 
     def _evict(self) -> None:
-        """Of equal tokens the earlier one goes, but a rule keeps the first that it sees: it sees the last first."""
-        past = slice(self.seen)
-        tokens = {name: values[:, :, past].flip(-1) for name, values in self.metadata.items()}
-        tokens["position"].masked_fill_(~self.kept[:, :, past].flip(-1), GONE)
-        best = self.rule.chosen(Tokens(tokens, self.prompt * 0 + self.seen - 1, self.prompt), self.rule.budget)
-        self.kept[:, :, past] = torch.zeros_like(self.kept[:, :, past]).scatter_(2, best, True).flip(-1)
+        """Who must go goes. Of equals that is the earlier one; a rule keeps the first that it sees, so it sees the last
+        first."""
+        B, KV, _ = self.kept.shape
+        held = self.kept.nonzero()[:, 2].view(B, KV, -1).flip(-1)
+        if held.shape[2] > self.slots:
+            seen = {name: values.gather(2, held) for name, values in self.metadata.items()}
+            tokens = Tokens(seen, torch.full_like(self.prompt, self.seen - 1), self.prompt)
+            stay = held.gather(2, self.rule.chosen(tokens, self.slots))
+            self.kept = torch.zeros_like(self.kept).scatter_(2, stay, True)
 
 
 @dataclass

@@ -14,7 +14,6 @@ from h2o_flexgen.analysis.model import ResidentModel
 from h2o_flexgen.analysis.simulation import masked_logprobs, simulate
 from h2o_flexgen.analysis.words import REACH, Words
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kv_cache import CacheRule
 from h2o_flexgen.kv_cache.rule import FixedRule
 from h2o_flexgen.progress import bar
 
@@ -64,10 +63,8 @@ def observe(model: ResidentModel, ids: Tensor, prompt_len: int) -> Observation:
     return Observation(torch.tensor(negligible), *each, logprobs)
 
 
-def check_rule(rule: CacheRule, prompt_len: int) -> None:
+def check_rule(rule: FixedRule, prompt_len: int) -> None:
     """Raises UserError unless the figures can be made of a rule."""
-    if not isinstance(rule, FixedRule):
-        raise UserError(f"`kv_rule` {rule.name} has no slots of fixed number, which the analysis asks for")
     if not 0 < rule.heavy <= prompt_len // 2:
         raise UserError(
             f"the analysis masks the heavy hitters of a prompt, and as many other tokens: {rule.heavy} slots for heavy "
