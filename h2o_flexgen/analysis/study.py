@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -75,18 +76,14 @@ def check_rule(rule: FixedRule, prompt_len: int) -> None:
 def study(model: ResidentModel, windows: Tensor, prompt_len: int, rule: FixedRule, progress: bool = True) -> dict:
     """All figures of texts `windows` (B, N), each a prompt of `prompt_len` tokens and what follows it."""
     B, N = windows.shape
-    with bar(desc="passes with full attention", total=B, unit="texts", show=progress) as shown:
-        seen = []
-        for ids in windows:
-            seen.append(observe(model, ids, prompt_len))
-            shown.update(1)
+    shown = bar(list(windows), "passes with full attention", unit="windows", show=progress)
+    seen = [observe(model, ids, prompt_len) for ids in shown]
     received = torch.stack([each.received for each in seen], 1)  # (L, B, KV, N)
     run = simulate(model, windows, prompt_len, rule, progress)
-    foreseen = [future.kept_with_future(layer, prompt_len, rule.heavy, rule.recent) for layer in received]
-    foreseen = torch.stack(foreseen)
+    layers = [future.kept_with_future(layer, prompt_len, rule.heavy, rule.recent) for layer in received]
+    foreseen = torch.stack(layers)
     active = sum(each.active for each in seen)
-    full = torch.stack([each.logprobs for each in seen])
-    losses = {"full cache": full, rule.name: run.logprobs}
+    losses = {"full cache": torch.stack([each.logprobs for each in seen]), rule.label: run.logprobs}
     losses |= _masked(model, windows, prompt_len, rule.heavy, seen, foreseen, progress)
     return {
         "sparsity": _sparsity(torch.stack([each.negligible for each in seen])),
@@ -101,15 +98,17 @@ def study(model: ResidentModel, windows: Tensor, prompt_len: int, rule: FixedRul
 def _masked(model, windows, prompt_len, heavy, seen, foreseen, progress) -> dict[str, Tensor]:
     """Log-probabilities (B, M) where others than a rule choose whom the tokens behind the prompt see."""
     rng = torch.Generator().manual_seed(0)
-    found = {"heavy hitters, future known": [], "without heavy hitters": [], "without as many random others": []}
-    with bar(desc="passes with masks", total=len(found) * len(windows), show=progress) as shown:
-        for n, ids in enumerate(windows):
-            prompt_received = seen[n].prompt_received.clone()
-            hitters = future.heaviest(prompt_received, heavy)
-            others = future.random_others(hitters, prompt_len, rng)
-            for each, masks in zip(found.values(), (foreseen[:, n], ~hitters[:, :, None], ~others[:, :, None])):
-                each.append(masked_logprobs(model, ids, prompt_len, masks))
-                shown.update(1)
+    found = defaultdict(list)
+    for n, ids in enumerate(bar(list(windows), "passes with masks", unit="windows", show=progress)):
+        hitters = future.heaviest(seen[n].prompt_received, heavy)
+        others = future.random_others(hitters, prompt_len, rng)
+        masks = {
+            "heavy hitters, future known": foreseen[:, n],
+            "without heavy hitters": ~hitters[:, :, None],
+            "without as many random others": ~others[:, :, None],
+        }
+        for name, mask in masks.items():
+            found[name].append(masked_logprobs(model, ids, prompt_len, mask))
     return {name: torch.stack(rows) for name, rows in found.items()}
 
 
