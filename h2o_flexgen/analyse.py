@@ -121,8 +121,8 @@ def describe(result: dict) -> str:
         f"(by chance {overlap['heavy_by_chance']:.0%}), {overlap['mean']:.0%} of all slots",
         f"neurons    active for {neurons['mean']:.1%} of tokens ({neurons['is_active']}); "
         + ", ".join(f"the top {float(part):.0%} carry {share:.0%}" for part, share in neurons["carried"].items()),
-        f"loss       {'':<30}perplexity    rise",
-        *(f"           {row['cache']:<30}{row['perplexity']:>10.2f}{row['rise']:>+8.1%}" for row in result["loss"]),
+        f"loss       {'':<42}perplexity    rise",
+        *(f"           {row['cache']:<42}{row['perplexity']:>10.2f}{row['rise']:>+8.1%}" for row in result["loss"]),
     ]
     return "\n".join(lines)
 

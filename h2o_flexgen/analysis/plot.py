@@ -126,6 +126,6 @@ def _neurons(ax, result: dict) -> None:
     ax.plot(found["rank"], found["frequency"], color=OURS, linewidth=2, label="all layers")
     ax.set_ylim(0, 1.02)
     _percent(ax.yaxis)
-    ax.set_title(f"MLP neurons: {found['is_active']}")
-    ax.set(xlabel="rank of the neuron", ylabel="tokens for which it is active")
+    ax.set_title("MLP neurons")
+    ax.set(xlabel="rank of the neuron", ylabel=f"tokens for which it is active:\n{found['is_active']}")
     ax.legend(fontsize=8, frameon=False, loc="lower left")

@@ -100,13 +100,16 @@ def _masked(model, windows, prompt_len, heavy, seen, foreseen, progress) -> dict
     rng = torch.Generator().manual_seed(0)
     found = defaultdict(list)
     for n, ids in enumerate(bar(list(windows), "passes with masks", unit="windows", show=progress)):
-        hitters = future.heaviest(seen[n].prompt_received, heavy)
-        others = future.random_others(hitters, prompt_len, rng)
-        masks = {
-            "heavy hitters, future known": foreseen[:, n],
-            "without heavy hitters": ~hitters[:, :, None],
-            "without as many random others": ~others[:, :, None],
+        received, first = seen[n].prompt_received, torch.arange(len(ids)) == 0
+        hitters = future.heaviest(received, heavy)
+        without = {
+            "without heavy hitters": hitters,
+            "without the first token": first.expand_as(hitters),
+            "without heavy hitters but the first token": future.heaviest(received.masked_fill(first, 0), heavy),
+            "without as many random others": future.random_others(hitters, prompt_len, rng),
         }
+        masks = {"heavy hitters, future known": foreseen[:, n]}
+        masks |= {name: ~gone[:, :, None] for name, gone in without.items()}
         for name, mask in masks.items():
             found[name].append(masked_logprobs(model, ids, prompt_len, mask))
     return {name: torch.stack(rows) for name, rows in found.items()}

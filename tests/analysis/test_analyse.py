@@ -70,7 +70,7 @@ def test_it_tells_what_it_writes(analysed, texts, text, tmp_path, result):
     assert f"sparsity   {result['sparsity']['mean']:.1%}" in out
     assert "KV cache   3 heavy + 3 recent slots (h2o)" in out
     for row in result["loss"]:
-        (line,) = [line for line in out.splitlines() if line.strip().startswith(row["cache"])]
+        (line,) = [line for line in out.splitlines() if line.split()[:-2] == row["cache"].split()]
         assert float(line.split()[-2]) == pytest.approx(row["perplexity"], rel=1e-3)
 
 

@@ -189,9 +189,9 @@ def test_a_study_puts_them_together(tiny):
     full = torch.stack([each.logprobs for each in seen]).mean()
     loss = {row["cache"]: row for row in found["loss"]}
     assert log(loss["full cache"]["perplexity"]) == pytest.approx(-float(full), abs=1e-5)
-    assert list(loss) == ["full cache", "h2o", *list(loss)[2:]] and len(loss) == 5
+    assert list(loss) == ["full cache", "h2o", *list(loss)[2:]] and len(loss) == 7
     for row in loss.values():
         assert row["rise"] == pytest.approx(row["perplexity"] / loss["full cache"]["perplexity"] - 1)
-    assert len({round(row["perplexity"], 4) for row in loss.values()}) == 5
+    assert len({round(row["perplexity"], 4) for row in loss.values()}) == 7
     assert 0 < found["overlap"]["heavy_mean"] < found["overlap"]["mean"] < 1
     assert len(found["words"]["score"]) == len(set(windows[:, 1:].flatten().tolist()))
