@@ -112,7 +112,7 @@ def _overlap(ax, result: dict) -> None:
 def _loss(ax, result: dict) -> None:
     rows = result["loss"][::-1]
     colours = [OTHER if row["cache"] == "full cache" else OURS for row in rows]
-    names = [fill(row["cache"], 20) for row in rows]
+    names = [fill(row["cache"], 24) for row in rows]
     bars = ax.barh(names, [row["perplexity"] for row in rows], color=colours)
     ax.bar_label(bars, [f"{row['perplexity']:.2f} ({row['rise']:+.0%})" for row in rows], fontsize=8, padding=3)
     ax.set_xlim(right=1.35 * max(row["perplexity"] for row in rows))
