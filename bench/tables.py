@@ -258,10 +258,35 @@ def command_line(data: dict) -> str:
     return markdown(["command", f"`{data['flex_opt']}`"], [*lines, ["peak RAM, planned, on disk", sizes]])
 
 
+def analysis(data: dict) -> str:
+    """The figures of `h2o-flexgen analyse`: in all, by layer, and the loss."""
+    ranks, overlap, n = data["ranks"], data["overlap"], data["neurons"]
+    words = {name: each["spearman"] for name, each in data["words"]["correlation"].items()}
+    fit, by_layer = ranks["fit"], lambda values: f"{min(values):.2f} to {max(values):.2f}"
+    lines = [
+        ["attention below 1 % of its row's maximum", data["sparsity"]["mean"], by_layer(data["sparsity"]["by_layer"])],
+        ["attention that the top tenth of the tokens receives", ranks["top_tenth"], ""],
+        ["exponent of the power law", fit["exponent"], by_layer(fit["exponent_by_layer"])],
+        ["its R2, ranks {} to {}".format(*fit["ranks"]), fit["r2"], ""],
+        ["rank correlation of a word's attention and co-occurrences", words["summed"], ""],
+        ["the same of the attention of one occurrence", words["per_occurrence"], ""],
+        ["heavy hitters that are those of the future", overlap["heavy_mean"], by_layer(overlap["heavy_by_layer"])],
+        ["the same by chance", overlap["heavy_by_chance"], ""],
+        ["all slots that are those of the future", overlap["mean"], by_layer(overlap["by_layer"])],
+        ["tokens for which a neuron is active", n["mean"], by_layer(n["mean_by_layer"])],
+        *([f"activations by the top {float(part):.0%} of neurons", x, ""] for part, x in n["carried"].items()),
+    ]
+    found = markdown(["figure", "mean", "layers"], [[name, f"{mean:.2f}", layers] for name, mean, layers in lines])
+    loss = columns(
+        data["loss"], "tokens behind the prompt see | perplexity | rise", "{cache} | {perplexity:.2f} | {rise:+.1%}"
+    )
+    return f"{found}\n\n{loss}"
+
+
 OF_ROWS = (throughput, throughput_details, throughput_deaths, throughput_ours, throughput_machines)
 OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
-OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction}
+OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
 
 
 def table(name: str) -> str:

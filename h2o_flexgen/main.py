@@ -15,6 +15,7 @@ COMMANDS = {
     "quality": ("quality", "measure what KV budgets cost in quality on your own texts"),
     "plan": ("plan", "show what generate would run, before anything is loaded"),
     "search": ("policy_search", "find the policy with the highest predicted throughput, for any machine"),
+    "analyse": ("analyse", "show how a model's attention is spread over a text, as in the H2O paper"),
     "hardware": ("hardware", "measure this machine, for plans made elsewhere"),
 }
 
