@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
+from h2o_flexgen.files import rounded, to_json
 from h2o_flexgen.profiling import machine as profiled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,15 +27,6 @@ PROFILER = "h2o_flexgen.hardware"
 SCRATCH = "h2o_flexgen-bench-"
 #: packages whose versions stand in a result
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "flexgen")
-
-
-def machine() -> dict:
-    """The machine in words. The model of the CPU tells apart what is sold under one name."""
-    found = profiled.machine()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = dict([part.strip() for part in line.split(":", 1)] for line in lines if ":" in line)
-    model = ", ".join(f"{name} {cpu[name]}" for name in ("cpu family", "model") if name in cpu)
-    return {name: found[name] for name in ("cpu", "cores", "ram_gib", "gpu")} | {"cpu_model": model or None}
 
 
 def command() -> str:
@@ -64,30 +56,9 @@ def origin() -> dict:
         "command": command(),
         "commit": commit(),
         "date": date.today().isoformat(),
-        "machine": machine(),
+        "machine": profiled.described(),
         "versions": {k: v for k, v in profiled.installed(*PACKAGES).items() if k != "python"},
     }
-
-
-def to_json(data, indent: int = 0, width: int = 110) -> str:
-    """JSON in which whatever fits on a line stands on one."""
-    flat = json.dumps(data)
-    if not isinstance(data, (dict, list)) or len(flat) + indent <= width:
-        return flat
-    pad = "\n" + " " * (indent + 1)
-    if isinstance(data, dict):
-        parts = [f"{json.dumps(key)}: {to_json(value, indent + 1, width)}" for key, value in data.items()]
-        return "{" + pad + f",{pad}".join(parts) + f"{pad[:-1]}}}"
-    return "[" + pad + f",{pad}".join(to_json(value, indent + 1, width) for value in data) + f"{pad[:-1]}]"
-
-
-def rounded(data, digits: int = 6):
-    """Every float in `data` to so many significant digits."""
-    if isinstance(data, float):
-        return float(f"{data:.{digits}g}")
-    if isinstance(data, dict):
-        return {key: rounded(value, digits) for key, value in data.items()}
-    return [rounded(value, digits) for value in data] if isinstance(data, list) else data
 
 
 def save(name: str, data: dict) -> Path:

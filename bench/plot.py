@@ -1,4 +1,4 @@
-"""Draw docs/throughput.png and docs/frontier.png from docs/benchmarks. Needs matplotlib (the extra `plot`).
+"""Draw docs/throughput.png, docs/frontier.png and docs/quality_*.png. Needs matplotlib (the extra `plot`).
 
 python -m bench.plot
 """
@@ -9,8 +9,9 @@ import textwrap
 
 import matplotlib
 
-from bench.common import ROOT, stored
+from bench.common import RESULTS, ROOT, stored
 from bench.tables import FULL, H2O, cap_text, gain_text, job_text, machine_text, medians, rows_measured
+from h2o_flexgen.evaluation.figure import draw
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -77,3 +78,5 @@ def plot_frontier(data: dict) -> None:
 if __name__ == "__main__":
     plot_throughput(rows_measured())
     plot_frontier(stored("frontier"))
+    for path in RESULTS.glob("quality_*.json"):
+        draw(stored(path.stem), ROOT / "docs" / f"{path.stem}.png")

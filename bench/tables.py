@@ -179,13 +179,6 @@ TABLES = {
         "{model} | {block} ({policy}) | {seconds[read]:.2f} | {seconds[compute]:.2f} | {seconds[step]:.2f} | "
         "{step_over_floor:.2f}",
     ),
-    "engine_quality": (
-        "{workload[model]} in {workload[dtype]}, {workload[passages]} passages of Python's language reference, "
-        "{workload[prompt]} tokens of prompt and {workload[scored]} teacher-forced.\n\n",
-        "rows",
-        "KV cache | perplexity | rise",
-        "{kept} | {perplexity:.2f} | {rise:+.0%}",
-    ),
     "engine_stop": (
         "{workload[model]}, block {workload[block]}, weights, cache and hidden states on disk.\n\n",
         "rows",
@@ -241,6 +234,18 @@ def prediction(data: dict) -> str:
     return f"Predicted over measured seconds, {told}. Rounds: {data['rows'][0]['rounds']}."
 
 
+def quality(data: dict) -> str:
+    """What KV budgets cost, by `h2o-flexgen quality`."""
+    w, rows = data["workload"], []
+    for row in data["rows"]:
+        slots = "all" if row["slots"] is None else "{heavy} + {recent}".format(**row)
+        rows.append(row | {"slots": slots, "mib": row["kv_bytes"] / (1 << 20)})
+    header = "rule | slots, heavy + recent | KV cache of a sequence, MiB | perplexity | rise | agreement"
+    template = "{rule} | {slots} | {mib:.2f} | {perplexity:.2f} | {rise:+.1%} | {agreement:.1%}"
+    job = f"{w['passages']} passages of {', '.join(w['texts'])}, {w['prompt_len']} tokens of prompt and {w['gen_len']}"
+    return f"{w['model']} in {w['dtype']}, {job} teacher-forced.\n\n{columns(rows, header, template)}"
+
+
 def command_line(data: dict) -> str:
     """One run of the command line."""
 
@@ -253,10 +258,35 @@ def command_line(data: dict) -> str:
     return markdown(["command", f"`{data['flex_opt']}`"], [*lines, ["peak RAM, planned, on disk", sizes]])
 
 
+def analysis(data: dict) -> str:
+    """The figures of `h2o-flexgen analyse`: in all, by layer, and the loss."""
+    ranks, overlap, n = data["ranks"], data["overlap"], data["neurons"]
+    words = {name: each["spearman"] for name, each in data["words"]["correlation"].items()}
+    fit, by_layer = ranks["fit"], lambda values: f"{min(values):.2f} to {max(values):.2f}"
+    lines = [
+        ["attention below 1 % of its row's maximum", data["sparsity"]["mean"], by_layer(data["sparsity"]["by_layer"])],
+        ["attention that the top tenth of the tokens receives", ranks["top_tenth"], ""],
+        ["exponent of the power law", fit["exponent"], by_layer(fit["exponent_by_layer"])],
+        ["its R2, ranks {} to {}".format(*fit["ranks"]), fit["r2"], ""],
+        ["rank correlation of a word's attention and co-occurrences", words["summed"], ""],
+        ["the same of the attention of one occurrence", words["per_occurrence"], ""],
+        ["heavy hitters that are those of the future", overlap["heavy_mean"], by_layer(overlap["heavy_by_layer"])],
+        ["the same by chance", overlap["heavy_by_chance"], ""],
+        ["all slots that are those of the future", overlap["mean"], by_layer(overlap["by_layer"])],
+        ["tokens for which a neuron is active", n["mean"], by_layer(n["mean_by_layer"])],
+        *([f"activations by the top {float(part):.0%} of neurons", x, ""] for part, x in n["carried"].items()),
+    ]
+    found = markdown(["figure", "mean", "layers"], [[name, f"{mean:.2f}", layers] for name, mean, layers in lines])
+    loss = columns(
+        data["loss"], "tokens behind the prompt see | perplexity | rise", "{cache} | {perplexity:.2f} | {rise:+.1%}"
+    )
+    return f"{found}\n\n{loss}"
+
+
 OF_ROWS = (throughput, throughput_details, throughput_deaths, throughput_ours, throughput_machines)
 OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
-OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction}
+OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
 
 
 def table(name: str) -> str:
@@ -268,6 +298,8 @@ def table(name: str) -> str:
         return f"(not measured yet: docs/benchmarks/{name}.json)"
     if name == "peer_settings":
         return peer_settings(data)
+    if name.startswith("quality_"):
+        return f"{quality(data)}\n\n{provenance(data)}"
     if name in OTHERS:
         return f"{OTHERS[name](data)}\n\n{provenance(data)}"
     above, key, header, template = TABLES[name]

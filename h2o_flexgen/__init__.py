@@ -8,10 +8,12 @@ _MODULES = {
     "LLM": "llm",
     "CompletionOutput": "llm",
     "KVBudget": "policy",
+    "Losses": "losses",
     "Policy": "policy",
     "RequestOutput": "llm",
     "SamplingParams": "engine.params",
     "ScoreOutput": "llm",
+    "Session": "session",
     "UserError": "errors",
 }
 __all__ = list(_MODULES)

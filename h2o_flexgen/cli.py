@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
+from h2o_flexgen.losses import Losses
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
 from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget, Policy
 
@@ -38,6 +40,7 @@ class Parser(argparse.ArgumentParser):
             what = f"unknown option {word}" if is_option else f"unexpected {word!r}, which belongs to no option"
             known = {*self._option_string_actions, *FOREIGN} if is_option else ()
             self.error(what + did_you_mean(word, sorted(known)))
+        args.command = f"{self.prog} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
         return args
 
     def error(self, message: str):
@@ -130,7 +133,7 @@ def num_prompts(args: argparse.Namespace, policy: Policy | str | None) -> int:
 
 
 def add_budget_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `make_budget` reads."""
+    """The options that `make_losses` and `make_budget` read."""
 
     def ratio(text: str) -> float | str:
         return text if text == "auto" else float(text)
@@ -141,13 +144,33 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
     add("--hh-size", type=int, help="heavy hitters in slots")
     add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
+    loss = "the cheapest rule and budget of --quality that cost at most this: 0.02 is 2 %% more perplexity"
+    add("--max-loss", type=float, metavar="LOSS", help=f"{loss}; with --hh-ratio auto a limit of what that takes")
+    add("--quality", metavar="FILE", help="what budgets cost, by h2o-flexgen quality --output FILE")
     add("--min-hh-ratio", type=amount, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
     rule = f"the rule that says which tokens have the slots, with options NAME:first=4 (default: {DEFAULT_RULE})"
     add("--kv-rule", metavar="NAME", help=rule)
 
 
-def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
-    """The KV budget, "auto", or None for a full cache."""
+def make_losses(args: argparse.Namespace) -> Losses | None:
+    """What budgets cost, and how much of that is accepted; None without --quality."""
+    if args.quality is None:
+        if args.max_loss is not None:
+            raise UserError("--max-loss needs to know what budgets cost: give a --quality FILE too")
+        return None
+    if args.max_loss is None and args.hh_ratio != "auto":
+        raise UserError("--quality is for --max-loss and for --hh-ratio auto: give one of them too")
+    return Losses.from_file(args.quality, args.max_loss)
+
+
+def check_model(losses: Losses | None, model: str) -> None:
+    """Warn if losses were measured with another model than that of the job."""
+    if losses is not None and losses.model != model:
+        print(f"warning: --quality {losses.path} is of {losses.model}, this job is of {model}", file=sys.stderr)
+
+
+def make_budget(args: argparse.Namespace, losses: Losses | None = None) -> KVBudget | str | None:
+    """The KV budget, "auto", or None for a full cache. One that is chosen for its loss is told on stderr."""
     if args.kv_rule is not None:
         from h2o_flexgen.kv_cache import make_rule
 
@@ -161,6 +184,12 @@ def make_budget(args: argparse.Namespace) -> KVBudget | str | None:
         return "auto"
     if args.min_hh_ratio is not None:
         raise UserError("--min-hh-ratio is the floor of --hh-ratio auto")
+    if losses is not None:
+        if args.kv_rule is not None or any(value is not None for value in given):
+            raise UserError("--max-loss chooses the rule and the budget: leave --kv-rule, ratios and sizes out")
+        found = losses.cheapest()
+        print(f"KV budget  {found}: the cheapest of {losses.path} within {losses.max_loss:.3g}", file=sys.stderr)
+        return found.kv_budget
     if any(value is not None for value in given):
         return KVBudget(*given, args.kv_rule or DEFAULT_RULE)
     if args.kv_rule is not None:
@@ -213,21 +242,25 @@ def describe_job(model: str, dtype: str, machine: str, workload: dict, policy: P
 
 
 def describe_curve(curve: list[BudgetPoint]) -> str:
-    """A table for people: KV budget, block, tokens per second. An arrow marks the largest budget that is free."""
+    """A table for people: KV budget, block, tokens per second, and the loss where one is known. An arrow marks the
+    largest budget that is free."""
     chosen = largest_free(curve)
-    lines = ["   hh-ratio  slots       block  tokens/s"]
+    has_losses = any(point.loss is not None for point in curve)
+    lines = ["   hh-ratio  slots       block  tokens/s" + "      loss" * has_losses]
     for point in curve:
         mark = "=>" if point == chosen else "  "
         ratio = "full" if point.ratio is None else f"{point.ratio:g}"
         block = f"{point.gpu_batch_size} x {point.num_gpu_batches}"
+        loss = "unknown" if point.loss is None else f"{point.loss:+.1%}"
         lines.append(f"{mark} {ratio:>8}{point.slots:>7}{block:>12}{point.tokens_per_s:>10.2f}")
+        lines[-1] += f"{loss:>10}" * has_losses
     return "\n".join(lines)
 
 
-def say(text: str) -> None:
-    """A text to stdout."""
+def say(text: str, end: str = "\n") -> None:
+    """A text to stdout, at once."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except BrokenPipeError:
         raise
     except OSError as e:

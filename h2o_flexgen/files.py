@@ -47,6 +47,27 @@ def write_text(name: str, path: str, text: str) -> None:
         raise UserError(f"cannot write {name} {path}: {e.strerror}") from None
 
 
+def to_json(data, indent: int = 0, width: int = 110) -> str:
+    """JSON in which whatever fits on a line stands on one."""
+    flat = json.dumps(data)
+    if not isinstance(data, (dict, list)) or len(flat) + indent <= width:
+        return flat
+    pad = "\n" + " " * (indent + 1)
+    if isinstance(data, dict):
+        parts = [f"{json.dumps(key)}: {to_json(value, indent + 1, width)}" for key, value in data.items()]
+        return "{" + pad + f",{pad}".join(parts) + f"{pad[:-1]}}}"
+    return "[" + pad + f",{pad}".join(to_json(value, indent + 1, width) for value in data) + f"{pad[:-1]}]"
+
+
+def rounded(data, digits: int = 6):
+    """Every float in `data` to so many significant digits."""
+    if isinstance(data, float):
+        return float(f"{data:.{digits}g}")
+    if isinstance(data, dict):
+        return {key: rounded(value, digits) for key, value in data.items()}
+    return [rounded(value, digits) for value in data] if isinstance(data, list) else data
+
+
 def cache_root() -> Path:
     """The folder for what is kept between jobs. Raises UserError if there is none."""
     if home := os.environ.get("H2O_FLEXGEN_HOME"):

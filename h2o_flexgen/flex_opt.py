@@ -121,9 +121,10 @@ def run(args: argparse.Namespace) -> None:
     for name in ("restart", "retry_errors"):
         if getattr(args, name) and args.output_file is None:
             raise UserError(f"{cli.option(name)} is for a job with an --output-file")
-    cli.check_files(args, reads=("input_file", "policy", "hardware"), writes=("output_file", "report"))
+    cli.check_files(args, reads=("input_file", "policy", "hardware", "quality"), writes=("output_file", "report"))
     rows = read_rows(args.input_file) if args.input_file is not None else None
-    policy, budget = cli.make_policy(args, len(rows) if rows else args.num_prompts), cli.make_budget(args)
+    losses = cli.make_losses(args)
+    policy, budget = cli.make_policy(args, len(rows) if rows else args.num_prompts), cli.make_budget(args, losses)
 
     from h2o_flexgen.engine.observer import Observer
     from h2o_flexgen.engine.sampling import SamplingParams
@@ -143,11 +144,12 @@ def run(args: argparse.Namespace) -> None:
                 print(f"policy: {choice.policy.to_json()}\n{choice.plan.describe()}", file=sys.stderr)
 
     options = {name: getattr(args, name) for name in (PASSED if policy else PASSED + SEARCHED)}
-    options |= {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "observer": Planned()}
+    options |= {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "losses": losses, "observer": Planned()}
     with nullcontext() if args.output_file is None else Job(args.output_file, args.restart) as job:
         if job is not None and job.dtype and args.dtype == "auto":
             options["dtype"] = job.dtype
         with LLM(policy=policy or args.policy or "auto", kv_budget=budget, **options) as llm:
+            cli.check_model(losses, llm.model.name)
             rows = made_up_rows(llm, args) if rows is None else rows
             if job is not None:
                 job.run(llm, rows, params, args.retry_errors)

@@ -103,4 +103,4 @@ def kv_bytes(model: ModelData, workload: Workload, rule: CacheRule) -> dict[str,
         kv = model.shapes(rule, workload).kv
         return model.spec.layers * (kv.kv_bytes + kv.meta_bytes)
 
-    return {"full": nbytes(rule_for(None, workload, model.spec.positions)), "job": nbytes(rule)}
+    return {"full": nbytes(rule_for(None, workload, model.spec)), "job": nbytes(rule)}

@@ -11,13 +11,14 @@ import torch
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import Prompt, is_conversation, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
-from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreOutput
-from h2o_flexgen.engine.params import SamplingParams, keys_of_each, params_of_each
+from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreCollector, ScoreOutput
+from h2o_flexgen.engine.params import SamplingParams, keys_of_each, params_of_each, prompt_lens_of_each
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.losses import Losses
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
@@ -27,7 +28,8 @@ from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.measure import job_dtype, load_or_measure
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.session import Session, choose
+from h2o_flexgen.sizes import STREAM_CHUNK, Workload
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
 
@@ -52,6 +54,7 @@ class LLM:
         hardware: a profile as `python -m h2o_flexgen.hardware` writes it, instead of measuring.
         max_latency: the most seconds that a block may take, for policy "auto".
         min_hh_ratio: the floor of kv_budget "auto".
+        losses: what budgets cost in quality, for kv_budget "auto": it stays within their `max_loss`.
         progress: show bars on stderr.
         observer: is told of the policy, and of steps, batches and blocks as they run.
 
@@ -83,6 +86,7 @@ class LLM:
         hardware: str | Path | Profile | None = None,
         max_latency: float | None = None,
         min_hh_ratio: float = MIN_HH_RATIO,
+        losses: Losses | None = None,
         progress: bool = True,
         observer: Observer | None = None,
     ):
@@ -120,7 +124,13 @@ class LLM:
                 dummy=self.model.is_dummy,
             ),
             Constraints(
-                gpu_batch_size, num_gpu_batches, cpu_cache_compute, overlap is not False, max_latency, min_hh_ratio
+                gpu_batch_size,
+                num_gpu_batches,
+                cpu_cache_compute,
+                overlap is not False,
+                max_latency,
+                min_hh_ratio,
+                losses,
             ),
             profile,
             lambda: load_or_measure(self.device, self.dtype, self.offload_root, progress),
@@ -221,26 +231,36 @@ class LLM:
         prompts = [messages if is_conversation(messages) else no_messages for messages in several]
         return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
 
-    def score(self, texts: str | Seq[str | Seq[int]], prompt_len: int | None = None) -> list[ScoreOutput]:
+    def score(
+        self,
+        texts: str | Seq[str | Seq[int]],
+        prompt_len: int | Seq[int] | None = None,
+        *,
+        on_output: Callable[[ScoreOutput], None] | None = None,
+    ) -> list[ScoreOutput]:
         """Log-probabilities of texts under the model, in blocks and on all tiers as in `generate`.
+
+        The last token of a text is never an input, so a text may have one token more than the model has positions.
 
         Args:
             texts: texts, or lists of token ids.
-            prompt_len: tokens of each text that are its prompt. Those behind it are fed one by one, so that the KV
-                budget acts as in generation. None scores all tokens but the first in one pass, with full attention.
+            prompt_len: tokens of each text that are its prompt: a number for all texts, or one for each. Those behind
+                it are fed one by one, so that the KV budget acts as in generation. None scores all tokens but the
+                first in one pass, with full attention.
+            on_output: called with every output that is scored, as soon as its batch is done.
 
         Returns:
             In the order of the texts. One that cannot be scored has an `error` and stops no other.
 
         Raises:
-            UserError: `prompt_len` is no whole number from 1 on, or there is no memory for the job.
+            UserError: `prompt_len` is no whole number from 1 on, or not one for each text, or there is no memory.
         """
-        if prompt_len is not None and (type(prompt_len) is not int or prompt_len < 1):
-            raise UserError(f"`prompt_len` must be a whole number, 1 or more, not {prompt_len!r}")
-        first = prompt_len or 1  # the first token that is scored
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        prompt_lens = prompt_lens_of_each(prompt_len, len(texts))
         self.report = {}
         outputs, sequences, targets = [], [], {}
-        for index, text in enumerate([texts] if isinstance(texts, str) else texts):
+        for index, (text, its_prompt_len) in enumerate(zip(texts, prompt_lens)):
+            first = its_prompt_len or 1  # the first token that is scored
             output = ScoreOutput(index, [])
             outputs.append(output)
             try:
@@ -252,25 +272,51 @@ class LLM:
                     raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
                 targets[index] = ids[first:]
                 length = SamplingParams(max_tokens=len(targets[index]))
-                sequences.append(Sequence(index, ids[:prompt_len], length))
+                sequences.append(Sequence(index, ids[: its_prompt_len or -1], length))
             except UserError as e:
                 output.error = str(e)
         if sequences:
             sink = TeacherForcing(targets, every_position=prompt_len is None)
             gen_len = 1 if prompt_len is None else max(map(len, targets.values()))
-            self._run(sequences, gen_len, sink, Observer())
-        for s in sequences:
-            if s.finish_reason == "error":
-                outputs[s.index].error = "the model's hidden states overflowed for this text"
-            else:
-                outputs[s.index].token_logprobs, outputs[s.index].is_greedy = s.logprobs, sink.is_greedy[s.index]
+            self._run(sequences, gen_len, sink, ScoreCollector(outputs, sink.greedy_token_ids, on_output))
         return outputs
+
+    def session(
+        self,
+        kv_budget: KVBudget | None = None,
+        *,
+        count: int | None = None,
+        position_rolling: bool | None = None,
+        chunk: int = STREAM_CHUNK,
+    ) -> Session:
+        """Streams without end over KV caches of a fixed size, placed as the caches of a job are.
+
+        Args:
+            kv_budget: slots, by default those of the LLM; without any the caches are full, and end with the model's
+                positions.
+            count: several streams in one block; the session's methods then take and return lists.
+            position_rolling: what a cache holds has the positions 0, 1, 2 ..., so that a stream may outgrow the model's
+                (RoPE only). By default with a KV budget.
+            chunk: the most tokens that are read at once. All of them see the same held tokens, of which some then go.
+
+        Raises:
+            UserError: an argument that cannot be used, positions that cannot roll, or no memory.
+        """
+        self.runner.end_streams("the next session of its model began")
+        self.device.reset_meters()
+        given, budget = None if self.policy == "auto" else self.policy, kv_budget or self.kv_budget
+        arguments = 1 if count is None else count, position_rolling, chunk
+        self.choice, most = choose(self.planner, self.resources(), given, budget, *arguments)
+        self.observer.on_plan(self.choice)
+        self.choice.plan.check()
+        return Session(self.model, self.runner, self.choice, count, most)
 
     def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""
         # the longest outputs first, so that neighbours end together; among those, the longest prompts
         sequences.sort(key=lambda s: (s.params.max_tokens, len(s.prompt)), reverse=True)
         workload = Workload(tuple(sorted((len(s.prompt) for s in sequences), reverse=True)), gen_len)
+        self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
         given = None if self.policy == "auto" else self.policy
         self.choice = choice = self.planner.choose(workload, self.resources(), given, self.kv_budget)

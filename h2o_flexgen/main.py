@@ -11,8 +11,11 @@ from h2o_flexgen import __version__, cli
 COMMANDS = {
     "generate": ("flex_opt", "generate text for many prompts"),
     "status": ("status", "say how far a job is that writes an output file"),
+    "stream": ("stream", "go through turns or a text without end, over a KV cache of a fixed size"),
+    "quality": ("quality", "measure what KV budgets cost in quality on your own texts"),
     "plan": ("plan", "show what generate would run, before anything is loaded"),
     "search": ("policy_search", "find the policy with the highest predicted throughput, for any machine"),
+    "analyse": ("analyse", "show how a model's attention is spread over a text, as in the H2O paper"),
     "hardware": ("hardware", "measure this machine, for plans made elsewhere"),
 }
 

@@ -52,21 +52,23 @@ def run(args: argparse.Namespace) -> None:
     need not be there yet."""
     if args.hardware is not None and (args.device, args.dtype) != ("auto", "auto"):
         raise UserError("--device and --dtype are of this machine: --hardware brings its own")
-    cli.check_files(args, reads=("hardware",), writes=("output",))
-    budget, policy = cli.make_budget(args), cli.make_policy(args, args.num_prompts)
+    cli.check_files(args, reads=("hardware", "quality"), writes=("output",))
+    losses = cli.make_losses(args)
+    budget, policy = cli.make_budget(args, losses), cli.make_policy(args, args.num_prompts)
 
     args.model = args.model or getattr(args, "positional", None)
 
     from h2o_flexgen import forecast
 
     found = forecast.find(args.model, args.path)
+    cli.check_model(losses, found.name)
     length = cli.prompt_len(args, found.spec.positions)
     found.spec.check_length(length, args.gen_len)
     profile = profile_for(args, found)
     model = model_data(args, found, profile)
     sizes = forecast.sizes(model, found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
     try:
-        choice = choose(args, length, model, profile, policy, budget)
+        choice = choose(args, length, model, profile, policy, budget, losses)
     except PlanError:  # a newcomer wants to know how large the model is
         if not args.json:
             cli.say(describe_sizes(sizes))
@@ -106,7 +108,7 @@ def model_data(args: argparse.Namespace, found, profile):
     return ModelData.of(found.spec, profile.dtype, stored, profile.device == "cuda", found.is_dummy or to_come)
 
 
-def choose(args: argparse.Namespace, length: int, model, profile, policy, budget):
+def choose(args: argparse.Namespace, length: int, model, profile, policy, budget, losses):
     """The choice for prompts of `length` tokens on a profile's machine, by the planner that a job asks."""
     from h2o_flexgen.planning.memory import Resources
     from h2o_flexgen.planning.planner import Planner, check_cpu_cap
@@ -122,6 +124,7 @@ def choose(args: argparse.Namespace, length: int, model, profile, policy, budget
         args.overlap is not False,
         args.max_latency,
         args.min_hh_ratio or MIN_HH_RATIO,
+        losses,
         resident=not args.search,
         one_block=args.search and args.num_prompts is None,
     )
@@ -193,7 +196,7 @@ def describe(choice) -> str:
 def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> str:
     """The command that runs a policy."""
     policy, budget = choice.policy, asdict(choice.kv_budget) if choice.kv_budget else {}
-    rule = budget.pop("rule", DEFAULT_RULE)
+    rule, _ = budget.pop("rule", DEFAULT_RULE), budget.pop("position_rolling", None)  # plans are made without it
     options = {"model": args.model, "path": args.path, **workload}
     options |= {**budget, "kv_rule": None if rule == DEFAULT_RULE else rule}
     options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}

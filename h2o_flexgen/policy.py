@@ -31,6 +31,8 @@ class KVBudget:
     Either ratios of the longest prompt of the job, or sizes in slots; a size wins over a ratio. The recent window is as
     large as the heavy hitters where it is not given. Without heavy hitters the cache is a local window. `rule` is the
     cache rule that says which tokens have the slots: its name in `kv_cache.RULES`, or with options: "mean:first=4".
+    With `position_rolling` the tokens that a head holds have the positions 0, 1, 2 ..., whatever was between them in
+    the text (RoPE only).
 
     Raises:
         UserError: a ratio outside [0, 1], a negative size, or neither given.
@@ -41,9 +43,11 @@ class KVBudget:
     hh_size: int | None = None
     recent_size: int | None = None
     rule: str = DEFAULT_RULE
+    position_rolling: bool = False
 
     def __post_init__(self):
-        given = {name: value for name, value in asdict(self).items() if name != "rule" and value is not None}
+        amounts = {name: getattr(self, name) for name in ("hh_ratio", "recent_ratio", "hh_size", "recent_size")}
+        given = {name: value for name, value in amounts.items() if value is not None}
         if not given:
             raise UserError("a KV budget needs a ratio or a size; leave it out for a full cache")
         for name, value in given.items():

@@ -34,6 +34,8 @@ GROUP_ROWS = 128
 #: of one chunk; measured on 2 cores in bf16, prompts of 64 to 2048 tokens: 256 queries are within 10 % of the best
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 QUERY_CHUNK = 256
+#: tokens of a stream that are read at once
+STREAM_CHUNK = 256
 #: bytes of weights and rows of tokens in float32 at once, where matmuls in 16 bits go through float32
 WIDEN_BYTES, WIDEN_ROWS = 4 << 20, 512
 
@@ -45,10 +47,12 @@ class Workload:
     Attributes:
         prompt_lens: tokens of each prompt, the longest first.
         gen_len: tokens of each output; with 1 nothing is decoded.
+        held: tokens that the caches hold already when a prompt comes; 0 but for streams.
     """
 
     prompt_lens: tuple[int, ...]
     gen_len: int
+    held: int = 0
 
     @property
     def longest(self) -> int:

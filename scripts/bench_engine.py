@@ -5,7 +5,6 @@
     disk   OPT-6.7B with weights on disk under an 8 GiB memory cgroup: a decode step against reading alone and
            computing alone, for a block that is I/O bound, one that is balanced and one that is compute bound
     families    the same for OPT-1.3B and Llama-3.2-1B, whose weights take about as many bytes
-    quality    perplexity of the demo model under KV budgets, on passages of Python's language reference
     stop       from a signal to the end of a job that waits for the disk
     opt-30b-searched, opt-6.7b-8gib, llama-3.1-8b-8gib    whole runs of the command line, the last two in an 8 GiB
            memory cgroup
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import subprocess
@@ -25,7 +23,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,7 +38,6 @@ from bench.rates import disk_rate, matmul_rate  # noqa: E402
 from bench.systems.ours import policy_text  # noqa: E402
 from bench.systems.transformers import load, time_generate  # noqa: E402
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams  # noqa: E402
-from h2o_flexgen.jobs.input import builtin_prompts  # noqa: E402
 from h2o_flexgen.kernels.linear import can_pack, pack  # noqa: E402
 from h2o_flexgen.models import opt  # noqa: E402
 from h2o_flexgen.models.registry import family, named_spec  # noqa: E402
@@ -203,31 +200,6 @@ def medians(steps: list[dict]) -> dict:
     return kept | {"rounds": len(steps)}
 
 
-#: a fifth of 512 + 512 tokens, by what has it
-BUDGETS = {
-    "full cache": None,
-    "H2O, 102 heavy + 102 recent": KVBudget.from_size(102, 102),
-    "recent tokens alone, 204": KVBudget.from_size(0, 204),
-}
-
-
-def bench_quality(rounds: int) -> None:
-    """Of teacher-forced tokens behind a prompt, so that the budget acts as in generation. No timing: one round."""
-    passages, prompt, scored = 16, 512, 512
-    rows, full = [], None
-    for name, budget in BUDGETS.items():
-        with LLM(kv_budget=budget, progress=False) as llm:
-            texts = builtin_prompts(llm.tokenizer, llm.spec.vocab, passages, prompt + scored)
-            scores = llm.score(texts, prompt_len=prompt)
-            model, dtype = llm.report["model"], llm.report["dtype"]
-        perplexity = math.exp(-fmean(logprob for score in scores for logprob in score.token_logprobs))
-        full = full or perplexity
-        rows.append({"kept": name, "perplexity": perplexity, "rise": perplexity / full - 1})
-        print(rows[-1], flush=True)
-    workload = {"model": model, "dtype": dtype, "passages": passages, "prompt": prompt, "scored": scored}
-    common.save("engine_quality", {"workload": workload, "rows": rows})
-
-
 def bench_stop(rounds: int) -> None:
     """From a signal to the end of the process, in decode steps that wait for the disk."""
     model, block = "facebook/opt-1.3b", (64, 2)
@@ -288,7 +260,7 @@ def bench_run(name: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sections = {"ram": bench_ram, "gemm": bench_gemm, "disk": bench_disk, "families": bench_families}
-    sections |= {"quality": bench_quality, "stop": bench_stop}
+    sections |= {"stop": bench_stop}
     sections |= {name: partial(bench_run, name) for name in RUNS}
     parser.add_argument("section", choices=list(sections))
     parser.add_argument("--rounds", type=int, default=3)

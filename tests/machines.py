@@ -96,7 +96,7 @@ def search(
     workload = Workload((prompt_len,) * prompts, gen_len)
     planner = planner_of(profile, model, **constraints)
     budget = None if hh_ratio is None else KVBudget.from_ratio(hh_ratio)
-    rule = rule_for(budget, workload, planner.model.spec.positions)
+    rule = rule_for(budget, workload, planner.model.spec)
     return planner.search(rule, workload, Resources.of(profile, caps))
 
 

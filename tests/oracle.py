@@ -1,4 +1,4 @@
-"""H2O, with sets and masks: one prompt at a time, the whole history kept, nothing clever.
+"""Cache rules, with sets and masks: one prompt at a time, the whole history kept, nothing clever.
 
 Written from the papers and from transformers' models, without a look at the engine: its own attention, norms and
 rotations, a Python set of kept positions per layer and KV head. Slow and easy to check. Also full attention
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ class Trace:
     """What became of one prompt.
 
     Attributes:
+        greedy: the most likely token in the place of each of `tokens`.
         margins: per token, how far its logit is above the second best.
         slack: the smallest difference in score that decided which token stays or goes.
         kept: per step (0 is prefill), layer and KV head: the positions kept at the end of the step.
@@ -26,6 +28,7 @@ class Trace:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    greedy: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     slack: float = float("inf")
     kept: list[list[list[frozenset[int]]]] = field(default_factory=list)
@@ -36,30 +39,246 @@ class Trace:
         return min(self.margins)
 
 
-def choose_kept(score: list[float], heavy: int, recent: int) -> tuple[set[int], float]:
-    """Positions that prefill keeps of len(score) tokens, and the smallest gap between a kept and a dropped score."""
-    n = len(score)
-    everything = set(range(n))
-    if n <= heavy + recent:
-        return everything, float("inf")
-    window = set(range(n - recent, n))
-    others = sorted(everything - window, key=lambda j: (-score[j], j))
-    best, rest = others[:heavy], others[heavy:]
-    gap = score[best[-1]] - score[rest[0]] if best else float("inf")
-    return window | set(best), gap
+class H2O:
+    """The cache of one KV head under H2O (arXiv 2306.14048, section 4), and what the other rules are made from.
+
+    It is told of every token and of every query, prompt first, and says who stays. Positions count from 0.
+
+    Attributes:
+        score: by position, what the rule makes of the attention so far.
+        prompt: tokens of the prompt.
+    """
+
+    #: whether only the prompt is cut, and all that follows stays
+    grows = False
+    #: gaps are counted in this unit, that of a sum of attention
+    unit = 1.0
+
+    def __init__(self, heavy: int, recent: int, head: int = 0, first: int = 0, last: int = 0):
+        self.slots, self.window, self.head, self.first, self.last = heavy + recent, recent, head, first, last
+        self.score: dict[int, float] = {}
+        self.prompt = 0
+
+    # what it is told
+
+    def see_token(self, j: int, v: list[float]) -> None:
+        """The token at position j, with its value."""
+
+    def see_query(self, i: int, row: dict[int, float]) -> None:
+        """The query at position i, and the attention that it gives to each token: the sum over the heads of a group."""
+        for j, p in row.items():
+            self.score[j] = self.score.get(j, 0) + p
+
+    # what it says
+
+    def rank(self, j: int, now: int) -> float:
+        """Of tokens that are not protected the highest stay, when the newest token is at position `now`."""
+        return self.score[j]
+
+    def protects(self, j: int, now: int) -> bool:
+        in_window, at_end = j > now - self.window, self.prompt - self.last <= j < self.prompt
+        return in_window or j < self.first or at_end
+
+    def keep(self, n: int) -> tuple[set[int], float]:
+        """Positions that stay of a prompt of n tokens, and the smallest gap between a kept and a dropped rank: how much
+        rounding may do before others stay. Of equal ones the earlier stays."""
+        self.prompt = n
+        tokens = set(range(n))
+        if n <= self.slots:
+            return tokens, float("inf")
+        protected = {j for j in tokens if self.protects(j, n - 1)}
+        ranks = {j: self.rank(j, n - 1) for j in tokens - protected}
+        others = sorted(ranks, key=lambda j: (-ranks[j], j))
+        room = self.slots - len(protected)
+        assert room >= 0, "more tokens are protected than there are slots"
+        return protected | set(others[:room]), self.gap([ranks[j] for j in others], room) / self.unit
+
+    def gap(self, ranks: list[float], room: int) -> float:
+        """`ranks` fall; the first `room` stay."""
+        return ranks[room - 1] - ranks[room] if room else float("inf")
+
+    def evict(self, kept: set[int], now: int) -> tuple[int | None, float]:
+        """The token that goes after a step whose new token is at position `now`, and the gap to the next worst. Of
+        equal ones the earlier goes."""
+        if self.grows or len(kept) <= self.slots:
+            return None, float("inf")
+        ranks = {j: self.rank(j, now) for j in kept if not self.protects(j, now)}
+        worst = sorted(ranks, key=lambda j: (ranks[j], j))
+        gap = ranks[worst[1]] - ranks[worst[0]] if len(worst) > 1 else float("inf")
+        return worst[0], gap / self.unit
 
 
-def choose_evicted(kept: set[int], score, now: int, heavy: int, recent: int) -> tuple[int | None, float]:
-    """The token that goes after a step whose new token is at position `now`, and the gap to the next worst."""
-    if len(kept) <= heavy + recent:
-        return None, float("inf")
-    outside = sorted((j for j in kept if j <= now - recent), key=lambda j: (score[j], j))
-    gap = score[outside[1]] - score[outside[0]] if len(outside) > 1 else float("inf")
-    return outside[0], gap
+class Mean(H2O):
+    """Attention per query that could see the token."""
+
+    def rank(self, j, now):
+        return self.score[j] / (now - j + 1)
 
 
-#: rule -> (what prefill keeps, what goes after a step)
-CHOICES = {"h2o": (choose_kept, choose_evicted)}
+class Decayed(H2O):
+    """A2SF (arXiv 2407.20485): a query's attention counts decay^(number of later queries)."""
+
+    def __init__(self, *args, decay: float = 0.95, **options):
+        super().__init__(*args, **options)
+        self.decay = decay
+
+    def see_query(self, i, row):
+        self.score = {j: self.decay * score for j, score in self.score.items()}
+        super().see_query(i, row)
+
+
+class ValueAware(H2O):
+    """VATP (arXiv 2406.12335): the score times the L1 norm of the value; 20 sinks stay."""
+
+    def __init__(self, *args, first: int = 20, **options):
+        super().__init__(*args, first=first, **options)
+        self.norm: dict[int, float] = {}
+
+    @property
+    def unit(self):
+        return max(self.norm.values())
+
+    def see_token(self, j, v):
+        self.norm[j] = sum(map(abs, v))
+
+    def rank(self, j, now):
+        return self.score[j] * self.norm[j]
+
+
+class HeavyOnly(H2O):
+    """No local window."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.window = 0
+
+
+class Recent(H2O):
+    """The last tokens."""
+
+    def rank(self, j, now):
+        return j
+
+
+class Sinks(Recent):
+    """StreamingLLM (arXiv 2309.17453): the first tokens and the last."""
+
+    def __init__(self, *args, first: int = 4, **options):
+        super().__init__(*args, first=first, **options)
+
+
+class Strided(Recent):
+    """Sparse Transformer (arXiv 1904.10509), strided: every s-th token of the text, s the smallest power of two for
+    which they fit."""
+
+    def room(self) -> int:
+        """Slots for columns."""
+        return self.slots - self.window - self.first - self.last
+
+    def columns(self, n: int) -> set[int]:
+        """Of a text of n tokens, those that are on the lattice."""
+        if self.room() == 0:
+            return set()
+        s = 1
+        while len(range(0, n, s)) > self.room():
+            s *= 2
+        return set(range(0, n, s))
+
+    def protects(self, j, now):
+        return super().protects(j, now) or j in self.columns(now + 1)
+
+
+class StridedH2O(Strided):
+    """With heavy hitters in half of the slots."""
+
+    def room(self):
+        return super().room() // 2
+
+    def rank(self, j, now):
+        return self.score[j]
+
+
+class Fixed(Strided):
+    """Sparse Transformer, fixed: the last c tokens of every block of `recent` tokens. With more blocks than slots the
+    last one of every 2, 4, ... blocks."""
+
+    def columns(self, n):
+        room, size = self.room(), max(1, self.window)
+        blocks = n // size
+        if room == 0 or blocks == 0:
+            return set()
+        c = max(1, room // blocks)
+        joined = 1
+        while joined * room < blocks:
+            joined *= 2
+        ends = range(joined * size, n + 1, joined * size)
+        return {j for end in ends for j in range(max(0, end - min(c, size)), end)}
+
+
+class FixedH2O(Fixed, StridedH2O):
+    """With heavy hitters in half of the slots."""
+
+
+class SnapKV(H2O):
+    """SnapKV (arXiv 2404.14469, section 4): of the prompt its last tokens stay, and those that its last queries vote
+    for; votes of tokens outside the window are pooled over neighbours. Then everything stays."""
+
+    grows = True
+
+    def __init__(self, *args, window: int = 32, pool: int = 7, pooling: str = "max", **options):
+        super().__init__(*args, **options)
+        self.voters, self.pool, self.pooling = window, pool, pooling
+        self.rows: list[dict[int, float]] = []
+
+    def see_query(self, i, row):
+        self.rows.append(row)
+
+    def rank(self, j, now):
+        neighbours = range(max(0, j - self.pool // 2), min(j + self.pool // 2, now - self.window) + 1)
+        votes = [sum(row.get(other, 0) for row in self.rows[-self.voters :]) for other in neighbours]
+        return max(votes) if self.pooling == "max" else sum(votes)
+
+    def gap(self, ranks, room):
+        # equal ranks are one vote that reaches several tokens: rounding moves them together
+        worst = ranks[room - 1] if room else 0
+        return min((abs(worst - rank) for rank in ranks if room and rank != worst), default=float("inf"))
+
+
+class Random(H2O):
+    """A lot that depends on position and head."""
+
+    def rank(self, j, now):
+        x = np.array([j * 0x2545F491 + (self.head + 1) * 0x1B873593]).astype(np.int32)
+        x = (x ^ (x >> 15)) * np.int32(0x2C1B3C6D)
+        return int((x ^ (x >> 13))[0] >> 8)
+
+
+#: by the name in a KV budget
+RULES = {
+    "h2o": H2O,
+    "mean": Mean,
+    "decayed": Decayed,
+    "vatp": ValueAware,
+    "heavy": HeavyOnly,
+    "snapkv": SnapKV,
+    "recent": Recent,
+    "sinks": Sinks,
+    "strided": Strided,
+    "strided_h2o": StridedH2O,
+    "fixed": Fixed,
+    "fixed_h2o": FixedH2O,
+    "random": Random,
+}
+
+
+def make_rule(text: str, heavy: int, recent: int, head: int = 0) -> H2O:
+    """ "name" or "name:option=value:option=value", for a KV head."""
+    name, *given = text.split(":")
+    options = dict(each.split("=") for each in given)
+    for option, value in options.items():
+        if option != "pooling":
+            options[option] = float(value) if option == "decay" else int(value)
+    return RULES[name](heavy, recent, head, **options)
 
 
 def fresh_rotary(model):
@@ -132,20 +351,22 @@ class Oracle:
     ) -> Trace:
         """The most likely tokens, or those of `forced`; `margins` are then how far each is above the best other."""
         L, KV = self.layers, self.kv_heads
-        self.choose_kept, self.choose_evicted = CHOICES[rule]
-        self.heavy, self.recent, self.trace = heavy, recent, Trace(evicted=[[0] * KV for _ in range(L)])
+        self.trace = Trace(evicted=[[0] * KV for _ in range(L)])
+        budget = heavy is not None
+        self.rules = [[make_rule(rule, heavy, recent, h) if budget else None for h in range(KV)] for _ in range(L)]
         self.rotary = fresh_rotary(self.model)
         self.k = [None] * L
         self.v = [None] * L
-        self.score = [[{} for _ in range(KV)] for _ in range(L)]
         self.kept = [[set() for _ in range(KV)] for _ in range(L)]
         fed, first = list(prompt), 0
         for step in range(max_tokens):
             logits = self._forward(fed, first)
             first += len(fed)
-            token = int(logits.argmax()) if forced is None else forced[step]
+            greedy = int(logits.argmax())
+            token = greedy if forced is None else forced[step]
             others = torch.cat([logits[:token], logits[token + 1 :]])
             self.trace.tokens.append(token)
+            self.trace.greedy.append(greedy)
             self.trace.logprobs.append(float(torch.log_softmax(logits, 0)[token]))
             self.trace.margins.append(float(logits[token] - others.max()))
             self.trace.kept.append([[frozenset(kept) for kept in layer] for layer in self.kept])
@@ -182,31 +403,29 @@ class Oracle:
 
     def _prompt_heads(self, layer: int, h: int, group: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
         """The query heads of KV head h."""
-        n = len(k)
+        n, rule = len(k), self.rules[layer][h]
         future = torch.arange(n)[None, :] > torch.arange(n)[:, None]
         each = [torch.softmax((q @ k.T / q.shape[-1] ** 0.5).masked_fill(future, float("-inf")), -1) for q in group]
-        if self.heavy is not None:
-            score = sum(p.sum(0) for p in each).tolist()
-            kept, gap = self.choose_kept(score, self.heavy, self.recent)
+        self.kept[layer][h] = set(range(n))
+        if rule is not None:
+            for i, (row, value) in enumerate(zip(sum(each).tolist(), v.tolist())):
+                rule.see_token(i, value)
+                rule.see_query(i, dict(enumerate(row[: i + 1])))
+            self.kept[layer][h], gap = rule.keep(n)
             self.trace.slack = min(self.trace.slack, gap)
-            self.trace.evicted[layer][h] += n - len(kept)
-            self.kept[layer][h] = kept
-            self.score[layer][h] = dict(enumerate(score))
-        else:
-            self.kept[layer][h] = set(range(n))
+            self.trace.evicted[layer][h] += n - len(self.kept[layer][h])
         return [p @ v for p in each]
 
     def _token_heads(self, layer: int, h: int, group: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
-        now = len(k) - 1
-        kept, score = self.kept[layer][h], self.score[layer][h]
+        now, rule, kept = len(k) - 1, self.rules[layer][h], self.kept[layer][h]
         kept.add(now)
         gone = torch.tensor([j not in kept for j in range(now + 1)])
         each = [torch.softmax((q[0] @ k.T / q.shape[-1] ** 0.5).masked_fill(gone, float("-inf")), -1) for q in group]
-        if self.heavy is not None:
-            given = sum(each).tolist()
-            for j in kept:
-                score[j] = score.get(j, 0.0) + given[j]
-            goes, gap = self.choose_evicted(kept, score, now, self.heavy, self.recent)
+        if rule is not None:
+            row = sum(each).tolist()
+            rule.see_token(now, v[-1].tolist())
+            rule.see_query(now, {j: row[j] for j in kept})
+            goes, gap = rule.evict(kept, now)
             if goes is not None:
                 kept.remove(goes)
                 self.trace.slack = min(self.trace.slack, gap)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import weakref
 
 import numpy as np
 import pytest
-from cli_tools import FP32, ON_DISK, ON_GPU, end, percent, start, wide
+from cli_tools import FP32, ON_DISK, ON_GPU, end, environment, percent, start, wide
 
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine import step
@@ -36,14 +38,19 @@ LLAMA = dict(
 
 PLACEMENTS = {"ram": ON_GPU, "cache": ("100", "0", "0", "0", "100", "0"), "disk": ON_DISK}
 CASES = [("opt", placement, budget) for placement in PLACEMENTS for budget in ("full", "h2o")]
-CASES += [("llama", "ram", "full"), ("llama", "disk", "h2o")]
+CASES += [
+    ("llama", "ram", "full"),
+    ("llama", "disk", "h2o"),
+    ("llama", "ram", "vatp:first=4"),
+    ("opt", "disk", "snapkv"),
+]
 
 
 @pytest.mark.parametrize("config, placement, budget", CASES)
 def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget):
     (tmp_path / "config.json").write_text(json.dumps({"opt": LARGE, "llama": LLAMA}[config]))
     report = tmp_path / "report.json"
-    limit = ("--hh-ratio", 0.2) if budget == "h2o" else ()
+    limit = () if budget == "full" else ("--hh-ratio", 0.2, "--kv-rule", budget)
     # two blocks: what the plan counts is all in use at once from the second on
     job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 96, "--gen-len", 4, "--num-prompts", 48)
     where = ("--gpu-batch-size", 16, "--num-gpu-batches", 2, "--offload-dir", tmp_path / "offload")
@@ -55,6 +62,32 @@ def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget):
     assert 0.9 * planned < peak < 1.05 * planned
     peak, planned = (found[f"{which}_memory_bytes"]["disk"] for which in ("peak", "planned"))
     assert 0.99 * planned <= peak <= planned
+
+
+#: streams that outgrow their caches; prints peak and plan of RAM and of the disk
+SESSION = """
+import json, sys
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen.offload import memory
+how = dict(path="_DUMMY_", device="cpu", dtype="float32", progress=False)
+with LLM(sys.argv[1], Policy(4, 2, tuple(map(int, sys.argv[2:]))), KVBudget.from_size(300), **how) as llm:
+    session = llm.session(count=8, chunk=96)
+    for _ in range(3):
+        session.generate([list(range(1, 400))] * 8, SamplingParams(max_tokens=4))
+    plan, disk = session.choice.plan, llm.runner.transport.disk_bytes()
+    print(json.dumps([memory.peak_resident(), plan.needed("ram"), disk, plan.needed("disk")]))
+"""
+
+
+@pytest.mark.parametrize("placement", ["ram", "disk"])
+def test_the_peak_of_a_session_stays_near_its_plan(tmp_path, placement):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 1024}))
+    argv = [sys.executable, "-c", SESSION, str(tmp_path), *PLACEMENTS[placement]]
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    peak, planned, peak_disk, planned_disk = json.loads(done.stdout)
+    assert 0.9 * planned < peak < 1.05 * planned
+    assert 0.99 * planned_disk <= peak_disk <= planned_disk
 
 
 def test_what_the_process_came_to_hold_is_in_the_plan(model):

@@ -18,10 +18,9 @@ from test_parity import BUDGET, LENGTHS, PLACEMENTS, assert_same
 from h2o_flexgen import LLM, KVBudget, UserError, kv_cache, policy_search
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.models import registry
-from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.memory import Resources
-from h2o_flexgen.profiling.compute import Scale, attention_call, smallest_attention
 from h2o_flexgen.sizes import Workload
+from tests.kv_cache import test_rule_exactness, test_rules
 
 pytest_plugins = ["cli_tools"]
 
@@ -98,18 +97,26 @@ RULE = blocks("adding-a-rule.md")
 @pytest.fixture
 def rule(monkeypatch):
     """The rule's class, registered."""
-    code = RULE["h2o_flexgen/kv_cache/mean.py"]
-    found = new_module(monkeypatch, "h2o_flexgen.kv_cache.mean", code).MeanAttentionCache
+    code = RULE["h2o_flexgen/kv_cache/tova.py"]
+    found = new_module(monkeypatch, "h2o_flexgen.kv_cache.tova", code).TovaCache
     rules = added(RULE["h2o_flexgen/kv_cache/__init__.py"], kv_cache)["RULES"]
-    assert rules == {**RULES, "mean": found}
-    monkeypatch.setitem(RULES, "mean", found)
-    monkeypatch.setattr(oracle, "CHOICES", added(RULE["tests/oracle.py"], oracle)["CHOICES"])
+    assert rules == {**RULES, "tova": found}
+    monkeypatch.setitem(RULES, "tova", found)
+    monkeypatch.setattr(oracle, "RULES", added(RULE["tests/oracle.py"], oracle)["RULES"])
     return found
 
 
-def test_the_test_of_the_new_rule_passes(rule, monkeypatch, tiny, run):
-    test = new_module(monkeypatch, "test_mean", RULE["tests/kv_cache/test_mean.py"])
-    test.test_tokens_are_those_of_the_oracle(tiny, run)
+@pytest.mark.parametrize("name", ["opt", "llama_groups_of_3_wide_heads_linear"])
+def test_the_new_rule_gives_the_tokens_of_its_oracle(rule, tiny, name):
+    model = tiny(name)
+    for placement in test_rules.PLACEMENTS:
+        test_rules.assert_tokens_of_the_oracle(model, placement, ["tova", "tova:first=1:last=1"])
+    prompts = model.prompts([40])
+    assert model.reference(prompts[0], 20, 4, 4, "tova").kept != model.reference(prompts[0], 20, 4, 4, "h2o").kept
+
+
+def test_the_new_rule_keeps_what_its_oracle_keeps(rule):
+    test_rule_exactness.test_random_tensors_keep_what_the_oracle_keeps("tova")
 
 
 def test_the_new_rule_is_measured_beside_h2o(rule, tiny, capsys):
@@ -119,45 +126,38 @@ def test_the_new_rule_is_measured_beside_h2o(rule, tiny, capsys):
     names = {"model": str(model.folder), "texts": model.prompts([40, 40]), "prompt_len": 20, "slots": 4}
     exec(code.replace(given, ""), names)
     mean = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    assert list(mean) == ["h2o", "mean"]
+    assert list(mean) == ["h2o", "tova"]
     assert len(set(mean.values())) == 2 and all(float(value) < 0 for value in mean.values())
 
 
 def test_the_new_rule_is_an_option_that_reports_and_policy_files_keep(rule, cli, model, tmp_path):
     report, policy = tmp_path / "report.json", tmp_path / "policy.json"
     job = ("--model", model, *FP32, "--prompt-len", 20, "--gen-len", 3, "--num-prompts", 2, "--report", report)
-    budget = {"heavy": 4, "recent": 4, "rule": "mean"}
-    code, out, err = cli(*job, "--hh-ratio", 0.2, "--kv-rule", "mean")
+    budget = {"heavy": 4, "recent": 4, "rule": "tova:first=1"}
+    code, out, err = cli(*job, "--hh-ratio", 0.2, "--kv-rule", "tova:first=1")
     assert code == 0, err
-    assert "4 heavy + 4 recent slots (mean)" in out
+    assert "4 heavy + 4 recent slots (tova:first=1)" in out
     assert json.loads(report.read_text())["kv_budget"] == budget
     policy.write_text(json.dumps({"policy": {}, "kv_budget": budget}))
-    assert LLM(str(model), str(policy)).kv_budget == KVBudget.from_size(4, 4, "mean")
+    assert LLM(str(model), str(policy)).kv_budget == KVBudget.from_size(4, 4, "tova:first=1")
 
 
 def test_the_search_hands_the_new_rule_on(rule, capsys, tmp_path):
     (tmp_path / "laptop.json").write_text(laptop().to_json())
     job = ("--model", "facebook/opt-1.3b", "--num-prompts", "8", "--hardware", str(tmp_path / "laptop.json"), "--json")
-    assert policy_search.main([*job, "--hh-ratio", "0.2", "--kv-rule", "mean"]) == 0
+    assert policy_search.main([*job, "--hh-ratio", "0.2", "--kv-rule", "tova"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["kv_budget"]["rule"] == "mean"
-    assert "--kv-rule mean" in result["command"]
-    assert policy_search.main([*job, "--hh-ratio", "auto", "--kv-rule", "mean"]) == 2
+    assert result["kv_budget"]["rule"] == "tova"
+    assert "--kv-rule tova" in result["command"]
+    assert policy_search.main([*job, "--hh-ratio", "auto", "--kv-rule", "tova"]) == 2
     assert "--hh-ratio auto is for --kv-rule h2o" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("profile", [laptop(), T4], ids=["cpu", "cuda"])
-def test_a_profile_that_has_not_measured_the_new_rule_predicts_it_as_h2o(rule, profile):
+def test_the_new_rule_is_predicted_at_the_rates_of_h2o(rule, profile):
     def predicted(name: str):
         planner = planner_of(profile, "facebook/opt-6.7b")
         job, resources = Workload((512,) * 32, 32), Resources.of(profile, dict.fromkeys(("gpu", "cpu", "disk")))
         return planner.choose(job, resources, kv_budget=KVBudget.from_ratio(0.2, rule=name)).prediction
 
-    assert predicted("mean") == predicted("h2o")
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_machine_that_is_measured_anew_measures_the_new_rule(rule, phase):
-    case = smallest_attention("mean", Scale())
-    assert isinstance(case.rule, rule)
-    attention_call(Device("cpu"), torch.float32, phase, case)()
+    assert predicted("tova") == predicted("h2o")

@@ -28,10 +28,10 @@ def score(model, texts, prompt_len=None, budget=None, **policy):
 
 
 def expected(model, text: list[int]) -> tuple[list[float], list[bool]]:
-    """By transformers, of all tokens but the first."""
+    """By transformers, of all tokens but the first; the last one is no input."""
     model.hf.base_model.rotary_emb = fresh_rotary(model.hf)
     with torch.inference_mode():
-        rows = model.hf(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
+        rows = model.hf(torch.tensor([text[:-1]])).logits[0].log_softmax(-1)
     found = rows.gather(1, torch.tensor(text[1:])[:, None])[:, 0]
     return found.tolist(), (rows.argmax(-1) == torch.tensor(text[1:])).tolist()
 
@@ -78,6 +78,7 @@ def test_under_a_kv_budget_the_tokens_score_as_with_the_oracle(tiny, name, polic
     for output, reference in zip(outputs, references, strict=True):
         assert output.token_logprobs == pytest.approx(reference.logprobs, abs=1e-4)
         assert output.is_greedy == [margin > 0 for margin in reference.margins]
+        assert output.greedy_token_ids == reference.greedy
     full = score(model, texts, PROMPT, **policy)
     assert any(a.token_logprobs != pytest.approx(b.token_logprobs, abs=1e-3) for a, b in zip(outputs, full))
 
@@ -105,6 +106,41 @@ def test_a_score_does_not_depend_on_its_neighbours(tiny):
         assert alone.token_logprobs == pytest.approx(output.token_logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_each_text_may_have_a_prompt_of_its_own_length(tiny, policy):
+    model = tiny("llama")
+    texts, lens = natural(model, LENGTHS), [1, 12, 16, 3, 8, 1, 12]
+    for output, text, prompt_len in zip(score(model, texts, lens, **policy), texts, lens, strict=True):
+        logprobs, greedy = expected(model, text)
+        assert output.token_logprobs == pytest.approx(logprobs[prompt_len - 1 :], abs=1e-4)
+        assert output.is_greedy == greedy[prompt_len - 1 :]
+    with pytest.raises(UserError, match="`prompt_len` has 2 for 7 texts"):
+        score(model, texts, [4, 8])
+
+
+def test_outputs_are_handed_on_as_their_batches_are_done(tiny):
+    model, seen = tiny("llama"), []
+    texts = [*natural(model, LENGTHS), [400]]
+    with LLM(str(model.folder), Policy(3, 1), device="cpu", dtype="float32", progress=False) as llm:
+        outputs = llm.score(texts, on_output=seen.append)
+    assert sorted(seen, key=lambda output: output.index) == outputs[:-1]
+    assert outputs[-1].error is not None
+
+
+@pytest.mark.parametrize("prompt_len", [None, 1, 127, 128])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_a_text_may_have_one_token_more_than_the_model_has_positions(tiny, name, budget, prompt_len):
+    """The last one is never an input."""
+    model = tiny(name)
+    text = natural(model, [129])[0]
+    (output,) = score(model, [text], prompt_len, budget)
+    begin = (prompt_len or 1) - 1
+    assert output.error is None and len(output.token_logprobs) == 128 - begin
+    if budget is None or prompt_len in (None, 128):  # no token was evicted before the last was scored
+        assert output.token_logprobs == pytest.approx(expected(model, text)[0][begin:], abs=1e-4)
+
+
 def test_what_cannot_be_scored_stops_no_other_text(tiny):
     model = tiny("opt")
     texts = [[5], [1, 2, 3], [], [7, 400], "no tokenizer", list(range(90)) * 2]
@@ -125,5 +161,8 @@ def test_a_whole_text_takes_no_memory_for_a_cache(tiny):
 
 
 def test_a_prompt_without_tokens_is_refused(tiny):
-    with pytest.raises(UserError, match="prompt_len. must be a whole number, 1 or more"):
-        score(tiny("opt"), [[1, 2]], 0)
+    for bad in (0, [0], [1.5], True):
+        with pytest.raises(UserError, match="prompt_len. must be a whole number, 1 or more"):
+            score(tiny("opt"), [[1, 2]], bad)
+    with pytest.raises(UserError, match="prompt_len. has 2 for 1 texts"):
+        score(tiny("opt"), [[1, 2]], [1, 1])

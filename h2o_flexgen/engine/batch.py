@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.engine.params import SamplingParams
+from h2o_flexgen.kv_cache.rule import Past
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Sequence:
         logprobs: log-probability of each of `tokens`.
         finish_reason: None while it runs; then "length", "stop" or "error".
         text: what was generated before the stop string that ended it; None if none did.
+        seen: tokens of its stream before the prompt; last_prompt: of those, up to the end of the prompt before.
     """
 
     index: int
@@ -33,6 +35,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     text: str | None = None
+    seen: int = 0
+    last_prompt: int = 0
 
     def __post_init__(self):
         self.key = self.index if self.key is None else self.key
@@ -54,16 +58,39 @@ class Batch:
     """Sequences whose KV block of a layer moves, and is attended to, at once.
 
     Attributes:
-        micro: rows begin..end of each prefill micro-batch.
+        micro: sequences begin..end of each prefill micro-batch.
+        rows: their places in the KV block.
+        is_stream: the KV block has been there before and will be there after this batch, and may have other rows.
         lengths: (B,) int64, tokens of each prompt; longest: the most.
+        ends: (B,) int64, tokens of each text up to the end of the prompt.
     """
 
     sequences: list[Sequence]
     micro: list[tuple[int, int]]
+    rows: list[int]
+    is_stream: bool = False
 
     def __post_init__(self):
         self.lengths = torch.tensor([len(s.prompt) for s in self.sequences])
         self.longest = int(self.lengths.max())
+        self.ends = self.lengths + torch.tensor([s.seen for s in self.sequences])
+
+    def past(self, begin: int, end: int) -> Past:
+        few = self.sequences[begin:end]
+        return Past(*(torch.tensor([getattr(s, name) for s in few]) for name in ("seen", "last_prompt")))
+
+    def running(self) -> Batch:
+        """The batch of the next decode step: of streams without those that have ended, whose caches must take nothing
+        more."""
+        left = [n for n, s in enumerate(self.sequences) if s.finish_reason is None]
+        if not self.is_stream or len(left) == len(self.sequences):
+            return self
+        return Batch([self.sequences[n] for n in left], [], [self.rows[n] for n in left], is_stream=True)
+
+    def positions(self, begin: int, end: int) -> Tensor:
+        """(end - begin, T) positions of prompts. Padding repeats a prompt's last one, so that no text looks longer."""
+        lengths, ends = self.lengths[begin:end, None], self.ends[begin:end, None]
+        return torch.minimum(ends - lengths + torch.arange(int(lengths.max())), ends - 1)
 
     def prompt_ids(self, begin: int, end: int) -> Tensor:
         """(end - begin, T) token ids, padded on the right to the longest of these rows.
@@ -81,15 +108,27 @@ def make_batches(sequences: list[Sequence], batch_size: int, prefill_tokens: int
     batches = []
     for at in range(0, len(sequences), batch_size):
         rows = sequences[at : at + batch_size]
-        micro, begin = [], 0
-        while begin < len(rows):
-            count = max(1, prefill_tokens // max(len(s.prompt) for s in rows[begin:]))
-            micro.append((begin, min(begin + count, len(rows))))
-            begin = micro[-1][1]
-        batches.append(Batch(rows, micro))
+        batches.append(Batch(rows, micro_batches(rows, prefill_tokens), list(range(len(rows)))))
     return batches
 
 
-def prompt_positions(lengths: Tensor, width: int) -> Tensor:
-    """(B, width) positions of prompts. Padding repeats a prompt's last position, so that no prompt looks longer."""
-    return torch.minimum(torch.arange(width), lengths[:, None] - 1)
+def stream_batches(sequences: list[Sequence], batch_size: int, prefill_tokens: int) -> dict[int, Batch]:
+    """The batches of a block of streams, by their place in the block; those without a sequence are left out. The
+    `index` of a sequence is its place in the block."""
+    found = {}
+    for s in sequences:
+        found.setdefault(s.index // batch_size, []).append(s)
+    return {
+        k: Batch(few, micro_batches(few, prefill_tokens), [s.index % batch_size for s in few], is_stream=True)
+        for k, few in found.items()
+    }
+
+
+def micro_batches(sequences: list[Sequence], prefill_tokens: int) -> list[tuple[int, int]]:
+    """(begin, end) of micro-batches of at most `prefill_tokens` tokens, padding included, or of one sequence."""
+    micro, begin = [], 0
+    while begin < len(sequences):
+        count = max(1, prefill_tokens // max(len(s.prompt) for s in sequences[begin:]))
+        micro.append((begin, min(begin + count, len(sequences))))
+        begin = micro[-1][1]
+    return micro

@@ -22,6 +22,8 @@ from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
 DUMMY = "_DUMMY_"
 #: a text, token ids, or a conversation: messages with the texts "role" and "content"
 Prompt = str | Seq[int] | Seq[dict]
+#: stands for an answer in what a chat template makes of a conversation
+ANSWER = "[[the answer]]"
 
 
 @dataclass
@@ -52,11 +54,12 @@ class LoadedModel:
         """Token ids that end a text; none where weights are random."""
         return frozenset() if self.is_dummy else self.spec.eos
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, begins: bool = True) -> list[int]:
         """Token ids of a prompt. A UserError stands for a prompt that could not be read, and is raised.
 
         A conversation becomes what the model's chat template makes of it, and the beginning of an answer: also behind
-        a last message of the assistant's, which is not continued.
+        a last message of the assistant's, which is not continued. With `begins` false a text goes on with another one,
+        and has nothing put before it.
 
         Raises:
             UserError: empty, of a wrong type, no tokenizer for text, no chat template for a conversation or one that
@@ -70,7 +73,7 @@ class LoadedModel:
         if is_conversation(prompt):
             ids = self._apply_template(prompt)
         else:
-            ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+            ids = self._tokenize(prompt, begins) if isinstance(prompt, str) else prompt
         if not ids:
             raise UserError("the prompt is empty")
         for token in ids:
@@ -79,14 +82,31 @@ class LoadedModel:
                 raise UserError(f"token ids are whole numbers below {self.spec.vocab}, the vocabulary, not {token!r}")
         return list(map(int, ids))
 
-    def _tokenize(self, text: str) -> list[int]:
+    def encode_next(self, question: str) -> list[int]:
+        """Token ids of what the chat template writes behind an answer: its end, the user's next question, and the
+        beginning of the next answer.
+
+        Raises:
+            UserError: as `encode`, or the template does not show answers as they are.
+        """
+        if not isinstance(question, str):
+            raise UserError(f"a message is a text, not {type(question).__name__}")
+        roles = (("user", "?"), ("assistant", ANSWER), ("user", question))
+        text = self._apply_template([{"role": role, "content": content} for role, content in roles], tokenize=False)
+        _, shown, behind = text.partition(ANSWER)
+        if not shown:
+            raise UserError("the model's chat template leaves earlier answers out: use `feed` and `generate`")
+        return self.encode(behind, begins=False)
+
+    def _tokenize(self, text: str, begins: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer: give prompt_token_ids instead of text")
         _check_unicode(text, "the prompt")
-        return self.tokenizer(text, verbose=False)["input_ids"] if text else []
+        return self.tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"] if text else []
 
-    def _apply_template(self, messages: Seq[dict]) -> list[int]:
-        """The template writes the special tokens too: the tokenizer puts none before the text."""
+    def _apply_template(self, messages: Seq[dict], **options) -> list[int] | str:
+        """Token ids, or with tokenize=False the text. The template writes the special tokens too: the tokenizer puts
+        none before the text."""
         _check_messages(messages)
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer: give prompt_token_ids instead of messages")
@@ -94,7 +114,7 @@ class LoadedModel:
             raise UserError("the model has no chat template: give a prompt instead of messages")
         how = dict(add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False})
         try:
-            return self.tokenizer.apply_chat_template(messages, **how)
+            return self.tokenizer.apply_chat_template(messages, **how, **options)
         except Exception as e:  # a template is a program, and may raise anything
             raise UserError(f"the model's chat template refuses these messages: {reason(e)}") from None
 

@@ -51,15 +51,32 @@ class ScoreOutput:
         index: place among the texts.
         token_ids: of the whole text.
         token_logprobs: natural logarithm of the probability of each scored token, the last ones of the text.
-        is_greedy: whether each of them was the most likely token.
+        greedy_token_ids: the token that was the most likely in the place of each of them.
         error: why the text could not be scored, and then there is nothing else; or None.
     """
 
     index: int
     token_ids: list[int]
     token_logprobs: list[float] = field(default_factory=list)
-    is_greedy: list[bool] = field(default_factory=list)
+    greedy_token_ids: list[int] = field(default_factory=list)
     error: str | None = None
+
+    @property
+    def is_greedy(self) -> list[bool]:
+        """Whether each scored token was the most likely one."""
+        scored = self.token_ids[len(self.token_ids) - len(self.greedy_token_ids) :]
+        return [token == greedy for token, greedy in zip(scored, self.greedy_token_ids)]
+
+
+def text_of(s: Sequence, tokenizer) -> str:
+    """What a sequence has generated, as text; empty without a tokenizer."""
+    if s.text is not None:
+        return s.text
+    return "" if tokenizer is None else decode(tokenizer, s.tokens)
+
+
+def completion(s: Sequence, tokenizer) -> CompletionOutput:
+    return CompletionOutput(0, text_of(s, tokenizer), s.tokens, s.logprobs, s.finish_reason)
 
 
 class OutputCollector(Observer):
@@ -96,11 +113,34 @@ class OutputCollector(Observer):
             if s.finish_reason == "error":
                 output.error = "the model's hidden states overflowed for this prompt"
             else:
-                output.outputs = [CompletionOutput(0, self._text(s), s.tokens, s.logprobs, s.finish_reason)]
+                output.outputs = [completion(s, self.tokenizer)]
             if self.on_output is not None:
                 self.on_output(output)
 
-    def _text(self, s: Sequence) -> str:
-        if s.text is not None:
-            return s.text
-        return "" if self.tokenizer is None else decode(self.tokenizer, s.tokens)
+
+class ScoreCollector(Observer):
+    """Completes the outputs of texts that are scored, and hands each on as soon as its batch is done.
+
+    Args:
+        outputs: by index, of every text of the job.
+        greedy_token_ids: by index, the most likely token in the place of each that is scored.
+        on_output: gets every output.
+    """
+
+    def __init__(
+        self,
+        outputs: list[ScoreOutput],
+        greedy_token_ids: dict[int, list[int]],
+        on_output: Callable[[ScoreOutput], None] | None = None,
+    ):
+        self.outputs, self.greedy_token_ids, self.on_output = outputs, greedy_token_ids, on_output
+
+    def on_finished(self, sequences: list[Sequence]) -> None:
+        for s in sequences:
+            output = self.outputs[s.index]
+            if s.finish_reason == "error":
+                output.error = "the model's hidden states overflowed for this text"
+            else:
+                output.token_logprobs, output.greedy_token_ids = s.logprobs, self.greedy_token_ids[s.index]
+            if self.on_output is not None:
+                self.on_output(output)

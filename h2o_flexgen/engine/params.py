@@ -80,6 +80,18 @@ def params_of_each(given: SamplingParams | Seq[SamplingParams] | None, count: in
     return list(given)
 
 
+def prompt_lens_of_each(given: int | Seq[int] | None, count: int) -> list[int | None]:
+    """How many tokens of each of `count` texts are its prompt. Raises UserError for another number of them, or one that
+    is none."""
+    lens = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    if len(lens) != count:
+        raise UserError(f"`prompt_len` has {len(lens)} for {count} texts: give one for each, or one for all")
+    for n in lens:
+        if given is not None and (type(n) is not int or n < 1):
+            raise UserError(f"`prompt_len` must be a whole number, 1 or more, not {n!r}")
+    return lens
+
+
 def keys_of_each(given: Seq[int] | None, count: int) -> Seq[int]:
     """The keys of `count` prompts, by default their places. Raises UserError for another number of them, or one that is
     none."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.engine.batch import Sequence, make_batches
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.report import Meter, Report
 from h2o_flexgen.engine.step import BlockRun, LogitsSink
 from h2o_flexgen.engine.stores import Stores
+from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
@@ -33,6 +36,7 @@ class Runner:
         self.model, self.device, self.offload_root, self.progress = model, device, offload_root, progress
         self.transport: Transport | None = None
         self.weights: WeightStore | None = None
+        self.streams: Streams | None = None
         self._placed = None  # the tiers of the weights, and whether there is overlap
         if device.is_cuda:
             device.start(gpu_mem)
@@ -59,9 +63,6 @@ class Runner:
     def run(self, job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
         """Take all sequences through the job in their order, block by block; returns its report.
 
-        After an exception nothing is left: no threads, no weights, no files; who keeps the exception, as an interactive
-        session does, keeps none of them either.
-
         Args:
             job: a `planning.planner.Choice`, which says what to run and where everything goes.
 
@@ -69,12 +70,36 @@ class Runner:
             UserError: weights that cannot be read, or hold NaN; RAM that cannot be pinned; the disk is full or cannot
                 be read; the model gives NaN for every prompt.
         """
+        with self.guard():
+            return self._run(job, sequences, sink, observer)
+
+    def open(self, job, count: int) -> Streams:
+        """Empty caches of `count` streams, which are one block of the job. No others may be open.
+
+        Raises:
+            UserError: as `run`.
+        """
+        with self.guard():
+            self._load_weights(job)
+            self.streams = Streams(Stores(self.model, job, self.weights, self.transport), count)
+        return self.streams
+
+    def end_streams(self, why: str) -> None:
+        """Give the caches of open streams back. `why`: for the message that who uses them gets."""
+        if self.streams is not None:
+            self.streams.end(why)
+            self.streams = None
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Inside, signals wait. After an exception nothing is left: no threads, no weights, no files; who keeps the
+        exception, as an interactive session does, keeps none of them either."""
         try:
             with interrupts.deferred():
-                return self._run(job, sequences, sink, observer)
+                yield
         except BaseException as e:
             traceback.clear_frames(e.__traceback__)
-            self.close()
+            self.close("an error or an interrupt ended it")
             raise
 
     def _run(self, job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
@@ -85,7 +110,10 @@ class Runner:
         observer.on_begin()
         for n, block in enumerate(blocks):
             observer.on_block(n, len(blocks), block)
-            BlockRun(stores, block, sink, observer, is_last=n + 1 == len(blocks)).run(meter)
+            batches = make_batches(block, job.policy.gpu_batch_size, job.policy.prefill_tokens)
+            stores.caches.begin_block([stores.layout(len(b.sequences), b.longest) for b in batches])
+            run = BlockRun(stores, dict(enumerate(batches)), job.workload.gen_len, sink, observer, n + 1 == len(blocks))
+            run.run(meter)
             if n == 0 and all(s.finish_reason == "error" for s in block):
                 self.weights.check_finite()
             if all(s.finish_reason == "error" for s in sequences):
@@ -119,10 +147,11 @@ class Runner:
         )
         self._placed = placed
 
-    def close(self) -> None:
+    def close(self, why: str = "its model was closed") -> None:
         """Give memory, threads and files back; the next `run` starts anew."""
         if self.transport is not None:
             self.transport.close()
+        self.end_streams(why)
         self.transport = self.weights = self._placed = None
         self.device.unpin()
         self.device.release_cached()

@@ -56,21 +56,24 @@ class TeacherForcing:
 
     Args:
         targets: the tokens to score by the index of the sequence; each is also the input of the next step.
-        every_position: the logits behind every token of the prompt are wanted, not only those behind the last.
+        every_position: the first targets are those behind each token of the prompt.
+
+    Attributes:
+        greedy_token_ids: by the index of the sequence, the most likely token in the place of each that is scored.
     """
 
     def __init__(self, targets: dict[int, list[int]], every_position: bool):
         self.targets, self.every_position = targets, every_position
         self._next = {index: iter(tokens) for index, tokens in targets.items()}
-        self.is_greedy: dict[int, list[bool]] = defaultdict(list)
+        self.greedy_token_ids: dict[int, list[int]] = defaultdict(list)
 
     def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`; with `every_position` a sequence stands once for each row that is its."""
         targets = [next(self._next[s.index], 0) for s in sequences]  # 0: one that has ended runs until its batch leaves
         logprobs, greedy = score_rows(logits, torch.tensor(targets))
-        for s, target, logprob, is_greedy in zip(sequences, targets, logprobs, greedy):
+        for s, target, logprob, token in zip(sequences, targets, logprobs, greedy):
             if s.append(target, logprob):
-                self.is_greedy[s.index].append(is_greedy)
+                self.greedy_token_ids[s.index].append(token)
                 if len(s.tokens) == len(self.targets[s.index]):
                     s.finish_reason = "length"
 
@@ -134,13 +137,13 @@ def _uniform(seed: int, key: int, step: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=counter)).random(dtype=np.float32))
 
 
-def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
-    """For each row of logits (B, V) the log-probability of its target (B,), in fp32, and whether no token has more."""
+def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[int]]:
+    """For each row of logits (B, V) the log-probability of its target (B,), in fp32, and the most likely token."""
     logprobs, greedy = [], []
     for rows, target in zip(logits.split(SAMPLE_ROWS), targets.to(logits.device).split(SAMPLE_ROWS)):
         rows = rows.float()
         logprobs += _logprobs(rows, target).tolist()
-        greedy += (rows.argmax(-1) == target).tolist()
+        greedy += rows.argmax(-1).tolist()
     return logprobs, greedy
 
 

@@ -6,7 +6,7 @@ are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -29,9 +29,9 @@ class ZigZag:
         i = 2   layer 0: k = 0      layer 1: k = 0
     """
 
-    def __init__(self, num_tokens: int, num_layers: int, num_batches: int):
+    def __init__(self, num_tokens: int, num_layers: int, batches: Iterable[int]):
         self.num_tokens, self.num_layers = num_tokens, num_layers
-        self.batches = list(range(num_batches))
+        self.batches = list(batches)
 
     def finish(self, batch: int) -> None:
         """Call at a batch's last layer."""
@@ -46,9 +46,10 @@ class ZigZag:
             for j in range(self.num_layers):
                 yield i, j, active
 
-    def decode_steps(self, blocks: list[tuple[int, int]]) -> Iterator[Step]:
-        """Every decode step that uses one of these KV blocks, (layer, batch) in order, of batches that still run."""
-        for i in range(1, self.num_tokens):
+    def cache_steps(self, blocks: list[tuple[int, int]], first: int = 1) -> Iterator[Step]:
+        """Every step that needs one of these KV blocks, (layer, batch) in order, of batches that still run; the first
+        is token step `first`: 0 if the prompts follow what the caches hold."""
+        for i in range(first, self.num_tokens):
             for j, k in blocks:
                 if k in self.batches:
                     yield Step(i, j, k)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.engine.batch import Sequence, make_batches, prompt_positions
+from h2o_flexgen.engine.batch import Batch, Sequence
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.report import Meter
 from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.engine.stores import Prefetcher, Stores
-from h2o_flexgen.models.parts import Weights
+from h2o_flexgen.kv_cache.layout import KVTensors
+from h2o_flexgen.models.parts import Attend, Weights
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.offload import memory
 from h2o_flexgen.sizes import HEAD_ROWS, matmul_groups
@@ -29,7 +30,7 @@ class LogitsSink(Protocol):
     """What becomes of a step's logits: a `Sampler` makes tokens of them, `TeacherForcing` scores a text.
 
     Attributes:
-        every_position: prefill gives the logits behind every token of a prompt but the last, one after the other.
+        every_position: prefill gives the logits behind every token of a prompt, one after the other.
     """
 
     every_position: bool
@@ -47,23 +48,29 @@ class BlockRun:
     between transformer blocks.
 
     Args:
-        sequences: as many as the policy's block at most; they hold the result.
+        batches: by their place in the policy's block; their sequences hold the result.
+        gen_len: token steps, the prefill included.
         sink: gets the logits.
         is_last: no block follows, so that no weights need be fetched at the end.
     """
 
-    def __init__(self, stores: Stores, sequences: list[Sequence], sink: LogitsSink, observer: Observer, is_last: bool):
+    def __init__(
+        self,
+        stores: Stores,
+        batches: dict[int, Batch],
+        gen_len: int,
+        sink: LogitsSink,
+        observer: Observer,
+        is_last: bool,
+    ):
         self.spec, self.job, self.device = stores.model.spec, stores.job, stores.device
         self.weights, self.caches, self.activations = stores.weights, stores.caches, stores.activations
         self.sink, self.observer = sink, observer
         self.family = family(self.spec.model_type)
         self.token_bytes = self.spec.hidden * stores.model.dtype.itemsize
-        policy, layers = self.job.policy, len(stores.model.layers)
-        self.last = layers - 1
-        self.batches = make_batches(sequences, policy.gpu_batch_size, policy.prefill_tokens)
-        self.schedule = ZigZag(self.job.workload.gen_len, layers, len(self.batches))
-        self.prefetch = Prefetcher(stores, self.schedule, self.batches, is_last)
-        self.caches.begin_block([stores.layout(len(b.sequences), b.longest) for b in self.batches])
+        self.batches, self.last = batches, len(stores.model.layers) - 1
+        self.schedule = ZigZag(gen_len, self.last + 1, batches)
+        self.prefetch = Prefetcher(stores, self.schedule, batches, is_last)
         self._gaps_released = time.perf_counter()
         self._hidden: dict[int, Tensor] = {}  # by batch, (B, 1, E): decode's hidden states stay on the device
 
@@ -81,6 +88,8 @@ class BlockRun:
 
     def _run_layer(self, i: int, j: int, active: list[int]) -> None:
         self.prefetch.weights(i, j)
+        if i > 0 and j == 0:
+            self.batches.update({k: self.batches[k].running() for k in active})
         w = self.weights.get(j)
         for group in [[k] for k in active] if i == 0 else self._groups(active):
             if i == 0:
@@ -107,16 +116,15 @@ class BlockRun:
     def _prefill(self, j: int, k: int, w: Weights) -> None:
         """Layer j of batch k, micro-batch by micro-batch."""
         batch, cache = self.batches[k], None
-        if 0 < j < self.last and self.job.workload.gen_len > 1:
-            cache = self.caches.blank(j - 1, k)
+        if 0 < j < self.last:
+            cache = self._cache_of_prompts(j, k)
         if j == self.last:  # prefill needs no staging buffer of the cache any more
             self.prefetch.caches(Step(0, j, k))
         for m, (begin, end) in enumerate(batch.micro):
             interrupts.check()
-            lengths = batch.lengths[begin:end]
+            positions = batch.positions(begin, end)
             if j == 0:
-                ids = batch.prompt_ids(begin, end)
-                hidden = self._embed(ids, prompt_positions(lengths, ids.shape[1]), w)
+                hidden = self._embed(batch.prompt_ids(begin, end), positions, w)
             else:
                 hidden = self.activations.get(k, m)
                 self.prefetch.hidden(j, k, m)
@@ -124,18 +132,44 @@ class BlockRun:
                 self._prompt_logits(w, batch.sequences[begin:end], hidden)
                 continue
             if j > 0:
-                attend = partial(self.job.rule.prefill, cache and cache.rows(begin, end), lengths=lengths)
-                hidden = self.family.block(self.spec, w, hidden, prompt_positions(lengths, hidden.shape[1]), attend)
+                attend = partial(self._attend_prompts, cache, batch, begin, end)
+                hidden = self._block(w, hidden, positions, attend)
             self.activations.put(k, m, begin * batch.longest * self.token_bytes, hidden)
             self._release_gaps()
         if cache is not None:
             self.caches.store_all(j - 1, k, self.prefetch.held(k, 1))
+        if batch.is_stream:  # a staging buffer is free now
+            self.prefetch.caches(Step(0, j, k))
+
+    def _cache_of_prompts(self, j: int, k: int) -> KVTensors | None:
+        """The KV block that prompts fill: a new one, or of streams the old one. None where nothing will be decoded."""
+        if self.batches[k].is_stream:
+            self.prefetch.caches(Step(0, j, k))
+            return self.caches.get(j - 1, k, self.prefetch.held(k, 0))
+        return self.caches.blank(j - 1, k) if self.job.workload.gen_len > 1 else None
+
+    def _attend_prompts(
+        self, cache: KVTensors | None, batch: Batch, begin: int, end: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Attention of a micro-batch, which fills its part of the cache."""
+        prefill, lengths = self.job.rule.prefill, batch.lengths[begin:end]
+        if cache is None:
+            return prefill(None, q, k, v, lengths)
+        with cache.rows(batch.rows[begin:end]) as few:
+            if not batch.is_stream:
+                return prefill(few, q, k, v, lengths)
+            q, k, v = (x.to(few.k[0].device) for x in (q, k, v))  # as in a decode step
+            return prefill(few, q, k, v, lengths, batch.past(begin, end)).to(self.device.torch_device)
+
+    def _block(self, w: Weights, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """A transformer block. Where positions roll, attention rotates: what is cached must not be."""
+        return self.family.block(self.spec, w, hidden, None if self.job.rule.rope else positions, attend)
 
     def _prompt_logits(self, w: Weights, sequences: list[Sequence], hidden: Tensor) -> None:
         """hidden: (B, T, E) of these prompts."""
         ends = [len(s.prompt) - 1 for s in sequences]
         if self.sink.every_position:
-            places = [(row, t) for row, end in enumerate(ends) for t in range(end)]
+            places = [(row, t) for row, end in enumerate(ends) for t in range(end + 1)]
         else:
             places = list(enumerate(ends))
         rows, columns = (torch.tensor(each) for each in zip(*places))
@@ -168,7 +202,7 @@ class BlockRun:
             parts = zip(group, q.split(sizes), key.split(sizes), v.split(sizes))
             return torch.cat([self._attend(Step(i, j, k), *part) for k, *part in parts])
 
-        positions = torch.cat([batch.lengths for batch in batches]) + i - 1
+        positions = torch.cat([batch.ends for batch in batches]) + i - 1
         positions = positions.clamp(max=self.spec.positions - 1)[:, None]  # one that has ended may run past them
         if j == 0:
             ids = torch.tensor([s.tokens[-1] if s.tokens else 0 for s in sequences])
@@ -179,19 +213,22 @@ class BlockRun:
             self._logits(i, w, sequences, hidden[:, 0])
             return
         if j > 0:
-            hidden = self.family.block(self.spec, w, hidden, positions, attend)
+            hidden = self._block(w, hidden, positions, attend)
         self._hidden.update(zip(group, hidden.split(sizes)))
 
     def _attend(self, step: Step, q: Tensor, key: Tensor, v: Tensor) -> Tensor:
         """Attention of one batch. Its KV block is stored again, or about to be, when this returns."""
         i, j, k = step
         interrupts.check()
-        held = self.prefetch.held
+        held, batch = self.prefetch.held, self.batches[k]
         cache = self.caches.get(j - 1, k, held(k, i))
         # with attention on the CPU the cache stays in RAM, and the query goes to it
         q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
-        context, slots = self.job.rule.decode(cache, q, key, v, self.batches[k].lengths, i)
-        self.caches.store_step(j - 1, k, held(k, i + 1), slots, key[:, :, 0], v[:, :, 0])
+        with cache.rows(batch.rows) as few:
+            context, slots = self.job.rule.decode(few, q, key, v, batch.ends, i)
+        self.caches.store_step(
+            j - 1, k, held(k, i + 1), *cache.token_of_all(batch.rows, slots, key[:, :, 0], v[:, :, 0])
+        )
         self.prefetch.caches(step)  # a staging buffer is free now
         return context.to(self.device.torch_device)
 

@@ -41,6 +41,15 @@ class Stores:
         """The KV blocks of `batch` sequences, whose prompts have up to `longest` tokens."""
         return self.job.rule.layout(self.model.spec, self.model.dtype, batch, longest, self.job.workload.gen_len)
 
+    def clear_caches(self) -> None:
+        """Begin with caches that hold nothing, for streams."""
+        sizes = batch_sizes(len(self.job.workload.prompt_lens), self.job.policy)
+        self.caches.begin_block([self.layout(size, self.job.workload.longest) for size in sizes])
+        for layer, k in self.job.placement.cache:
+            self.job.rule.clear(self.caches.blank(layer, k))
+            self.caches.store_all(layer, k, self.job.workload.longest)
+        self.caches.drain()
+
     def close(self) -> None:
         """Give back all but the weights."""
         for store in (self.caches, self.activations):
@@ -56,11 +65,11 @@ class Prefetcher:
         is_last: no block follows, so that no weights are fetched at its end.
     """
 
-    def __init__(self, stores: Stores, schedule: ZigZag, batches: list[Batch], is_last: bool):
+    def __init__(self, stores: Stores, schedule: ZigZag, batches: dict[int, Batch], is_last: bool):
         self.stores, self.schedule, self.batches, self.is_last = stores, schedule, batches, is_last
         self.last = schedule.num_layers - 1
-        blocks = ((j, k) for j in range(1, self.last) for k in range(len(batches)))
-        self._steps = schedule.decode_steps([(j, k) for j, k in blocks if stores.caches.streams(j - 1, k)])
+        blocks = [(j, k) for j in range(1, self.last) for k in batches if stores.caches.streams(j - 1, k)]
+        self._steps = schedule.cache_steps(blocks, 0 if any(b.is_stream for b in batches.values()) else 1)
         self._next_step = next(self._steps, None)  # whose KV block is fetched next
 
     def weights(self, i: int, j: int) -> None:
@@ -73,7 +82,7 @@ class Prefetcher:
                 self.stores.weights.prefetch(layer)
 
     def caches(self, step: Step) -> None:
-        """The KV blocks of this decode step and of those that follow, while staging buffers are free."""
+        """The KV blocks of this step and of those that follow, while staging buffers are free."""
         while self._next_step is not None:
             i, j, k = self._next_step
             needed = self._next_step >= step and k in self.schedule.batches
@@ -83,12 +92,13 @@ class Prefetcher:
 
     def hidden(self, j: int, k: int, m: int) -> None:
         """What prefill needs after micro-batch m of batch k in layer j, if it has been stored already."""
+        following = [n for n in self.batches if n > k]
         if m + 1 < len(self.batches[k].micro):
             self.stores.activations.prefetch(k, m + 1)
-        elif k + 1 < len(self.batches):
-            self.stores.activations.prefetch(k + 1, 0)
+        elif following:
+            self.stores.activations.prefetch(following[0], 0)
         elif j < self.last:
-            self.stores.activations.prefetch(0, 0)
+            self.stores.activations.prefetch(next(iter(self.batches)), 0)
 
     def held(self, k: int, i: int) -> int:
         """Slots of a batch's cache in use before token step i."""

@@ -27,37 +27,49 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
-def causal_attention_with_scores(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def causal_attention_with_scores(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, empty: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The same, and the attention that every token receives from the queries of its sequence.
 
     Args:
+        k, v: (B, KV, N, D); the queries are those of the last T of these N tokens, and see all that are before them.
         weights: (B, T) fp32, how much each query counts; 0 for padding.
+        empty: (B, N - T) bool, places before the queries' tokens that hold no token; None if there are none.
 
     Returns:
-        context (B, H, T, D) and score (B, KV, T) fp32; score[j] = sum of weights[i] p[i, j] over the queries i >= j
+        context (B, H, T, D) and score (B, KV, N) fp32; score[j] = sum of weights[i] p[i, j] over the queries i >= j
         of all heads of the group.
     """
     score = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
-    return _chunked(q, k, v, score, weights.repeat_interleave(k.shape[1], 0)), score
+    weights, empty = (x if x is None else x.repeat_interleave(k.shape[1], 0) for x in (weights, empty))
+    return _chunked(q, k, v, score, weights, empty), score
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+def _chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Tensor | None = None,
+    weights: Tensor | None = None,
+    empty: Tensor | None = None,
+) -> Tensor:
     """Causal attention of a few KV heads and a chunk of queries at a time, over the keys up to the chunk's end: no
-    (T, T) matrix of a whole batch is ever held. Column sums of the probabilities go to `score` (B, KV, T), each query's
-    times its weight in `weights` (B * KV, T), if they are given."""
+    (T, N) matrix of a whole batch is ever held. Column sums of the probabilities go to `score` (B, KV, N), each query's
+    times its weight in `weights` (B * KV, T), if they are given. `empty`: (B * KV, N - T)."""
     B, H, T, D = q.shape
-    KV = k.shape[1]
-    G = H // KV
+    KV, N = k.shape[1:3]
+    G, held = H // KV, N - T
     q = q.reshape(B * KV, G, T, D)
-    k, v = (x.reshape(B * KV, T, D) for x in (k, v))
+    k, v = (x.reshape(B * KV, N, D) for x in (k, v))
     context = torch.empty_like(q)
-    score = score if score is None else score.view(B * KV, T)
+    score = score if score is None else score.view(B * KV, N)
     chunk = min(QUERY_CHUNK, T)
-    heads = min(B * KV, max(1, CHUNK_ELEMENTS[q.device.type] // (G * chunk * T)))
+    heads = min(B * KV, max(1, CHUNK_ELEMENTS[q.device.type] // (G * chunk * N)))
     slow = is_slow(q)
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     # taken once: blocks of ever-changing sizes would leave gaps in the heap
-    in_fp32 = torch.empty(heads * G * chunk * T, dtype=torch.float32, device=q.device)
+    in_fp32 = torch.empty(heads * G * chunk * N, dtype=torch.float32, device=q.device)
     narrow = in_fp32 if slow or q.dtype == torch.float32 else torch.empty_like(in_fp32, dtype=q.dtype)
     # of 16-bit logits torch's softmax widens fp16 on CUDA as it goes; for others it would take one more tensor
     as_they_are = narrow is in_fp32 or (q.is_cuda and q.dtype == torch.float16)
@@ -66,23 +78,25 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, score: Tensor | None = None, weigh
         few_q, few_k, few_v = (x[a:b].float() if slow else x[a:b] for x in (q, k, v))
         for begin in range(0, T, chunk):
             end = min(begin + chunk, T)
-            n = end - begin
+            n, seen = end - begin, held + end
             # rows: the queries of the chunk of each head of the group
-            logits, p = (x[: (b - a) * G * n * end].view(b - a, G * n, end) for x in (narrow, in_fp32))
+            logits, p = (x[: (b - a) * G * n * seen].view(b - a, G * n, seen) for x in (narrow, in_fp32))
             queries = few_q[:, :, begin:end].reshape(b - a, G * n, D)
-            torch.bmm(queries * D**-0.5, few_k[:, :end].transpose(1, 2), out=logits)
-            logits.view(b - a, G, n, end)[..., begin:end].masked_fill_(above[:n, :n], float("-inf"))
+            torch.bmm(queries * D**-0.5, few_k[:, :seen].transpose(1, 2), out=logits)
+            logits.view(b - a, G, n, seen)[..., held + begin :].masked_fill_(above[:n, :n], float("-inf"))
+            if empty is not None:
+                logits[..., :held].masked_fill_(empty[a:b, None], float("-inf"))
             torch.softmax(logits if as_they_are else p.copy_(logits), -1, dtype=torch.float32, out=p)
             if score is not None:
                 weight = weights[a:b, None, begin:end].expand(-1, G, -1).reshape(b - a, 1, G * n)
-                score[a:b, :end] += torch.bmm(weight, p)[:, 0]
+                score[a:b, :seen] += torch.bmm(weight, p)[:, 0]
             p = p if narrow is in_fp32 else logits.copy_(p)
             target = context[a:b, :, begin:end]
             rows = target.flatten(1, 2)  # a view of it, but for grouped heads in several chunks
             if slow or rows.data_ptr() != target.data_ptr():
-                target.copy_(torch.bmm(p, few_v[:, :end]).view(b - a, G, n, D))
+                target.copy_(torch.bmm(p, few_v[:, :seen]).view(b - a, G, n, D))
             else:
-                torch.bmm(p, few_v[:, :end], out=rows)
+                torch.bmm(p, few_v[:, :seen], out=rows)
     return context.view(B, H, T, D)
 
 

@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kv_cache.decayed import DecayedCache
 from h2o_flexgen.kv_cache.full import FullCache, NoCache
-from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache
+from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache, HeavyOnlyCache
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.mean import MeanAttentionCache
+from h2o_flexgen.kv_cache.random import RandomCache
 from h2o_flexgen.kv_cache.recent import RecentCache, SinkCache
-from h2o_flexgen.kv_cache.rule import CacheRule
+from h2o_flexgen.kv_cache.rule import NO_OPTIONS, BudgetRule, CacheRule
+from h2o_flexgen.kv_cache.snapkv import SnapKVCache
+from h2o_flexgen.kv_cache.sparse_transformer import (
+    FixedColumnsCache,
+    FixedColumnsHeavyHitterCache,
+    StridedCache,
+    StridedHeavyHitterCache,
+)
+from h2o_flexgen.kv_cache.value_norm import ValueNormCache
+from h2o_flexgen.models.rope import rollable
+from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.sizes import Workload
 
-__all__ = ["MEASURED", "RULES", "CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "NoCache", "make_rule"]
-__all__ += ["rule_for"]
+__all__ = ["MEASURED", "RULES", "CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "NoCache", "SnapKVCache"]
+__all__ += ["ValueNormCache", "make_rule", "rule_for"]
 
 #: the rules whose attention is measured; others take as long as one of these (`CacheRule.measured_as`)
 MEASURED = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
-#: the rules of a KV budget, by name
-RULES = {rule.name: rule for rule in (HeavyHitterCache, MeanAttentionCache, RecentCache, SinkCache)}
+#: the rules of a KV budget
+_BUDGET_RULES = (
+    HeavyHitterCache,
+    MeanAttentionCache,
+    DecayedCache,
+    ValueNormCache,
+    HeavyOnlyCache,
+    SnapKVCache,
+    RecentCache,
+    SinkCache,
+    StridedCache,
+    StridedHeavyHitterCache,
+    FixedColumnsCache,
+    FixedColumnsHeavyHitterCache,
+    RandomCache,
+)
+#: by name
+RULES: dict[str, type[BudgetRule]] = {rule.name: rule for rule in _BUDGET_RULES}
 
 
-def make_rule(text: str, heavy: int, recent: int) -> CacheRule:
+def make_rule(text: str, heavy: int, recent: int) -> BudgetRule:
     """The rule that a KV budget names: "name", or with options of the rule "name:option=value:option=value".
 
     Raises:
@@ -32,7 +60,7 @@ def make_rule(text: str, heavy: int, recent: int) -> CacheRule:
     name, *given = text.split(":")
     if name not in RULES:
         raise UserError(f"unknown `kv_rule` {name!r}; known: {', '.join(RULES)}")
-    known = {f.name: f.default for f in fields(RULES[name]) if f.name not in ("heavy", "recent")}
+    known = {f.name: f.default for f in fields(RULES[name]) if f.name not in NO_OPTIONS}
     options = {}
     for each in given:
         option, _, value = each.partition("=")
@@ -40,17 +68,21 @@ def make_rule(text: str, heavy: int, recent: int) -> CacheRule:
             options[option] = type(known[option])(value)
         except (KeyError, ValueError):
             defaults = ", ".join(f"{option}={value}" for option, value in known.items())
-            raise UserError(f"`kv_rule` {name}: unknown option {each!r}; known, with defaults: {defaults}") from None
+            raise UserError(f"`kv_rule` {name}: cannot take the option {each!r}; known: {defaults}") from None
     return RULES[name](heavy, recent, **options)
 
 
-def rule_for(budget: KVBudget | None, workload: Workload, positions: int) -> CacheRule:
-    """The rule of a KV budget, None for a full cache; slots beyond the model's `positions` could never be filled.
+def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> CacheRule:
+    """The rule of a KV budget, None for a full cache; slots beyond the model's positions could never be filled.
 
     Raises:
-        UserError: as `make_rule`, or the budget comes to no slot at all.
+        UserError: as `make_rule`, the budget comes to no slot at all, or positions that cannot roll should.
     """
     if budget is None:
         return NoCache() if workload.gen_len == 1 else FullCache()
-    rule = make_rule(budget.rule, *(min(slots, positions) for slots in budget.slots(workload.longest)))
+    rule = make_rule(budget.rule, *(min(slots, spec.positions) for slots in budget.slots(workload.longest)))
+    if budget.position_rolling:
+        if rule.growth != "fixed":
+            raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps all that is generated")
+        rule = replace(rule, rope=rollable(spec))
     return NoCache() if workload.gen_len == 1 else rule

@@ -18,7 +18,19 @@ class HeavyHitterCache(FixedRule):
     Args:
         heavy: slots for heavy hitters; 0 keeps a local window only.
         recent: slots for the last tokens, the newest included.
-        first, last: as in `FixedRule`.
+        first, last: as in `BudgetRule`.
     """
 
     name = "h2o"
+
+
+@dataclass(frozen=True)
+class HeavyOnlyCache(HeavyHitterCache):
+    """H2O without its local window: all slots go to the highest scores (arXiv 2306.14048, section 5.3, where it loses:
+    a new token has had no time to collect attention)."""
+
+    name = "heavy"
+
+    @property
+    def recent_window(self) -> int:
+        return 0

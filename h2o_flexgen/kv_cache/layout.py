@@ -5,6 +5,8 @@ Shapes: B sequences, H KV heads, S slots of a segment, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -50,13 +52,28 @@ class KVTensors:
             self.k[n][rows, :, local] = k[rows]
             self.v[n][rows, :, local] = v[rows]
 
-    def rows(self, begin: int, end: int) -> KVTensors:
-        """The sequences begin..end."""
-        return KVTensors(
-            [k[begin:end] for k in self.k],
-            [v[begin:end] for v in self.v],
-            {name: tensor[begin:end] for name, tensor in self.metadata.items()},
-        )
+    def token_of_all(self, rows: list[int], slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For the sequences `rows` the token that they have been given, its slots (rows, H), k and v (rows, H, D); for
+        the others one that stays as it is. (B, H), (B, H, D) and (B, H, D)."""
+        shape = self.k[0].shape
+        if len(rows) == shape[0]:
+            return slots, k, v
+        at = torch.tensor(rows, device=slots.device)
+        k, v = (x[0][:, :, 0].index_copy(0, at, new) for x, new in ((self.k, k), (self.v, v)))
+        return slots.new_zeros(shape[:2]).index_copy_(0, at, slots), k, v
+
+    @contextmanager
+    def rows(self, rows: list[int]) -> Iterator[KVTensors]:
+        """The caches of some sequences, in order; what is changed in them is changed here, at the end at the latest."""
+        whole = [*self.k, *self.v, *self.metadata.values()]
+        neighbours = rows == list(range(rows[0], rows[-1] + 1))
+        index = torch.tensor(rows, device=whole[0].device)
+        parts = [x[rows[0] : rows[-1] + 1] if neighbours else x.index_select(0, index) for x in whole]
+        count = len(self.k)
+        yield KVTensors(parts[:count], parts[count : 2 * count], dict(zip(self.metadata, parts[2 * count :])))
+        if not neighbours:
+            for x, part in zip(whole, parts):
+                x.index_copy_(0, index, part)
 
 
 @dataclass(frozen=True)

@@ -20,5 +20,4 @@ class MeanAttentionCache(FixedRule):
     name = "mean"
 
     def rank(self, tokens: Tokens) -> Tensor:
-        seen_by = (tokens.newest - tokens.position + 1).clamp_(min=1)  # padding lies behind the newest
-        return tokens.score / seen_by
+        return tokens.score / (tokens.newest + 1 - tokens.position)

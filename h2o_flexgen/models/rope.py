@@ -7,9 +7,11 @@ from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.models.spec import Config, Rope
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.spec import Config, ModelSpec, Rope
 
 #: type -> the parameters that it needs
 TYPES = {
@@ -98,15 +100,50 @@ def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Calla
         each, scale = frequencies(rope, rope.positions)
     angles = (positions.float()[..., None] * each)[:, None]
     cos, sin = ((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
-    half = rope.dim // 2
+    return lambda x: _rotated(x, cos, sin)
 
-    def rotate(x: Tensor) -> Tensor:
-        """Each head's first `rope.dim` elements rotated, the rest as it is."""
-        out = torch.empty_like(x)
-        first, second = x[..., :half], x[..., half : rope.dim]
-        torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=out[..., half : rope.dim]).addcmul_(first, sin)
-        out[..., rope.dim :] = x[..., rope.dim :]
-        return out
 
-    return rotate
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, H, T, D) with each head's first elements rotated in pairs by cos and sin (B, H or 1, T, pairs), the rest as
+    it is."""
+    half, dim = cos.shape[-1], 2 * cos.shape[-1]
+    out = torch.empty_like(x)
+    first, second = x[..., :half], x[..., half:dim]
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:dim]).addcmul_(first, sin)
+    out[..., dim:] = x[..., dim:]
+    return out
+
+
+# position rolling: positions are ranks among the tokens that a cache holds
+
+
+def rollable(spec: ModelSpec) -> Rope:
+    """The RoPE of a model whose positions can roll.
+
+    Raises:
+        UserError: there is none, or it turns a token by the length of the whole text.
+    """
+    if spec.rope is None:
+        raise UserError(f"`position_rolling` needs RoPE: {spec.model_type}'s positions are in its embeddings")
+    if spec.rope.type == "dynamic":
+        raise UserError(
+            "`position_rolling`: the RoPE type dynamic turns tokens by the length of the text, which has no end"
+        )
+    return spec.rope
+
+
+def rotate_to(rope: Rope, x: Tensor, positions: Tensor, end: int) -> Tensor:
+    """x (B, H, T, D), queries or keys, rotated to positions (B, H or 1, T) on its device, all of them before `end`."""
+    # powers of two: few tables, whatever is asked for; `embedding` takes a tenth of the time of an index
+    rows = F.embedding(positions, _table(rope, 1 << (end - 1).bit_length(), x.dtype, x.device))
+    return _rotated(x, *rows.chunk(2, -1))
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)  # a tensor of that mode could not be used outside it
+def _table(rope: Rope, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(count, 2 * pairs): cos and sin of the positions 0 to `count`, as `rotation` has them."""
+    each, scale = frequencies(rope, rope.positions)
+    angles = torch.arange(count).float()[:, None] * each
+    return (torch.cat([torch.cos(angles), torch.sin(angles)], -1) * scale).to(device, dtype)

@@ -60,14 +60,15 @@ class ModelSpec:
 
     def check_length(self, prompt_len: int, gen_len: int = 0) -> None:
         """Raises UserError unless the model can take a prompt and an output of these lengths; without an output the
-        prompt is a text to be scored."""
+        prompt is a text to be scored, whose last token is never an input."""
         is_longer, what = f"the text has {prompt_len} tokens, more than the model's", "the text"
+        needed = prompt_len - 1
         if gen_len:
             is_longer = f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's"
-            what = "the prompt or the output"
-        if prompt_len + gen_len > self.positions:
+            what, needed = "the prompt or the output", prompt_len + gen_len
+        if needed > self.positions:
             raise UserError(f"{is_longer} {self.positions} positions")
-        if self.window is not None and prompt_len + gen_len > self.window:
+        if self.window is not None and needed > self.window:
             window = f"sliding window of {self.window} tokens, which is not supported"
             raise UserError(f"{is_longer} {window}: shorten {what}")
 

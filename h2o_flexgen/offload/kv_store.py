@@ -154,7 +154,7 @@ class KVStore:
         """Write a cache of `blank` or `get`, of which `held` slots are in use, back: all of it, or of a block on disk
         what its log and the newest token, in `slots`, have changed."""
         block = self.blocks[layer, batch]
-        if block.tier == "gpu":
+        if block.staged is None:  # it is used where it is
             return
         index, block.staged = block.staged, None
         part = slice(0, block.layout.used_bytes(held)) if block.disk is None else block.disk.dirty(held, slots)

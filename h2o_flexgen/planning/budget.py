@@ -26,6 +26,8 @@ class BudgetPoint:
     Attributes:
         ratio: heavy hitters over the longest prompt; None for the full cache.
         slots: heavy and recent slots together, or those of the full cache, per sequence, layer and KV head.
+        loss: the measured rise of the perplexity, as a fraction; None if it is not known.
+        allowed: the loss is within what the user accepts.
     """
 
     ratio: float | None
@@ -33,6 +35,8 @@ class BudgetPoint:
     gpu_batch_size: int
     num_gpu_batches: int
     tokens_per_s: float
+    loss: float | None = None
+    allowed: bool = True
 
 
 def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float | None, KVBudget | None]]:
@@ -71,7 +75,7 @@ def size_budget(
         The choice with the largest budget that costs nothing, and the curve, the fewest slots first.
 
     Raises:
-        PlanError: nothing fits, not even with the smallest budget.
+        PlanError: nothing fits, not even with the smallest budget that is allowed.
     """
     found, errors = {}, []
     budgets = budget_choices(floor, longest, total)
@@ -81,13 +85,15 @@ def size_budget(
             found[point] = choice
         except PlanError as e:
             errors.append(e)
-    if not found:
+    if not any(point.allowed for point in found):
         raise errors[0]
     curve = list(found)
     return found[largest_free(curve)], curve
 
 
 def largest_free(curve: list[BudgetPoint]) -> BudgetPoint:
-    """The largest budget whose throughput is within 3 % of the smallest one's: quality that costs nothing."""
-    least = (1 - FREE) * curve[0].tokens_per_s
-    return [point for point in curve if point.tokens_per_s >= least][-1]
+    """The largest budget whose throughput is within 3 % of the smallest one's, of those that are allowed: quality that
+    costs nothing."""
+    allowed = [point for point in curve if point.allowed]
+    least = (1 - FREE) * allowed[0].tokens_per_s
+    return [point for point in allowed if point.tokens_per_s >= least][-1]

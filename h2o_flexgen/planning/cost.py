@@ -204,7 +204,8 @@ class CostModel:
             compute += count * size * self._attention("prefill", flops)
         compute += self._matmuls(_DECODER, rows, part.streamed) + rows.total() * self.profile.step_seconds
         length, layout, crosses = batches[0][1], self.shapes.kv, self._crosses
-        kv, hidden = min(length, layout.slots) * layout.row_bytes, length * self.hidden_bytes
+        held = min(self.shapes.rule.held(length, 1), layout.slots)
+        kv, hidden = held * layout.row_bytes, length * self.hidden_bytes
         cache, activations = part.cache, part.activations
         copied = hidden * (activations.cpu + crosses * activations.disk)
         return Flows(

@@ -122,7 +122,7 @@ class Shapes(ModelData):
     def layout(self, batch: int) -> KVLayout:
         """The cache of a batch of this size in one layer."""
         spec, rule, dtype = self.spec, self.rule, getattr(torch, self.dtype)
-        return KVLayout(batch, spec.kv_heads, self.segments, spec.head_dim, dtype, rule.metadata, rule.growth)
+        return KVLayout(batch, spec.kv_heads, self.segments, spec.head_dim, dtype, rule.slot_fields, rule.growth)
 
     @cached_property
     def kv(self) -> KVLayout:
@@ -224,15 +224,16 @@ def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: R
     _plan_weights(plan, shapes, placement, policy.overlap)
     _plan_cache(plan, policy, shapes, placement, batches)
     _plan_activations(plan, policy, shapes, placement, batches, workload.longest)
-    plan.add("gpu", "workspace of a layer or the head", workspace_bytes(policy, shapes, workload.longest, batches))
+    workspace = workspace_bytes(policy, shapes, workload.longest, batches, workload.held)
+    plan.add("gpu", "workspace of a layer or the head", workspace)
     plan.add("gpu", "workspace of matmuls", resources.workspace)
     return placement, plan
 
 
-def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int]) -> int:
+def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], held: int = 0) -> int:
     """What computing a layer or the head takes on the device, for batches of these sizes, the largest first, of
-    prompts of up to `longest` tokens."""
-    prefill = prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest)
+    prompts of up to `longest` tokens, behind `held` that caches hold."""
+    prefill = prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest, held)
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
@@ -296,8 +297,9 @@ def _plan_activations(
     plan.add("cpu", "activation host buffers", 2 * sizes.host)
 
 
-def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
-    """Bytes of a micro-batch of `tokens` tokens, of prompts of up to `P`, in one transformer block."""
+def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
+    """Bytes of a micro-batch of `tokens` tokens, of prompts of up to `P` behind `held` that caches hold, in one
+    transformer block."""
     spec, size = shapes.spec, shapes.itemsize
     E, Q, KV = spec.hidden, spec.query_width, spec.kv_width
     inner = spec.inner * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
@@ -306,30 +308,42 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int) -> int:
     attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
     norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
     if shapes.rule.scores_prompt:
-        attention += tokens * spec.kv_heads * (4 + 4 + 4 + 8)  # scores; the sort's keys and indices
+        metadata = dict(shapes.rule.metadata)
+        remembered = sum(metadata[name].itemsize for name in metadata.keys() - {"score", "position"})
+        # scores, and what else is remembered; the sort's keys and indices
+        attention += tokens * spec.kv_heads * (4 + remembered + 4 + 4 + 8)
     # attention by chunks, at least on some CPUs and GPUs
     if shapes.rule.scores_prompt or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
         # three copies in (B * KV, G * T, D) shape, and the context; or the rows that are kept
         attention += tokens * (2 * Q + 2 * KV) * size
-        attention += chunk_bytes(shapes, tokens, P)
+        attention += chunk_bytes(shapes, tokens, P, held)
         # queries and context of the chunk
-        attention += 3 * _chunk_elements(shapes, tokens, P) * spec.head_dim // P * size
+        attention += 3 * _chunk_elements(shapes, tokens, P, held) * spec.head_dim // (P + held) * size
+        # K and V in the order of the text, with the new ones, and again of those that stay
+        attention += 6 * (tokens * held // P) * KV * size
+    if shapes.rule.rope:
+        attention += (tokens * Q + _rotated(shapes, tokens * (P + held) // P)) * size
     if shapes.may_widen:  # queries, keys, values and the context of a few heads
         few = max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P))
         attention += 16 * spec.head_dim * min(tokens * spec.heads, few)
     return max(mlp, attention, norm)
 
 
-def chunk_bytes(shapes: Shapes, tokens: int, P: int) -> int:
+def chunk_bytes(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
     """Logits of a chunk and, in float32, their probabilities; one buffer for both if the logits are in float32 too."""
     size = shapes.itemsize
-    return _chunk_elements(shapes, tokens, P) * (4 + size * (size < 4))
+    return _chunk_elements(shapes, tokens, P, held) * (4 + size * (size < 4))
 
 
-def _chunk_elements(shapes: Shapes, tokens: int, P: int) -> int:
-    chunk, spec = min(QUERY_CHUNK, P), shapes.spec
-    most = max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], spec.groups * chunk * P)
-    return min(tokens * spec.heads * chunk, most)
+def _chunk_elements(shapes: Shapes, tokens: int, P: int, held: int) -> int:
+    chunk, spec, keys = min(QUERY_CHUNK, P), shapes.spec, P + held
+    most = max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], spec.groups * chunk * keys)
+    return min(tokens * keys // P * spec.heads * chunk, most)
+
+
+def _rotated(shapes: Shapes, keys: int) -> int:
+    """Elements of so many keys, rotated, and of their sines and cosines."""
+    return 2 * keys * shapes.spec.kv_width
 
 
 def _widened(shapes: Shapes, tokens: int) -> int:
@@ -346,4 +360,5 @@ def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     cache = 8 * min(batch * spec.kv_width * shapes.kv.slots, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen
     inner = spec.inner * (2 + spec.gated)
     matmuls = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
-    return matmuls + _widened(shapes, rows) + cache + scores * (4 * 4 + 2 * size)
+    rotated = _rotated(shapes, batch * shapes.kv.slots) * size if shapes.rule.rope else 0
+    return matmuls + _widened(shapes, rows) + cache + rotated + scores * (4 * 4 + 2 * size)

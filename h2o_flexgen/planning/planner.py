@@ -76,10 +76,11 @@ class Planner:
 
         Raises:
             PlanError: nothing fits, or nothing is fast enough for `max_latency`.
-            UserError: the budget comes to no slot, or the search cannot be run.
+            UserError: the budget comes to no slot, the search cannot be run, or losses are of another rule.
         """
         if kv_budget != "auto":
             return self._choose(workload, resources, policy, kv_budget)
+        losses = self.constraints.losses
         self.measured()  # else what is resident would be chosen without a prediction to compare
 
         def find(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, Choice]:
@@ -87,7 +88,11 @@ class Planner:
             choice.plan.check()
             p, size, batches = choice.prediction, choice.policy.gpu_batch_size, choice.policy.num_gpu_batches
             slots = choice.rule.budget or self.model.shapes(choice.rule, workload).kv.slots
-            return BudgetPoint(ratio, slots, size, batches, p.tokens_per_s), choice
+            loss, allowed = None, True
+            if losses is not None:
+                loss = 0.0 if budget is None else losses.at(budget.rule, 2 * ratio)
+                allowed = losses.allows(loss)
+            return BudgetPoint(ratio, slots, size, batches, p.tokens_per_s, loss, allowed), choice
 
         longest, total = workload.longest, workload.longest + workload.gen_len
         choice, curve = size_budget(self.constraints.min_hh_ratio, longest, total, find, self.progress)
@@ -96,7 +101,7 @@ class Planner:
     def _choose(
         self, workload: Workload, resources: Resources, policy: Policy | None, kv_budget: KVBudget | None
     ) -> Choice:
-        rule = rule_for(kv_budget, workload, self.model.spec.positions)
+        rule = rule_for(kv_budget, workload, self.model.spec)
         policy = policy or self._resident(workload, resources, rule)
         if policy is None:
             policy = self.search(rule, workload, resources).best().policy

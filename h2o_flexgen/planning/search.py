@@ -16,6 +16,7 @@ from math import ceil, inf
 import pulp
 
 from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.losses import Losses
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.cost import CostModel, Part, Prediction, batches_of
 from h2o_flexgen.planning.memory import SEARCHED_ADVICE, Plan, Resources, Shapes, plan_policy, workspace_bytes
@@ -44,6 +45,7 @@ class Constraints:
         overlap: of the policy.
         max_latency: the most seconds of a block.
         min_hh_ratio: the floor of the KV budget "auto".
+        losses: what budgets cost in quality, for the KV budget "auto".
         resident: take everything on the compute device, without a search, if it fits and nothing is to be gained.
         one_block: throughput is that of a full block, whatever the number of prompts.
     """
@@ -54,6 +56,7 @@ class Constraints:
     overlap: bool = True
     max_latency: float | None = None
     min_hh_ratio: float = MIN_HH_RATIO
+    losses: Losses | None = None
     resident: bool = True
     one_block: bool = False
 
@@ -263,7 +266,7 @@ class Search:
     def _fixed_bytes(self, policy: Policy) -> int:
         """What the device holds whatever the placement of weights and cache."""
         batches = batch_sizes(self.num_prompts, policy)
-        workspace = workspace_bytes(policy, self.shapes, self.workload.longest, batches)
+        workspace = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.held)
         nbytes = self.resources.workspace + workspace + sum(batches) * self.cost.hidden_bytes
         return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)
 

@@ -37,6 +37,15 @@ def machine(offload_root: Path | None = None, device: Device | None = None) -> d
     return found if offload_root is None else found | {"disk": mount_point(offload_root)}
 
 
+def described() -> dict:
+    """This machine, as results name it. The model of the CPU tells apart what is sold under one name."""
+    found = machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = dict([part.strip() for part in line.split(":", 1)] for line in lines if ":" in line)
+    model = ", ".join(f"{name} {cpu[name]}" for name in ("cpu family", "model") if name in cpu)
+    return {name: found[name] for name in ("cpu", "cores", "ram_gib", "gpu")} | {"cpu_model": model or None}
+
+
 def here(offload_root: Path | None = None, device: Device | None = None) -> dict:
     """What is written beside rates, and must still be so when they are read again."""
     versions = {"profile": FORMAT, **installed("torch", "h2o_flexgen")}

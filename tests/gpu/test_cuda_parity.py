@@ -161,3 +161,20 @@ def test_the_second_device_gives_the_same(models, prompts, on_cpu):
     for name in ("all_gpu", "thirds", "all_cpu_micro"):
         outputs = generate(models(), prompts, BUDGET, device="cuda:1", **POLICIES[name])
         assert tokens(outputs) == tokens(on_cpu[BUDGET])
+
+
+@pytest.mark.parametrize("name", ["all_gpu", "all_cpu", "all_disk_micro", "thirds", "thirds_attention_on_cpu"])
+def test_streams_give_the_tokens_of_the_cpu(models, name):
+    """Past the model's positions, one with nothing to do in a turn."""
+    model = models("llama")
+    (first, second), (third,) = model.prompts([90, 50]), model.prompts([60], seed=1)
+
+    def turns(device, policy):
+        where = dict(device=device, dtype="float32", progress=False)
+        with LLM(str(model.folder), Policy(**policy), KVBudget.from_size(*BUDGET), **where) as llm:
+            session = llm.session(count=3, chunk=16)
+            params = SamplingParams(max_tokens=GEN, ignore_eos=True)
+            outputs = session.generate([first, None, second], params) + session.generate([third, third, None], params)
+            return [output and output.token_ids for output in outputs]
+
+    assert turns("cuda", POLICIES[name]) == turns("cpu", POLICIES["all_gpu"])

@@ -69,6 +69,39 @@ def test_any_chunks_give_the_plain_formula(B, KV, group, D, chunk, elements, dat
         assert_like_naive(B, KV, group, T, D, lengths, data.draw(st.integers(0, 2**32), "seed"))
 
 
+@given(
+    B=st.integers(1, 3),
+    KV=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3]),
+    held=st.integers(1, 9),
+    T=st.integers(1, 9),
+    chunk=st.integers(1, 5),
+    data=st.data(),
+)
+def test_queries_behind_held_tokens_see_them_and_no_empty_place(B, KV, group, held, T, chunk, data):
+    """They are the last rows of attention over a text that has only the held tokens."""
+    there = [data.draw(st.integers(0, held), "held") for _ in range(B)]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
+    q = torch.randn(B, KV * group, T, 4, generator=generator)
+    k, v = (torch.randn(B, KV, held + T, 4, generator=generator) for _ in range(2))
+    weights = torch.rand(B, T, generator=generator)
+    empty = torch.arange(held) >= torch.tensor(there)[:, None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "QUERY_CHUNK", chunk)
+        context, score = attention.causal_attention_with_scores(q, k, v, weights, empty)
+    for b, n in enumerate(there):
+        seen = [*range(n), *range(held, held + T)]
+        future = torch.ones(T, n + T, dtype=torch.bool).triu(n + 1)
+        expected = torch.zeros(KV, n + T, dtype=torch.float64)
+        for head in range(KV * group):
+            keys, values = (x[b, head // group, seen].double() for x in (k, v))
+            p = (q[b, head].double() @ keys.T / 2).masked_fill(future, float("-inf")).softmax(-1)
+            torch.testing.assert_close(context[b, head].double(), p @ values, atol=1e-5, rtol=1e-5)
+            expected[head // group] += weights[b].double() @ p
+        torch.testing.assert_close(score[b][:, seen].double(), expected, atol=1e-5, rtol=1e-5)
+        assert not score[b, :, n:held].any()
+
+
 @pytest.mark.parametrize("KV, group", [(3, 1), (2, 3), (1, 8)])
 @pytest.mark.parametrize("T", [63, 64, 65, 127, 128, 129, 255, 256, 257, 300])
 def test_lengths_around_the_chunk_that_is_used(T, KV, group):

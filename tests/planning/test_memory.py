@@ -12,13 +12,14 @@ from machines import percents
 from h2o_flexgen import LLM, Policy
 from h2o_flexgen.engine.batch import Sequence, make_batches
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
+from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, SnapKVCache, ValueNormCache
 from h2o_flexgen.planning.memory import Resources, chunk_bytes, prefill_workspace
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.sizes import GROUP_ROWS, WRITE_BACKS, Workload, batch_sizes, matmul_groups, matmul_rows, micro_tokens
 
 NO_LIMITS = Resources(dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60))
-RULES = [FullCache(), HeavyHitterCache(50, 50), HeavyHitterCache(5, 400)]
+#: of each kind: one that grows, two sizes of budget, more metadata, one that cuts the prompt and then grows
+RULES = [FullCache(), HeavyHitterCache(50, 50), HeavyHitterCache(5, 400), ValueNormCache(50, 50), SnapKVCache(50, 50)]
 few = settings(max_examples=40)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -179,6 +180,11 @@ def point(ratio, speed):
 def test_the_largest_budget_within_three_percent_of_the_floor(speeds, chosen):
     curve = [point(n, speed) for n, speed in enumerate(speeds)]
     assert largest_free(curve) == curve[chosen]
+
+
+def test_a_budget_that_costs_too_much_is_not_taken():
+    curve = [replace(point(n, speed), allowed=n > 1) for n, speed in enumerate([100, 99, 60, 59, 30])]
+    assert largest_free(curve) == curve[3]
 
 
 def test_budgets_go_from_the_floor_to_the_full_cache():

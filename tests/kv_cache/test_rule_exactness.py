@@ -1,16 +1,17 @@
-"""The heavy-hitter cache against a model of sets, score ties included."""
+"""Every cache rule against its oracle on random tensors, and H2O with score ties too."""
 
 from __future__ import annotations
 
 import random
 
-import numpy as np
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import choose_evicted, choose_kept
+from oracle import H2O
+from oracle import make_rule as oracle_rule
 
-from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
+from h2o_flexgen.kv_cache import RULES, HeavyHitterCache, KVLayout, make_rule
 
 
 def make_cache(rule, B, KV, T, D, steps, used_before=True):
@@ -18,9 +19,10 @@ def make_cache(rule, B, KV, T, D, steps, used_before=True):
     kv, meta = torch.zeros(layout.kv_bytes, dtype=torch.uint8), torch.zeros(layout.meta_bytes, dtype=torch.uint8)
     cache = layout.view(kv, meta)
     if used_before:  # what another batch or block may have left behind
-        for tensor in (*cache.k, *cache.v, cache.score):
+        for tensor in (*cache.k, *cache.v):
             tensor.fill_(float("nan"))
-        cache.position.fill_(3)
+        for tensor in cache.metadata.values():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 3)
     return cache
 
 
@@ -30,11 +32,15 @@ def held(cache, b, h) -> list[int]:
 
 def assert_holds(cache, b, h, positions, k, v):
     """The cache holds exactly these positions, each with its own key and value."""
-    assert held(cache, b, h) == sorted(positions)
-    for slot, p in enumerate(cache.position[b, h].tolist()):
-        if p >= 0:
-            assert torch.equal(cache.k[0][b, h, slot], k[b, h, p]), p
-            assert torch.equal(cache.v[0][b, h, slot], v[b, h, p]), p
+    slots = [torch.cat([segment[b, h] for segment in segments]) for segments in (cache.k, cache.v)]
+    at = {tuple(key): slot for slot, key in enumerate(slots[0].tolist())}
+    for p in positions:
+        slot = at[tuple(k[b, h, p].tolist())]
+        assert torch.equal(slots[1][slot], v[b, h, p]), p
+        if cache.metadata:
+            assert cache.position[b, h, slot] == p
+    if cache.metadata:
+        assert held(cache, b, h) == sorted(positions)
 
 
 @st.composite
@@ -53,11 +59,31 @@ def jobs(draw):
     )
 
 
-@settings(max_examples=400)
-@given(job=jobs(), D=st.integers(1, 6), scale=st.sampled_from([0.1, 1.0, 3.0]))
-def test_random_tensors_keep_what_the_set_model_keeps(job, D, scale):
+#: options of a rule's own
+OPTIONS = {
+    "decayed": st.sampled_from(["", ":decay=0.5", ":decay=1.0"]),
+    "snapkv": st.builds(
+        ":window={}:pool={}:pooling={}".format,
+        st.sampled_from([1, 2, 3, 16]),
+        st.sampled_from([1, 3, 7]),
+        st.sampled_from(["max", "avg"]),
+    ),
+}
+
+
+def protected(draw, heavy: int) -> str:
+    """Options for tokens at both ends that fit into the slots of heavy hitters."""
+    first = draw(st.sampled_from([0, draw(st.integers(0, heavy))]))
+    return f":first={first}:last={draw(st.sampled_from([0, heavy - first]))}"
+
+
+@pytest.mark.parametrize("name", RULES)
+@settings(max_examples=120)
+@given(job=jobs(), D=st.integers(1, 6), scale=st.sampled_from([0.1, 1.0, 3.0]), data=st.data())
+def test_random_tensors_keep_what_the_oracle_keeps(name, job, D, scale, data):
     B, KV, group, T, lengths, steps = (job[x] for x in ("B", "KV", "group", "T", "lengths", "steps"))
-    rule = HeavyHitterCache(job["heavy"], job["recent"])
+    text = name + protected(data.draw, job["heavy"]) + data.draw(OPTIONS.get(name, st.just("")))
+    rule = make_rule(text, job["heavy"], job["recent"])
     generator = torch.Generator().manual_seed(job["seed"])
     total, heads = T + steps, (KV * group, KV, KV)
     q, k, v = (torch.randn(B, H, total, D, generator=generator) * scale for H in heads)
@@ -70,21 +96,23 @@ def test_random_tensors_keep_what_the_set_model_keeps(job, D, scale):
     context = rule.prefill(cache, *ragged, torch.tensor(lengths)).unflatten(1, (KV, group))
     q = q.unflatten(1, (KV, group))
 
-    kept, scores = {}, {}
+    def attend(b, h, t, seen) -> tuple[torch.Tensor, dict[int, float]]:
+        """What the queries at position t get from the tokens `seen`, and the attention that each of these receives."""
+        logits = q[b, h, :, t].double() @ k[b, h, seen].double().T / D**0.5
+        p = torch.softmax(logits, -1)
+        return p @ v[b, h, seen].double(), dict(zip(seen, p.sum(0).tolist()))
+
+    kept, oracles = {}, {}
     for b, n in enumerate(lengths):
         for h in range(KV):
-            score = torch.zeros(n, dtype=torch.float64)
-            for g in range(group):
-                logits = (q[b, h, g, :n].double() @ k[b, h, :n].double().T) / D**0.5
-                logits[torch.ones(n, n, dtype=torch.bool).triu(1)] = float("-inf")
-                p = torch.softmax(logits, -1)
-                expected = p @ v[b, h, :n].double()
-                torch.testing.assert_close(context[b, h, g, :n].double(), expected, atol=1e-5, rtol=1e-4)
-                score += p.sum(0)
-            score = score.tolist()
-            kept[b, h], gap = choose_kept(score, rule.heavy, rule.recent)
+            oracle = oracles[b, h] = oracle_rule(text, job["heavy"], job["recent"], h)
+            for t in range(n):
+                expected, row = attend(b, h, t, list(range(t + 1)))
+                torch.testing.assert_close(context[b, h, :, t].double(), expected, atol=1e-5, rtol=1e-4)
+                oracle.see_token(t, v[b, h, t].tolist())
+                oracle.see_query(t, row)
+            kept[b, h], gap = oracle.keep(n)
             assume(gap > 1e-5)
-            scores[b, h] = dict(enumerate(score))
             assert_holds(cache, b, h, kept[b, h], k, v)
 
     for step in range(1, steps + 1):
@@ -97,14 +125,13 @@ def test_random_tensors_keep_what_the_set_model_keeps(job, D, scale):
             for h in range(KV):
                 seen = sorted(kept[b, h] | {t})
                 assert_holds(cache, b, h, seen, k, v)
-                assert cache.position[b, h, slots[b, h]] == t
-                for g in range(group):
-                    p = torch.softmax(k[b, h, seen].double() @ q[b, h, g, t].double() / D**0.5, 0)
-                    expected = p @ v[b, h, seen].double()
-                    torch.testing.assert_close(context[b, h, g, 0].double(), expected, atol=1e-5, rtol=1e-4)
-                    for j, given_ in zip(seen, p.tolist()):
-                        scores[b, h][j] = scores[b, h].get(j, 0.0) + given_
-                goes, gap = choose_evicted(set(seen), scores[b, h], t, rule.heavy, rule.recent)
+                if cache.metadata:
+                    assert cache.position[b, h, slots[b, h]] == t
+                expected, row = attend(b, h, t, seen)
+                torch.testing.assert_close(context[b, h, :, 0].double(), expected, atol=1e-5, rtol=1e-4)
+                oracles[b, h].see_token(t, v[b, h, t].tolist())
+                oracles[b, h].see_query(t, row)
+                goes, gap = oracles[b, h].evict(set(seen), t)
                 assume(gap > 1e-5)
                 kept[b, h] = set(seen) - {goes}
 
@@ -135,16 +162,23 @@ def test_exact_ties_go_as_the_set_model_says(job):
     cache = make_cache(rule, B, KV, T, D, steps)
     rule.prefill(cache, q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.tensor(lengths))
 
-    kept, scores = {}, {}
+    kept, oracles = {}, {}
+
+    def received(b, h, t, seen) -> dict[int, float]:
+        """What the queries at position t give to the tokens `seen`; all sums of it are exact in fp32."""
+        row = dict.fromkeys(seen, 0.0)
+        for g in range(h * group, (h + 1) * group):
+            attended = targets[b, g, t] & seen
+            for j in attended:
+                row[j] += 1 / len(attended)
+        return row
+
     for b, n in enumerate(lengths):
         for h in range(KV):
-            score = [0.0] * n
-            for i in range(n):
-                for chosen in (targets[b, g, i] for g in range(h * group, (h + 1) * group)):
-                    for j in chosen:
-                        score[j] += 1 / len(chosen)
-            kept[b, h], _ = choose_kept(score, rule.heavy, rule.recent)
-            scores[b, h] = {j: np.float32(s) for j, s in enumerate(score)}
+            oracle = oracles[b, h] = H2O(rule.heavy, rule.recent)
+            for t in range(n):
+                oracle.see_query(t, received(b, h, t, set(range(t + 1))))
+            kept[b, h], _ = oracle.keep(n)
             assert_holds(cache, b, h, kept[b, h], k, v)
 
     for step in range(1, steps + 1):
@@ -162,14 +196,8 @@ def test_exact_ties_go_as_the_set_model_says(job):
             for h in range(KV):
                 seen = kept[b, h] | {t}
                 assert_holds(cache, b, h, seen, k, v)
-                received = dict.fromkeys(seen, np.float32(0))  # what the group gives is added at once
-                for g in range(h * group, (h + 1) * group):
-                    attended = targets[b, g, t] & seen
-                    for j in attended:
-                        received[j] += np.float32(1) / np.float32(len(attended))
-                for j, share in received.items():
-                    scores[b, h][j] = scores[b, h].get(j, np.float32(0)) + share
-                goes, _ = choose_evicted(seen, scores[b, h], t, rule.heavy, rule.recent)
+                oracles[b, h].see_query(t, received(b, h, t, seen))
+                goes, _ = oracles[b, h].evict(seen, t)
                 kept[b, h] = seen - {goes}
 
 

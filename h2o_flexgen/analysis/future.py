@@ -1,0 +1,60 @@
+"""What a rule would keep that knows the future, and who the heavy hitters of a prompt are (H2O paper, section 3.2).
+
+Shapes: KV heads, N tokens, of which P are prompt and M = N - P follow.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def kept_with_future(received: Tensor, prompt_len: int, heavy: int, recent: int) -> Tensor:
+    """Who has a slot under the rule that sees the whole text: the last `recent` tokens, and of the others the `heavy`
+    ones with the most attention in all.
+
+    Args:
+        received: (..., N) attention that each token receives from all queries of the text, those to come too.
+
+    Returns:
+        (..., M, N) bool, as `Run.kept`.
+    """
+    N = received.shape[-1]
+    newest = torch.arange(prompt_len - 1, N - 1)[:, None]  # before the first of the M tokens comes, and so on
+    position = torch.arange(N)
+    window = (position > newest - recent) & (position <= newest)
+    old = position <= newest - recent
+    ranked = torch.where(old, received[..., None, :], -torch.inf)
+    best = ranked.topk(min(heavy, N), -1).indices
+    return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, best, True) & old | window
+
+
+def overlaps(kept: Tensor, future: Tensor, recent: int) -> tuple[Tensor, Tensor, float]:
+    """How many of the kept tokens (L, ..., M, N) are those that the rule with the future keeps.
+
+    Returns:
+        Per layer (L,): of all slots; and of those behind the recent window, where the two may differ. And the share of
+        the latter that would be the same by chance.
+    """
+    M, N = kept.shape[-2:]
+    newest = torch.arange(N - M - 1, N - 1)[:, None]
+    old = torch.arange(N) <= newest - recent
+
+    def share(places: Tensor) -> Tensor:
+        slots = (future & places).sum(-1)
+        return ((kept & future & places).sum(-1) / slots.clamp(min=1)).flatten(1).mean(1)
+
+    chance = (future & old).sum(-1) / old.sum(-1).clamp(min=1)
+    return share(torch.ones_like(old)), share(old), float(chance.mean())
+
+
+def heaviest(received: Tensor, count: int) -> Tensor:
+    """(..., N) bool: the `count` tokens that received (..., N) most."""
+    return torch.zeros_like(received, dtype=torch.bool).scatter_(-1, received.topk(count, -1).indices, True)
+
+
+def random_others(chosen: Tensor, prompt_len: int, rng: torch.Generator) -> Tensor:
+    """As many tokens of the prompt as are `chosen` (..., N), none of which is."""
+    draw = torch.rand(chosen.shape, generator=rng).masked_fill_(chosen, -1.0)
+    draw[..., prompt_len:] = -1.0
+    return heaviest(draw, int(chosen[(0,) * (chosen.dim() - 1)].sum()))

@@ -1,0 +1,88 @@
+"""A model with all its weights in RAM, whose attention is the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen import interrupts
+from h2o_flexgen.engine.model import LoadedModel
+from h2o_flexgen.engine.sampling import score_rows
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.registry import family
+from h2o_flexgen.models.spec import ModelSpec
+from h2o_flexgen.offload import memory
+from h2o_flexgen.offload.device import Device
+from h2o_flexgen.offload.disk import default_root
+from h2o_flexgen.offload.transport import Transport
+from h2o_flexgen.offload.weights import WeightStore
+from h2o_flexgen.policy import MARGIN, gib
+from h2o_flexgen.sizes import HEAD_ROWS
+
+#: (layer, q (B, H, T, D), k (B, KV, T, D), v (B, KV, T, D)) -> context (B, H, T, D)
+LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+#: how many tensors as large as a layer's attention a pass holds at once
+MATRICES = 4
+#: masks of a byte for each step and token that are held at once
+MASKS = 4
+
+
+def check_fits(spec: ModelSpec, dtype: torch.dtype, windows: int, prompt_len: int, gen_len: int) -> None:
+    """Raises UserError unless RAM holds the weights, the keys and values of all windows, who is kept at each step, and
+    the attention of a pass."""
+    length = prompt_len + gen_len
+    shapes = {name: shape for layer in family(spec.model_type).tensors(spec) for name, shape in layer.shapes.items()}
+    weights = sum(map(prod, shapes.values())) * dtype.itemsize
+    places = windows * spec.layers * spec.kv_heads * length
+    caches = places * (2 * spec.head_dim * dtype.itemsize + MASKS * gen_len)
+    entries = spec.heads * max(length**2, windows * prompt_len**2)  # of attention: a text's, or all prompts'
+    needed = weights + caches + MATRICES * entries * torch.float32.itemsize
+    free = int(MARGIN * memory.ram_available())
+    if needed > free:
+        raise UserError(
+            f"the analysis needs {gib(needed)} of RAM, of which {gib(weights)} for weights, and {gib(free)} are free: "
+            "take a smaller model, fewer `windows`, or `dtype` bfloat16"
+        )
+
+
+class ResidentModel:
+    """Passes over a model whose weights all lie in RAM, on the CPU.
+
+    Raises:
+        UserError: weights that cannot be read or are not finite.
+    """
+
+    def __init__(self, model: LoadedModel, progress: bool = True):
+        self.spec, self._family = model.spec, family(model.spec.model_type)
+        transport = Transport(Device("cpu"), default_root(), overlap=False)
+        try:
+            tiers = {name: "gpu" for layer in model.layers for name in layer.shapes}
+            gathered = {short: tensor for layer in model.layers for short, tensor in layer.gathered.items()}
+            streamed = [layer.streamed for layer in model.layers]
+            self._weights = WeightStore(transport, model.dtype, streamed, gathered, tiers, model.source, progress)
+        finally:
+            transport.close()
+
+    @torch.inference_mode()
+    def run(self, ids: Tensor, first: int, attend: LayerAttend) -> Tensor:
+        """Hidden states (B, T, E) behind the last block, of tokens ids (B, T) at the positions from `first` on."""
+        positions = (first + torch.arange(ids.shape[1])).expand(ids.shape)
+        hidden = self._family.embed(self.spec, self._weights.get(0), self._weights.rows, ids, positions)
+        for layer in range(self.spec.layers):
+            interrupts.check()
+            w = self._weights.get(layer + 1)
+            hidden = self._family.block(self.spec, w, hidden, positions, partial(attend, layer))
+        return hidden
+
+    @torch.inference_mode()
+    def logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Log-probabilities (B, T) fp32 of the tokens `targets` (B, T) that follow the states `hidden` (B, T, E)."""
+        w, rows = self._weights.get(self.spec.layers + 1), hidden.reshape(-1, hidden.shape[-1])
+        found = []
+        for states, tokens in zip(rows.split(HEAD_ROWS), targets.reshape(-1).split(HEAD_ROWS)):
+            found += score_rows(self._family.logits(self.spec, w, states), tokens)[0]
+        return torch.tensor(found).view(targets.shape)

@@ -1,0 +1,46 @@
+"""How unevenly tokens receive attention: their accumulated scores over their rank (section 3.2 of the H2O paper, figure
+2).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: ranks of the fit: from the second on (the first is the beginning of the text, whatever stands there) to this part of
+#: all tokens (the last ones have hardly been seen)
+FIRST_RANK, LAST_PART = 2, 0.5
+
+
+def curve(received: Tensor) -> Tensor:
+    """(N,) Of the attention that N tokens received (..., N), the share of all that goes to the first, second, ... of
+    each head and text, on average."""
+    ranked = received.sort(-1, descending=True).values
+    return (ranked / ranked.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
+
+
+class PowerLaw(NamedTuple):
+    """share = share_at_1 * rank ** -exponent."""
+
+    exponent: float
+    share_at_1: float
+    r2: float
+
+
+def fit_power_law(shares: Tensor) -> PowerLaw:
+    """Of shares (N,) by rank: least squares of the logarithms, over FIRST_RANK and those behind it up to LAST_PART of
+    all."""
+    last = max(FIRST_RANK + 1, int(LAST_PART * len(shares)))
+    rank = torch.arange(FIRST_RANK, last + 1)
+    x, y = rank.double().log(), shares[FIRST_RANK - 1 : last].double().log()
+    dx, dy = x - x.mean(), y - y.mean()
+    slope = (dx * dy).sum() / dx.square().sum()
+    left = (dy - slope * dx).square().sum() / dy.square().sum()
+    return PowerLaw(-float(slope), float((y.mean() - slope * x.mean()).exp()), 1 - float(left))
+
+
+def log_spaced(count: int, most: int) -> list[int]:
+    """Up to `count` ranks from 1 to `most`, evenly spaced on a logarithmic scale."""
+    return sorted({round(most ** (n / (count - 1))) for n in range(count)})

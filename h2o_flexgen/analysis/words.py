@@ -1,0 +1,66 @@
+"""Whether words that stand beside many others are those that receive attention (section 3.2 and the appendix of the H2O
+paper).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: two tokens co-occur if they stand at most so many places from each other, as GloVe counts (Pennington et al. 2014)
+REACH = 10
+
+
+@dataclass
+class Words:
+    """The words of some texts, a token id each.
+
+    Attributes:
+        co_occurrences: (W,) how many pairs of places of a text, at most REACH from each other, a word stands in the one
+            of.
+        occurrences: (W,) how often it stands anywhere but at the beginning of a text, which receives attention
+            whatever stands there.
+        score: (W,) the attention that these received, summed.
+    """
+
+    co_occurrences: Tensor
+    occurrences: Tensor
+    score: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, received: Tensor) -> Words:
+        """Of texts ids (B, N), whose tokens received so much attention (B, N)."""
+        at = torch.arange(ids.shape[1])
+        before, after = at.clamp(max=REACH), at.flip(0).clamp(max=REACH)
+        words, index = ids[:, 1:].unique(return_inverse=True)
+        neighbours = (before + after).double()[1:].expand(index.shape)
+
+        def summed(values: Tensor) -> Tensor:
+            return torch.zeros(len(words), dtype=torch.float64).index_add_(0, index.flatten(), values.flatten())
+
+        values = received[:, 1:].double()
+        return cls(summed(neighbours), summed(torch.ones_like(values)), summed(values))
+
+    def correlations(self) -> dict[str, dict[str, float]]:
+        """Of co-occurrences with the score, and with the score of an occurrence."""
+        scores = {"summed": self.score, "per_occurrence": self.score / self.occurrences}
+        return {
+            name: {
+                "spearman": pearson(ranks(self.co_occurrences), ranks(score)),
+                "pearson_of_logs": pearson(self.co_occurrences.log(), score.log()),
+            }
+            for name, score in scores.items()
+        }
+
+
+def ranks(values: Tensor) -> Tensor:
+    """(W,) fp64: place of each value in ascending order; equal ones share the mean of theirs."""
+    _, index, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0).double() - (counts - 1) / 2)[index]
+
+
+def pearson(a: Tensor, b: Tensor) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    return float((a * b).sum() / (a.norm() * b.norm()))

@@ -1,0 +1,1 @@
+"""What a KV budget costs in quality, measured through the engine itself."""

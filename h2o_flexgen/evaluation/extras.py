@@ -1,0 +1,16 @@
+"""Packages that only some measurements need."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from h2o_flexgen.errors import UserError
+
+
+def need(module: str, package: str, what: str) -> ModuleType:
+    """A module of a package. Raises UserError, which says how to install it, if it is missing."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise UserError(f"{what} needs the package {package}: pip install {package}") from None

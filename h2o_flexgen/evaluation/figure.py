@@ -1,0 +1,85 @@
+"""The frontier: bytes of KV cache against the loss, a line for each rule. Needs matplotlib."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.evaluation.extras import need
+
+MIB = 1 << 20
+#: of lines, in the order of the rules: told apart in grey too, by their markers
+COLOURS = ("#d9480f", "#1c7ed6", "#2b8a3e", "#9c36b5", "#e8a200", "#0b7285", "#868e96", "#c2255c", "#495057", "#74b816")
+MARKERS = "os^Dv<>Pph"
+
+
+def check_package() -> None:
+    """Raises UserError if matplotlib is missing."""
+    need("matplotlib", "matplotlib", "a figure")
+
+
+def draw(result: dict, path: str | Path) -> None:
+    """Draw what `perplexity.measure` found into a PNG.
+
+    Args:
+        result: as `h2o-flexgen quality --output` writes it.
+
+    Raises:
+        UserError: matplotlib is missing, or the file cannot be written.
+    """
+    need("matplotlib", "matplotlib", "a figure").use("Agg")
+    import matplotlib.pyplot as plt
+
+    (full,), rows = ([row for row in result["rows"] if (row["slots"] is None) == is_full] for is_full in (True, False))
+    fig, ax = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
+    for n, rule in enumerate(dict.fromkeys(row["rule"] for row in rows)):
+        points = sorted((row["kv_bytes"] / MIB, 100 * row["rise"]) for row in rows if row["rule"] == rule)
+        look = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "markersize": 5}
+        ax.plot(*zip(*points), label=rule, **look)
+    ax.plot(full["kv_bytes"] / MIB, 0, "*", color="black", markersize=13, clip_on=False, zorder=3)
+    ax.annotate("full cache", (full["kv_bytes"] / MIB, 0), (0, 9), textcoords="offset points", ha="center", fontsize=9)
+    _scale(ax, rows)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    ax.set_xlabel("KV cache of a sequence, MiB")
+    ax.set_ylabel("rise of the perplexity over the full cache")
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:+.0f} %" if y else "0 %")
+    ax.grid(alpha=0.25)
+    ax.spines["right"].set_visible(False)
+    if rows:
+        _slots_on_top(ax, rows)
+        ax.legend(title="rule", fontsize=9, title_fontsize=9, frameon=False)
+    ax.set_title(textwrap.fill(title(result), 90), fontsize=9)
+    try:
+        fig.savefig(path, dpi=120, format="png")
+    except OSError as e:
+        raise UserError(f"cannot write the figure {path}: {e.strerror}") from None
+    finally:
+        plt.close(fig)
+
+
+def title(result: dict) -> str:
+    """What was measured, in words."""
+    w = result["workload"]
+    lengths = f"prompts of up to {w['prompt_len']} tokens, up to {w['gen_len']} scored"
+    return f"{w['model']} in {w['dtype']}, {w['passages']} passages of {', '.join(w['texts'])}: {lengths}"
+
+
+def _scale(ax, rows: list[dict]) -> None:
+    """Straight up to a rise of 10 %, and logarithmic above it where a line goes far beyond."""
+    highest = max((100 * row["rise"] for row in rows), default=0.0)
+    if highest > 60:
+        ax.set_yscale("symlog", linthresh=10)
+        ax.set_yticks([0, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000])
+        ax.minorticks_off()
+    ax.set_ylim(min([0.0, *(100 * row["rise"] for row in rows)]) - 1, max(1.0, 1.15 * highest))
+
+
+def _slots_on_top(ax, rows: list[dict]) -> None:
+    """The slots of the budgets, on the upper edge."""
+    places = {row["slots"]: row["kv_bytes"] / MIB for row in rows}
+    top = ax.secondary_xaxis("top")
+    top.set_xticks(list(places.values()), [str(slots) for slots in places])
+    top.minorticks_off()
+    top.set_xlabel("slots")

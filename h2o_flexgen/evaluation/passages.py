@@ -1,0 +1,127 @@
+"""Texts to measure on, cut into prompts and what follows them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from h2o_flexgen.engine.model import LoadedModel
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs.input import builtin_text
+
+#: what stands for the built-in text among the names of files
+BUILTIN = "Python's language reference"
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Token ids of a text, the first `prompt_len` of which are the prompt; the others are to be scored."""
+
+    token_ids: list[int]
+    prompt_len: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a file holds: a running text, or rows, each with the number of its line."""
+
+    name: str
+    text: str | None = None
+    rows: list[tuple[int, dict | UserError]] | None = None
+
+
+def read_source(path: str) -> Source:
+    """A text file, or JSON lines if its name ends in .jsonl. Raises UserError if it cannot be read as such."""
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UserError(f"{path} is not a text in UTF-8: give plain text, or JSON lines in a file that ends in .jsonl")
+    if not path.endswith(".jsonl"):
+        return Source(path, text=text)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{path} holds no rows")
+    return Source(path, rows=[(number, _parse(line)) for number, line in lines])
+
+
+def builtin_source() -> Source:
+    return Source(BUILTIN, text=builtin_text())
+
+
+def _parse(line: str) -> dict | UserError:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        return UserError(f"not JSON: {e}")
+    return row if isinstance(row, dict) else UserError("not a JSON object")
+
+
+def passages_of(
+    source: Source, model: LoadedModel, prompt_len: int, gen_len: int, windows: int
+) -> tuple[list[Passage], list[str]]:
+    """The passages of a source, and what is wrong with rows that give none.
+
+    A text gives up to `windows` passages of `prompt_len` + `gen_len` tokens at even distances, which do not overlap. A
+    row {"prompt", "completion"} is a passage with up to `gen_len` tokens of the completion; of a row {"text"} the first
+    `prompt_len` tokens are the prompt.
+
+    Raises:
+        UserError: the text is too short, or the model has no tokenizer or too few positions.
+    """
+    if model.tokenizer is None:
+        raise UserError("this model has no tokenizer, so that texts cannot be measured with it")
+    if source.rows is None:
+        model.spec.check_length(prompt_len, gen_len)
+        return _windows(source, model, prompt_len, gen_len, windows), []
+    passages, errors = [], []
+    for number, row in source.rows:
+        try:
+            passage = _of_row(row, model, prompt_len, gen_len)
+            model.spec.check_length(len(passage.token_ids))
+            passages.append(passage)
+        except UserError as e:
+            errors.append(f"{source.name} line {number}: {e}")
+    return passages, errors
+
+
+def _windows(source: Source, model: LoadedModel, prompt_len: int, gen_len: int, windows: int) -> list[Passage]:
+    first = model.tokenizer("")["input_ids"][:prompt_len]  # what the tokenizer puts before every text
+    ids = _tokens(model, source.text)
+    length = prompt_len + gen_len - len(first)
+    count = min(windows, len(ids) // length)
+    if count == 0:
+        half = (len(ids) + len(first)) // 2
+        fits = f": `prompt_len` {half} and `gen_len` {half} would fit" if half else ""
+        raise UserError(
+            f"{source.name} has {len(ids)} tokens, too few for a prompt of {prompt_len} and {gen_len} behind it{fits}"
+        )
+    begins = [n * (len(ids) - length) // max(1, count - 1) for n in range(count)]
+    return [Passage(first + ids[begin : begin + length], prompt_len) for begin in begins]
+
+
+def _of_row(row: dict | UserError, model: LoadedModel, prompt_len: int, gen_len: int) -> Passage:
+    """Raises UserError if it has no text of that kind, or no token to score."""
+    if isinstance(row, UserError):
+        raise row
+    prompt, completion, text = (row.get(name) for name in ("prompt", "completion", "text"))
+    if isinstance(prompt, str) and isinstance(completion, str):
+        ids = model.encode(prompt)
+        behind = _tokens(model, completion)[:gen_len]
+        if not behind:
+            raise UserError("the completion is empty")
+        return Passage(ids + behind, len(ids))
+    if not isinstance(text, str):
+        raise UserError('no texts "prompt" and "completion", and no "text"')
+    ids = model.encode(text)[: prompt_len + gen_len]
+    if len(ids) <= prompt_len:
+        raise UserError(f"the text has {len(ids)} tokens, none behind the {prompt_len} of `prompt_len`")
+    return Passage(ids, prompt_len)
+
+
+def _tokens(model: LoadedModel, text: str) -> list[int]:
+    return model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,0 +1,29 @@
+"""Keep tokens drawn by lot: the control."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kv_cache.rule import FixedRule, Tokens
+
+
+@dataclass(frozen=True)
+class RandomCache(FixedRule):
+    """H2O with a lot instead of the score: what a rule must beat that claims to know which tokens matter.
+
+    A token's lot is a hash of its position and its KV head alone, so that the same tokens stay on every tier and in
+    every batch. In 32-bit integers, which wrap around, with shifts that keep the sign:
+    x = position * 0x2545F491 + (head + 1) * 0x1B873593; x = (x ^ x >> 15) * 0x2C1B3C6D; lot = (x ^ x >> 13) >> 8.
+    """
+
+    name = "random"
+
+    def rank(self, tokens: Tokens) -> Tensor:
+        position = tokens.position
+        head = torch.arange(1, position.shape[1] + 1, dtype=torch.int32, device=position.device)[:, None]
+        x = torch.add(head * 0x1B873593, position, alpha=0x2545F491)
+        x = (x ^ (x >> 15)).mul_(0x2C1B3C6D)
+        return (x ^ (x >> 13)).bitwise_right_shift_(8).float()  # 24 bits: exact as a float

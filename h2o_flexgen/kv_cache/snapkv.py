@@ -1,0 +1,66 @@
+"""Compress the prompt once, then keep everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from h2o_flexgen.kv_cache.full import FullCache
+from h2o_flexgen.kv_cache.layout import KVTensors
+from h2o_flexgen.kv_cache.rule import BudgetRule, Tokens
+from h2o_flexgen.sizes import full_segments
+
+
+@dataclass(frozen=True)
+class SnapKVCache(BudgetRule):
+    """SnapKV (arXiv 2404.14469, section 4).
+
+    What the last queries of a prompt attend to is what the output will need, since a question stands at the end. They
+    vote with their attention, summed over the query heads of a group. Votes are pooled over neighbours, so that a
+    token stays with its context. The last `recent` tokens of the prompt stay, and of the others the `heavy` ones with
+    the most votes; and then every generated token, so the cache grows with the output. In the paper the last tokens
+    that stay are those that vote: `recent` is `window`.
+
+    Args:
+        window: the last queries of the prompt that vote.
+        pool: neighbours that votes are pooled over, the token itself included; odd.
+        pooling: "max" as in the paper's experiments, or "avg".
+    """
+
+    window: int = 32
+    pool: int = 7
+    pooling: str = "max"
+
+    name = "snapkv"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require(self.window >= 1, "window must be 1 or more")
+        self.require(self.pool % 2 == 1 and self.pool >= 1, "pool must be odd, 1 or more")
+        self.require(self.pooling in ("max", "avg"), "pooling must be max or avg")
+
+    def measured_as(self, phase: str) -> str:
+        return "h2o" if phase == "prefill" else "full"
+
+    def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
+        return full_segments(min(self.slots, prompt_len), gen_len)
+
+    def held(self, prompt_len: int, step: int) -> int:
+        return min(self.slots, prompt_len) + step - 1
+
+    def query_weights(self, position: Tensor, newest: Tensor) -> Tensor:
+        return (position > newest - self.window).float()
+
+    def rank(self, tokens: Tokens) -> Tensor:
+        # those in the window stay anyhow, and do not help their neighbours
+        votes = torch.where(tokens.position > tokens.newest - self.recent_window, 0.0, tokens.score)
+        pooled = F.max_pool1d if self.pooling == "max" else F.avg_pool1d
+        return pooled(votes, self.pool, 1, self.pool // 2)
+
+    def decode(
+        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
+    ) -> tuple[Tensor, Tensor]:
+        return FullCache().decode(cache, q, k, v, lengths.clamp(max=self.slots), step)

@@ -1,0 +1,292 @@
+"""Command line: measure what KV budgets cost in quality, on your own texts.
+
+h2o-flexgen quality book.txt --kv-rule h2o --kv-rule mean --output quality.json --plot frontier.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from datetime import date
+from typing import NamedTuple
+
+from h2o_flexgen import cli
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import rounded, to_json, write_text
+from h2o_flexgen.policy import DEFAULT_RULE
+
+MIB = 1 << 20
+#: options that LLM takes as they are
+PASSED = "model device dtype path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
+#: packages whose versions stand in a result, and those of some tasks
+PACKAGES = ("torch", "transformers", "h2o_flexgen")
+MORE_PACKAGES = {"summarize": ("rouge", "rouge-score"), "compare": ("sacrebleu",)}
+
+
+class Default(NamedTuple):
+    """What a task does where the options say nothing else."""
+
+    gen_len: int
+    rules: tuple[str, ...]
+    ratios: tuple[float, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+TASKS = {
+    "perplexity": Default(512, (DEFAULT_RULE, "sinks"), ratios=(0.1, 0.2, 0.4, 0.8)),
+    "summarize": Default(128, (DEFAULT_RULE,), sizes=(64, 128, 256, 512, 1024)),
+    "compare": Default(128, (DEFAULT_RULE, "recent"), ratios=(0.4,)),
+}
+
+
+def make_parser(prog: str = "python -m h2o_flexgen.quality") -> argparse.ArgumentParser:
+    parser = cli.Parser(prog, "Measure what KV budgets cost in quality, on your own texts.")
+    add = parser.add_argument_group("what is measured").add_argument
+    rows = 'JSON lines {"prompt", "completion"} or {"text"} in a file that ends in .jsonl'
+    add("texts", nargs="*", metavar="FILE", help=f"texts, or {rows} (default: Python's language reference)")
+    tasks = "perplexity (default), or summarize: summaries of the rows' articles, by ROUGE"
+    add("--task", choices=("perplexity", "summarize"), default="perplexity", help=tasks)
+    add("--compare", metavar="PROMPT", help="show what follows this text, or the text in this file, instead")
+    add("--prompt-len", type=cli.count, default=512, help="tokens of a passage that are its prompt (default: 512)")
+    add("--gen-len", type=cli.count, help="tokens behind it, at most (default: 512 are scored, or 128 generated)")
+    add("--windows", type=cli.count, default=8, help="passages of a text, at even distances (default: up to 8)")
+    add("--samples", type=int, default=0, help="for --compare: texts to draw for each setting, for self-BLEU")
+    add("--temperature", type=cli.amount, default=0.8, help="of those texts (default: 0.8)")
+
+    add = parser.add_argument_group("settings: each rule with each budget, and the full cache").add_argument
+    rule = f"a cache rule; may be given several times (default: {DEFAULT_RULE}, and sinks or recent tokens beside it)"
+    add("--kv-rule", action="append", metavar="NAME", help=rule)
+    add("--ratios", type=float, nargs="+", metavar="R", help="slots as fractions of the longest prompt")
+    add("--sizes", type=int, nargs="+", metavar="N", help="slots")
+    add("--hh-share", type=float, default=0.5, help="part of the slots that is for heavy hitters (default: 0.5)")
+
+    add = parser.add_argument_group("output").add_argument
+    add("-o", "--output", metavar="FILE", help="write the result as JSON, for generate --max-loss --quality FILE")
+    add("--plot", metavar="FILE", help="draw bytes against loss into this PNG")
+
+    add = parser.add_argument_group("model and machine").add_argument
+    add("--model", help="folder or Hugging Face name; the demo model if left out")
+    add("--path", help="folder of the weights, if it is not the model's")
+    cli.add_machine_options(add)
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    args.task = "compare" if args.compare is not None else args.task
+    check(args)
+    settings = settings_of(args)
+    sources = sources_of(args)
+
+    from h2o_flexgen.llm import LLM
+
+    options = {name: getattr(args, name) for name in PASSED}
+    with LLM(progress=False, **options) as llm:
+        workload, rows = begin(args, llm, sources, settings)
+        result = origin(args) | {"workload": workload, "rows": []}
+        try:
+            for row in rows:
+                result["rows"].append(row)
+        finally:  # what was measured before an interrupt or an error counts
+            if result["rows"]:
+                finish(args, result)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError for options that contradict each other, and for files and packages that are not to be had."""
+    if args.task == "compare" and args.texts:
+        raise UserError("--compare brings its own text: leave the files out")
+    if args.task == "summarize" and not args.texts:
+        raise UserError('--task summarize needs a file of JSON lines {"article", "summary_gt"}')
+    if args.plot is not None and args.task != "perplexity":
+        raise UserError("--plot draws perplexities: leave it out here")
+    if args.samples != 0 and (args.task != "compare" or args.samples < 2):
+        raise UserError("--samples is for --compare, 2 or more")
+    cli.check_files(args, reads=("hardware",), writes=("output", "plot"))
+    written = {os.path.realpath(path) for path in (args.output, args.plot) if path is not None}
+    for path in args.texts:
+        if os.path.realpath(path) in written:
+            raise UserError(f"{path} would be read and written")
+
+    from h2o_flexgen.evaluation import extras, figure, summaries
+
+    if args.plot is not None:
+        figure.check_package()
+    if args.task == "summarize":
+        summaries.check_packages()
+    if args.samples:
+        extras.need("sacrebleu", "sacrebleu", "self-BLEU")
+
+
+def settings_of(args: argparse.Namespace) -> list:
+    """The settings to measure."""
+    from h2o_flexgen.evaluation.settings import make_settings
+    from h2o_flexgen.kv_cache import make_rule
+
+    default = TASKS[args.task]
+    args.gen_len = args.gen_len or default.gen_len
+    rules = args.kv_rule or default.rules
+    for rule in rules:
+        make_rule(rule, cli.PLENTY, cli.PLENTY)
+    ratios, sizes = args.ratios or (), args.sizes or ()
+    if not ratios and not sizes:
+        ratios, sizes = default.ratios, default.sizes
+    return make_settings(rules, ratios, sizes, args.hh_share)
+
+
+def sources_of(args: argparse.Namespace) -> list:
+    """What the files hold, or the text of --compare."""
+    from h2o_flexgen.evaluation.passages import Source, builtin_source, read_source
+
+    if args.task != "compare":
+        return [read_source(path) for path in args.texts] or [builtin_source()]
+    found = read_source(args.compare) if os.path.exists(args.compare) else Source("--compare", text=args.compare)
+    if found.text is None:
+        raise UserError("--compare takes one text: not JSON lines")
+    return [found]
+
+
+def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple[dict, Iterator[dict]]:
+    """What is measured, in words, and the rows of results, which come as they are measured.
+
+    Raises:
+        UserError: nothing can be measured with this model and these texts.
+    """
+    from h2o_flexgen.evaluation import compare, perplexity, summaries
+    from h2o_flexgen.evaluation.passages import passages_of
+    from h2o_flexgen.evaluation.settings import check_settings
+    from h2o_flexgen.kernels.linear import dtype_name
+
+    if args.task == "compare":
+        items, errors = [llm.admit(sources[0].text, args.gen_len)], []
+        lengths = [len(items[0])]
+        rows = compare.measure(llm, items[0], settings, args.gen_len, args.samples, args.temperature)
+    elif args.task == "summarize":
+        items, errors = gathered(summaries.articles_of(source, llm, args.gen_len) for source in sources)
+        lengths = [len(item.prompt) for item in items]
+        rows = summaries.measure(llm, items, settings)
+    else:
+        lens = (args.prompt_len, args.gen_len, args.windows)
+        items, errors = gathered(passages_of(source, llm.model, *lens) for source in sources)
+        lengths = [item.prompt_len for item in items]
+        rows = perplexity.measure(llm, items, settings)
+    check_settings(settings, max(lengths))
+    if errors:
+        print(f"{len(errors)} rows cannot be measured; {errors[0]}", file=sys.stderr)
+    workload = {
+        "task": args.task,
+        "model": llm.model.name,
+        "dtype": dtype_name(llm.dtype),
+        "texts": [os.path.basename(source.name) for source in sources],
+        "passages": len(items),
+        "prompt_len": max(lengths),
+        "gen_len": args.gen_len,
+        "hh_share": args.hh_share,
+    }
+    return workload, rows
+
+
+def gathered(found: Iterator[tuple[list, list[str]]]) -> tuple[list, list[str]]:
+    """Items and errors of all sources. Raises UserError if there are no items."""
+    lists = list(found)
+    items, errors = ([one for each in lists for one in each[n]] for n in (0, 1))
+    if not items:
+        raise UserError(f"none of the {len(errors)} rows can be measured; {errors[0]}")
+    return items, errors
+
+
+def origin(args: argparse.Namespace) -> dict:
+    """How, when and where a result is made."""
+    from h2o_flexgen.profiling.machine import described, installed
+
+    found = installed(*PACKAGES, *MORE_PACKAGES.get(args.task, ()))
+    versions = {name: version for name, version in found.items() if name != "python"}
+    return {
+        "command": args.command,
+        "date": date.today().isoformat(),
+        "machine": described(),
+        "versions": versions,
+    }
+
+
+def finish(args: argparse.Namespace, result: dict) -> None:
+    """Show the result, and write its files."""
+    try:
+        w = result["workload"]
+        texts = f"{w['passages']} {'article' if args.task == 'summarize' else 'passage'}(s) of {', '.join(w['texts'])}"
+        lengths = f"prompts of up to {w['prompt_len']} tokens, up to {w['gen_len']} behind each"
+        cli.say(f"{w['model']} in {w['dtype']}, {texts}: {lengths}\n")
+        cli.say(SHOW[args.task](result["rows"]))
+    finally:
+        if args.output is not None:
+            write_text("--output", args.output, to_json(rounded(result)) + "\n")
+        if args.plot is not None:
+            from h2o_flexgen.evaluation.figure import draw
+
+            draw(result, args.plot)
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    """Columns for people: the first to the left, the others to the right."""
+    lines = [header, *lines]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) if n else cell.ljust(width) for n, (cell, width) in enumerate(zip(line, widths)))
+        for line in lines
+    )
+
+
+def budget_text(row: dict) -> list[str]:
+    """Rule, slots, slots over the longest prompt, and bytes."""
+    nbytes = f"{row['kv_bytes'] / MIB:.2f} MiB"
+    if row["slots"] is None:
+        return [row["rule"], "all", "", nbytes]
+    share = f"{row['hh_ratio'] + row['recent_ratio']:.3g}"
+    return [row["rule"], f"{row['heavy']} + {row['recent']}", share, nbytes]
+
+
+#: of `budget_text`
+BUDGET = ["rule", "slots", "of the prompt", "KV cache of a sequence"]
+
+
+def show_perplexity(rows: list[dict]) -> str:
+    header = [*BUDGET, "perplexity", "rise", "agreement"]
+    numbers = [[f"{r['perplexity']:.2f}", f"{r['rise']:+.1%}", f"{r['agreement']:.1%}"] for r in rows]
+    return table(header, [budget_text(row) + found for row, found in zip(rows, numbers)])
+
+
+def show_summaries(rows: list[dict]) -> str:
+    """ROUGE-1, 2 and L by both packages, against the references and against the summaries of the full cache."""
+    names = [f"{package} {n}" for package in ("rouge", "rouge-score") for n in "12L"]
+    lines = []
+    for row in rows:
+        for against, found in row["rouge"].items():
+            if found is not None and not (against == "full_cache" and row["slots"] is None):
+                numbers = [f"{100 * found[package][n]:.1f}" for package in ("rouge", "rouge-score") for n in "12l"]
+                lines.append([*budget_text(row), against.replace("_", " "), *numbers])
+    return table([*BUDGET, "against", *names], lines)
+
+
+def show_compared(rows: list[dict]) -> str:
+    """The text of each setting under a line that says which it is."""
+    parts = []
+    for row in rows:
+        rule, slots, _, nbytes = budget_text(row)
+        line = f"--- {rule}, {slots} slots, {nbytes}"
+        if row["self_bleu"] is not None:
+            line += f", self-BLEU {row['self_bleu']:.2f} of {len(row['samples'])} samples"
+        parts.append(f"{line}\n{row['text'].strip()}\n")
+    return "\n".join(parts)
+
+
+SHOW = {"perplexity": show_perplexity, "summarize": show_summaries, "compare": show_compared}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code, as `cli.main` says."""
+    return cli.main(make_parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The figures of docs/analysis.md: the demo model on Python's language reference. Needs matplotlib (extra `plot`).
+
+Results go to docs/benchmarks/analysis_smollm2.json and docs/analysis.png.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from PIL import Image  # noqa: E402  comes with matplotlib
+
+from bench import common  # noqa: E402
+from h2o_flexgen import analyse  # noqa: E402
+
+PLOT = ROOT / "docs" / "analysis.png"
+#: of the plot: a quarter of the bytes, to be kept in the repository
+COLOURS = 64
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "analysis.json"
+        code = analyse.main(["--output", str(result), "--plot", str(PLOT)])
+        if code == 0:
+            Image.open(PLOT).quantize(COLOURS).save(PLOT, optimize=True)
+            common.save("analysis_smollm2", json.loads(result.read_text()))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

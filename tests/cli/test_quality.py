@@ -1,0 +1,264 @@
+"""`quality`: its table and files, what it refuses before it runs, and what others make of its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from cli_tools import FP32, environment, last_line, read_until, write_rows
+from machines import laptop
+
+from h2o_flexgen import LLM, plan, quality
+
+pytest_plugins = ["cli_tools"]
+
+TEXT = "The page cache keeps what was read from a disk in memory, so that it need not be read again. " * 20
+LENGTHS = ("--prompt-len", 40, "--gen-len", 8, "--windows", 2)
+
+
+@pytest.fixture
+def measured(talker, tmp_path, capfd):
+    """Run the command with the tiny model: (exit code, stdout, stderr)."""
+    (tmp_path / "text.txt").write_text(TEXT)
+
+    def run(*argv, model=talker) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = quality.main([str(a) for a in ("--model", model, *FP32, *argv)])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path):
+    return tmp_path / "text.txt"
+
+
+def test_a_row_for_the_full_cache_and_each_rule_with_each_budget(measured, text, tmp_path):
+    output = tmp_path / "quality.json"
+    rules = ("--kv-rule", "h2o", "--kv-rule", "sinks:first=2")
+    code, out, err = measured(text, *LENGTHS, *rules, "--ratios", 0.2, 0.5, "-o", output)
+    assert code == 0, err
+    data = json.loads(output.read_text())
+    assert [(row["rule"], row["slots"]) for row in data["rows"]] == [
+        ("full", None),
+        *((rule, slots) for rule in ("h2o", "sinks:first=2") for slots in (8, 20)),
+    ]
+    assert data["workload"]["texts"] == ["text.txt"] and data["workload"]["passages"] == 2
+    assert {"command", "date", "machine", "versions"} <= data.keys()
+    assert "quality --model" in data["command"] and "sinks:first=2" in data["command"]
+    lines = out.splitlines()
+    assert "2 passage(s) of text.txt" in lines[0] and lines[2].split()[0] == "rule" and len(lines) == 8
+    assert "4 + 4" in lines[4] and "10 + 10" in lines[5]
+
+
+def test_without_files_the_text_is_built_in(measured):
+    code, out, err = measured(*LENGTHS, "--kv-rule", "mean", "--sizes", 8)
+    assert code == 0, err
+    assert "2 passage(s) of Python's language reference" in out
+
+
+def test_rows_that_cannot_be_measured_stop_no_others(measured, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a b c", "completion": " d e f"}, {"x": 1}, "{"])
+    code, out, err = measured(rows, *LENGTHS, "--kv-rule", "h2o", "--sizes", 4)
+    assert code == 0, err
+    assert "2 rows cannot be measured; " in err and "rows.jsonl line 2: no texts" in err
+    assert "1 passage(s) of rows.jsonl" in out
+
+
+def test_the_frontier_is_drawn(measured, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "frontier.png"
+    code, _, err = measured(text, *LENGTHS, "--ratios", 0.2, 0.5, "--plot", plot)
+    assert code == 0, err
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_summaries(measured, tmp_path):
+    pytest.importorskip("rouge")
+    pytest.importorskip("rouge_score")
+    rows = [{"article": TEXT[:300] + "Summary:", "summary_gt": "It keeps what was read."}]
+    source = write_rows(tmp_path / "articles.jsonl", rows)
+    options = ("--task", "summarize", "--gen-len", 10, "--sizes", 8, 16, "-o", tmp_path / "q.json")
+    code, out, err = measured(source, *options)
+    assert code == 0, err
+    assert "rouge 1" in out and "rouge-score L" in out
+    assert [line.split()[0] for line in out.splitlines()[3:]] == ["full", "h2o", "h2o", "h2o", "h2o"]
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    assert set(rows[1]["rouge"]["reference"]) == {"rouge", "rouge-score"}
+
+
+def test_texts_side_by_side(measured, text):
+    text.write_text(TEXT[:100])
+    for prompt in (TEXT[:200], text):
+        code, out, err = measured("--compare", prompt, "--gen-len", 6, "--sizes", 8)
+        assert code == 0, err
+        heads = [line.split(",")[0] for line in out.splitlines() if line.startswith("--- ")]
+        assert heads == ["--- full", "--- h2o", "--- recent"]
+
+
+REFUSED = {
+    "no file": (("nowhere.txt",), "cannot read nowhere.txt: No such file"),
+    "unknown rule": (("--kv-rule", "h3o"), "unknown --kv-rule 'h3o'; known: h2o, "),
+    "unknown option of a rule": (("--kv-rule", "h2o:last=x"), "--kv-rule h2o: unknown option 'last=x'"),
+    "ratio": (("--ratios", "20"), "each of --ratios must lie in (0, 1], not 20"),
+    "no number": (("--ratios", "a"), "--ratios: invalid float value: 'a'; it means: slots as fractions"),
+    "size": (("--sizes", "0"), "each of --sizes must be 1 or more"),
+    "share": (("--hh-share", "2"), "--hh-share must lie in [0, 1], not 2"),
+    "too few slots": (("--kv-rule", "sinks:first=30", "--sizes", "8"), "protect"),
+    "folder of the output": (("-o", "nowhere/q.json"), "--output nowhere/q.json: the folder"),
+    "one file twice": (("-o", "same", "--plot", "same"), "--output and --plot name the same file"),
+    "plot of summaries": (("--task", "summarize", "a.jsonl", "--plot", "a.png"), "--plot draws perplexities"),
+    "summaries of nothing": (("--task", "summarize"), "needs a file of JSON lines"),
+    "files beside a prompt": (("a.txt", "--compare", "b"), "--compare brings its own text"),
+    "samples": (("--samples", "3"), "--samples is for --compare"),
+    "one sample": (("--samples", "1", "--compare", "b"), "2 or more"),
+    "unknown option": (("--rules", "h2o"), "unknown option --rules"),
+}
+
+
+@pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_before_anything_runs(measured, monkeypatch, tmp_path, options, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(LLM, "score", lambda *a: pytest.fail("it ran"))
+    code, out, err = measured(*LENGTHS, *options)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"short", "text.txt has 4 tokens, too few for a prompt of 40 and 8 behind it: --prompt-len"),
+        (b"\x89PNG\x00\xff", "text.txt is not a text in UTF-8"),
+        (b"a\0b", "text.txt is not a text in UTF-8"),
+        (b"", "text.txt has 0 tokens, too few for a prompt of 40 and 8 behind it"),
+    ],
+)
+def test_texts_that_cannot_be_used(measured, text, content, message):
+    text.write_bytes(content)
+    code, out, err = measured(text, *LENGTHS)
+    assert code == 2 and out == "" and message in err, err
+
+
+def test_a_model_with_too_few_positions_or_no_tokenizer(measured, text, model):
+    code, _, err = measured(text, "--prompt-len", 1000, "--gen-len", 300)
+    assert code == 2 and "longer than the model's 1280 positions" in err
+    code, _, err = measured(text, *LENGTHS, model=model)
+    assert code == 2 and "no tokenizer" in err
+
+
+def test_a_text_is_not_written_over(measured, text):
+    code, _, err = measured(text, *LENGTHS, "-o", text)
+    assert code == 2 and "would be read and written" in err and text.read_text() == TEXT
+
+
+@pytest.mark.parametrize(
+    "package, options",
+    [
+        ("matplotlib", ("--plot", "a.png")),
+        ("rouge", ("--task", "summarize", "rows.jsonl")),
+        ("sacrebleu", ("--compare", "a", "--samples", "2")),
+    ],
+)
+def test_a_package_that_is_missing_is_named(measured, monkeypatch, package, options):
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = measured(*options)
+    assert code == 2 and f"needs the package {package}: pip install {package}" in err
+
+
+def test_ctrl_c_keeps_what_was_measured(talker, text, tmp_path, measured):
+    code = "import sys; from h2o_flexgen import progress, quality; progress.LINE_SECONDS = 0; sys.exit(quality.main())"
+    output = tmp_path / "quality.json"
+    options = ("--model", talker, *FP32, text, "--prompt-len", 600, "--gen-len", 600, "-o", output)
+    argv = [sys.executable, "-c", code, *map(str, options)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment()) as job:
+        read_until(job, "setting 2/9, h2o")
+        os.kill(job.pid, signal.SIGINT)
+        out, err = job.communicate(timeout=120)
+    assert job.returncode == 130, err
+    rows = json.loads(output.read_text())["rows"]
+    assert rows[0]["rule"] == "full" and len(rows) < 9
+    assert "full" in out.decode() and last_line(err.decode()) == "interrupted"
+
+
+# what others make of the file
+
+
+@pytest.fixture
+def losses(talker, tmp_path):
+    """A file of losses: (path, a function that writes it anew)."""
+
+    def write(model=str(talker), rows=None, **workload):
+        path = tmp_path / "losses.json"
+        common = {"prompt_len": 40, "gen_len": 40, "hh_share": 0.5, "model": model} | workload
+        made = [
+            dict(rule="full", slots=None, rise=0.0, kv_bytes=1000),
+            dict(rule="h2o", slots=8, hh_ratio=0.1, recent_ratio=0.1, rise=0.3, kv_bytes=100),
+            dict(rule="mean", slots=20, hh_ratio=0.25, recent_ratio=0.25, rise=0.1, kv_bytes=250),
+            dict(rule="h2o", slots=32, hh_ratio=0.4, recent_ratio=0.4, rise=0.02, kv_bytes=400),
+        ]
+        path.write_text(json.dumps({"workload": common, "rows": rows or made}))
+        return path
+
+    return write
+
+
+JOB = ("--prompt-len", 40, "--gen-len", 4, "--num-prompts", 2)
+
+
+def test_generate_and_plan_take_the_cheapest_within_the_limit(cli, talker, losses, tmp_path, capfd):
+    report = tmp_path / "report.json"
+    given = ("--max-loss", 0.15, "--quality", losses())
+    code, _, err = cli("--model", talker, *FP32, *JOB, *given, "--report", report)
+    assert code == 0, err
+    assert json.loads(report.read_text())["kv_budget"] == {"heavy": 10, "recent": 10, "rule": "mean"}
+    says = "KV budget  mean with 0.25 heavy + 0.25 recent of the longest prompt (+10.0% perplexity): the cheapest of "
+    assert says in err and "warning" not in err
+    code = plan.main([str(a) for a in (talker, *FP32, *JOB, *given, "--json")])
+    out, err = capfd.readouterr()
+    assert code == 0 and says in err
+    assert json.loads(out)["kv_budget"] == {"heavy": 10, "recent": 10, "rule": "mean"}
+
+
+def test_a_file_of_another_model_is_a_warning(cli, talker, losses):
+    code, _, err = cli("--model", talker, *FP32, *JOB, "--max-loss", 0.15, "--quality", losses("another"))
+    assert code == 0 and f"losses.json is of another, this job is of {talker}" in err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--max-loss", 0.1), "give a --quality FILE too"),
+        (("--quality", "FILE"), "--quality is for --max-loss and for --hh-ratio auto"),
+        (("--max-loss", 0.1, "--quality", "FILE", "--hh-size", 4), "leave --kv-rule, ratios and sizes out"),
+        (("--max-loss", 0.1, "--quality", "FILE", "--kv-rule", "h2o"), "leave --kv-rule, ratios and sizes out"),
+        (("--max-loss", 2, "--quality", "FILE"), "--max-loss must lie in [0, 1), not 2: for 2 % give 0.02"),
+        (("--max-loss", 0.01, "--quality", "FILE"), "costs at most 0.01, the best is h2o with 0.4 heavy"),
+        (("--max-loss", 0.01, "--quality", "nowhere.json"), "cannot read --quality nowhere.json"),
+    ],
+)
+def test_contradictions(cli, talker, losses, options, message):
+    path = losses()
+    code, _, err = cli("--model", talker, *JOB, *(path if o == "FILE" else o for o in options))
+    assert code == 2 and message in err, err
+
+
+def test_an_automatic_budget_stays_within_the_limit(cli, talker, losses, tmp_path):
+    hardware, report = tmp_path / "laptop.json", tmp_path / "report.json"
+    hardware.write_text(laptop(dtype="float32").to_json())
+    auto = ("--model", talker, *FP32, *JOB, "--hh-ratio", "auto", "--hardware", hardware, "--report", report)
+    code, _, err = cli(*auto, "--quality", losses())
+    assert code == 0, err
+    curve = [line.split() for line in err.splitlines() if "%" in line or "unknown" in line]
+    assert curve[-1][-1] == "+0.0%" and "+30.0%" in err and "loss" in err
+    code, _, err = cli(*auto, "--quality", losses(), "--max-loss", 0.05)
+    assert code == 0, err
+    budget = json.loads(report.read_text())["kv_budget"]
+    assert budget is None or budget["heavy"] + budget["recent"] >= 0.7 * 40
+    code, _, err = cli(*auto, "--quality", losses(rows=[dict(rule="full", slots=None)]))
+    assert code == 2 and "has no budget of rule h2o" in err

@@ -1,0 +1,191 @@
+"""Every rule in the registry: its oracle's tokens through the whole engine, a place in plans, names and options."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import oracle
+import pytest
+import torch
+import zoo
+from cli_tools import SHORT
+from machines import T4, laptop, planner_of
+
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, sizes
+from h2o_flexgen.kv_cache import RULES, make_rule
+from h2o_flexgen.planning.memory import Resources
+from h2o_flexgen.policy import TIERS
+from h2o_flexgen.sizes import Workload
+
+pytest_plugins = ["cli_tools"]
+
+LENGTHS, MAX_TOKENS = [5, 17, 9, 1, 21], 16
+SLOTS = (4, 4)
+#: each rule with nothing protected but its window, and with tokens at both ends
+TEXTS = [f"{name}{ends}" for name in RULES for ends in (":first=0", ":first=1:last=1")]
+TEXTS += ["decayed:decay=0.7", "snapkv:window=4:pool=3:pooling=avg"]
+PLACEMENTS = {
+    "ram": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=3, num_gpu_batches=2),
+    "disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=2, num_gpu_batches=3, prefill_tokens=30),
+    "mixed": dict(percent=(50, 0, 0, 50, 100, 0), gpu_batch_size=2, num_gpu_batches=3, cpu_cache_compute=True),
+}
+#: families take turns with the texts and placements, so that each text meets each placement
+MODELS = [*zoo.FIRST.values(), "llama_groups_of_3_wide_heads_linear"]
+CASES = [
+    (model, placement, TEXTS[(m + p) % 3 :: 3])
+    for m, model in enumerate(MODELS)
+    for p, placement in enumerate(PLACEMENTS)
+]
+
+
+def assert_tokens_of_the_oracle(model: zoo.Tiny, placement: str, texts: list[str]) -> None:
+    """Of each rule, on ragged batches."""
+    params, options = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True), dict(device="cpu", dtype="float32")
+    with LLM(str(model.folder), Policy(**PLACEMENTS[placement]), **options, progress=False) as llm:
+        for text in texts:
+            prompts = model.clear_cut_prompts(LENGTHS, MAX_TOKENS, [(*SLOTS, text)])
+            llm.kv_budget = KVBudget.from_size(*SLOTS, text)
+            found = [output.outputs[0] for output in llm.generate(prompts, params)]
+            expected = model.references(prompts, MAX_TOKENS, *SLOTS, text)
+            assert [o.token_ids for o in found] == [trace.tokens for trace in expected], text
+            for output, trace in zip(found, expected):
+                assert output.logprobs == pytest.approx(trace.logprobs, abs=1e-4), text
+
+
+@pytest.mark.parametrize("name, placement, texts", CASES, ids=[f"{name}-{place}" for name, place, _ in CASES])
+def test_tokens_are_those_of_the_oracle(tiny, monkeypatch, name, placement, texts):
+    """With one query head per KV head and with more, wherever the cache lives."""
+    monkeypatch.setattr(sizes, "SEGMENT", 4)  # a cache that grows is compacted several times
+    assert_tokens_of_the_oracle(tiny(name), placement, texts)
+
+
+def test_no_two_rules_keep_the_same_tokens(tiny):
+    """So the test above would notice one in the place of another."""
+    model = tiny()
+    (prompt,) = model.prompts([50])
+    kept = {name: model.reference(prompt, 10, 24, 4, name).kept for name in RULES}
+    for one, other in combinations(RULES, 2):
+        assert kept[one] != kept[other], (one, other)
+
+
+def test_every_rule_has_an_oracle_and_says_where_it_is_from():
+    assert oracle.RULES.keys() == RULES.keys()
+    for rule in RULES.values():
+        assert len(rule.__doc__) > 60
+
+
+@pytest.mark.parametrize("heavy, recent", [(0, 1), (1, 0), (1, 1), (3, 2), (8, 3), (7, 16), (16, 1)])
+@pytest.mark.parametrize("name", ["strided", "strided_h2o", "fixed", "fixed_h2o"])
+def test_a_lattice_fits_into_its_slots_and_only_gets_coarser(name, heavy, recent):
+    for first, last in {(0, 0), (heavy // 3, heavy // 3), (heavy, 0)}:
+        rule = oracle.make_rule(f"{name}:first={first}:last={last}", heavy, recent)
+        before = set()
+        for n in range(1, 400):
+            columns = rule.columns(n)
+            assert len(columns) <= heavy - first - last
+            assert {j for j in columns if j < n - 1 - recent} <= before
+            before = columns | set(range(max(0, n - recent), n))
+
+
+@pytest.mark.parametrize("heavy, recent", [(1, 0), (1, 1), (5, 3), (7, 16), (102, 102), (400, 33)])
+@pytest.mark.parametrize("name", ["strided", "strided_h2o", "fixed", "fixed_h2o"])
+def test_the_columns_of_long_texts_are_those_of_the_oracle(name, heavy, recent):
+    rule, expected = make_rule(name, heavy, recent), oracle.make_rule(name, heavy, recent)
+    if rule.share == 0:
+        return
+    for n in [*range(1, 60), 1000, 4095, 4096, 4097, (1 << 23) - 1]:
+        position = torch.arange(max(0, n - recent - 5000), max(0, n - recent), dtype=torch.int32)
+        found = rule.on_lattice(position, torch.tensor(n, dtype=torch.int32))
+        assert set(position[found].tolist()) == expected.columns(n) & set(position.tolist()), n
+
+
+# in the plan and in the search
+
+
+@pytest.mark.parametrize("profile", [laptop(), T4], ids=["cpu", "cuda"])
+def test_a_rule_is_planned_and_searched(profile):
+    job, limits = Workload((512,) * 64, 256), Resources.of(profile, dict.fromkeys(TIERS))
+
+    def choose(budget):
+        planner = planner_of(profile, "facebook/opt-6.7b", resident=False, gpu_batch_size=16, num_gpu_batches=4)
+        choice = planner.choose(job, limits, kv_budget=budget)
+        choice.plan.check()
+        return choice, planner.model.shapes(choice.rule, job).kv.slots
+
+    full, all_slots = choose(None)
+    for name, rule in RULES.items():
+        found, slots = choose(KVBudget.from_ratio(0.1, rule=name))
+        assert found.rule.to_dict() == {"heavy": 51, "recent": 51, "rule": name}
+        assert found.prediction.job_seconds < full.prediction.job_seconds, name
+        # what stays of the prompt, and one more or, of a cache that grows, the output but for its last token
+        assert slots == 102 + (255 if rule.growth == "append" else 1) < all_slots, name
+
+
+# names and options
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_made_by_its_name(name):
+    rule = make_rule(name, 100, 50)
+    assert (type(rule), rule.label, rule.heavy, rule.recent) == (RULES[name], name, 100, 50)
+
+
+@pytest.mark.parametrize(
+    "text, label",
+    [
+        ("h2o:first=2", "h2o:first=2"),
+        ("mean:last=3:first=2", "mean:first=2:last=3"),
+        ("sinks:first=4", "sinks"),
+        ("vatp:first=0", "vatp:first=0"),
+        ("decayed:decay=0.950", "decayed"),
+        ("decayed:decay=.5:last=1", "decayed:last=1:decay=0.5"),
+        ("snapkv:pooling=avg:window=16", "snapkv:window=16:pooling=avg"),
+    ],
+)
+def test_a_label_names_the_options_that_are_not_defaults(text, label):
+    rule = make_rule(text, 100, 100)
+    assert rule.label == label and make_rule(label, 100, 100) == rule
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("best", "unknown `kv_rule` 'best'; known: h2o, mean, "),
+        ("", "unknown `kv_rule` ''; known: "),
+        ("H2O", "unknown `kv_rule` 'H2O'"),
+        ("h2o:sinks=4", "cannot take the option 'sinks=4'; known: first=0, last=0"),
+        ("h2o:", "cannot take the option ''; known: "),
+        ("h2o:first", "cannot take the option 'first'"),
+        ("h2o:first=four", "cannot take the option 'first=four'"),
+        ("h2o:first=1.5", "cannot take the option 'first=1.5'"),
+        ("h2o:heavy=3", "cannot take the option 'heavy=3'"),
+        ("h2o:first=-1", "first and last must be 0 or more"),
+        ("decayed:decay=x", "known: first=0, last=0, decay=0.95"),
+        ("decayed:decay=0", "decay must lie in (0, 1]"),
+        ("decayed:decay=1.01", "decay must lie in (0, 1]"),
+        ("decayed:decay=nan", "decay must lie in (0, 1]"),
+        ("snapkv:window=0", "window must be 1 or more"),
+        ("snapkv:pool=4", "pool must be odd, 1 or more"),
+        ("snapkv:pool=-1", "pool must be odd, 1 or more"),
+        ("snapkv:pooling=sum", "pooling must be max or avg"),
+        (
+            "mean:first=70:last=31",
+            "protects 70 + 31 tokens, but the KV budget has only 100 slots besides the recent",
+        ),
+        ("heavy:first=200:last=1", "protects 200 + 1 tokens, but the KV budget has only 200 slots"),
+    ],
+)
+def test_a_bad_name_or_option_is_one_line_that_says_what_to_do(text, says):
+    with pytest.raises(UserError) as error:
+        make_rule(text, 100, 100)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_same_on_the_command_line(refused, model):
+    def said(rule, *budget):
+        return refused("--model", model, *SHORT, *budget, "--kv-rule", rule)
+
+    assert "unknown --kv-rule 'best'; known: h2o, mean" in said("best", "--hh-ratio", 0.2)
+    assert "--kv-rule mean: cannot take the option 'decay=1'" in said("mean:decay=1", "--hh-ratio", 0.2)
+    assert "--kv-rule decayed:decay=2.0: decay must lie in (0, 1]" in said("decayed:decay=2", "--hh-size", 4)
+    assert "--kv-rule vatp protects 20 + 0 tokens, but the KV budget has only 4 slots" in said("vatp", "--hh-size", 4)

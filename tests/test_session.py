@@ -1,0 +1,392 @@
+"""A session gives what the oracle gives, wherever its caches live, and far past the model's positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from stream_oracle import StreamOracle
+
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
+from h2o_flexgen.engine.streams import Streams
+from h2o_flexgen.kv_cache import RULES
+from h2o_flexgen.models import source
+from h2o_flexgen.offload import memory
+
+pytest_plugins = ["cli_tools"]
+
+#: of every kind of RoPE, of attention groups and of families that rotate, but for dynamic RoPE
+MODELS = [name for name in zoo.CONFIGS if zoo.FAMILY[name] != "opt" and "dynamic" not in name]
+RAM = dict(gpu_batch_size=4)
+DISK = dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=1)
+POLICIES = {
+    "ram": RAM,
+    "disk": DISK,
+    "disk one batch": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=4, prefill_tokens=20),
+    "cpu": dict(percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=2, prefill_tokens=1),
+    "attention on cpu": dict(percent=(50, 50, 0, 100, 0, 100), gpu_batch_size=3, cpu_cache_compute=True),
+    "thirds": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=2),
+    "no overlap": dict(percent=(0, 0, 0, 50, 0, 0), gpu_batch_size=3, overlap=False),
+}
+HEAVY, RECENT = 5, 6
+#: (tokens that are read, tokens that are generated) of each turn: more than the 128 positions that models have
+TURNS = [(30, 5), (1, 9), (64, 3), (7, 30), (17, 4)]
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+def opened(model, rule="h2o", **policy) -> LLM:
+    budget = KVBudget.from_size(HEAVY, RECENT, rule)
+    return LLM(str(model.folder), Policy(**(policy or RAM)), budget, device="cpu", dtype="float32", progress=False)
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True)
+
+
+class Expected:
+    """What the oracle makes of turns, read in chunks: `texts`, `outputs` and the `logprobs` of the last text, which is
+    only read."""
+
+    def __init__(self, model, chunk: int, seed: int, rule: str = "h2o", rolling: bool = True, turns=TURNS):
+        stream, waiting = StreamOracle(model.oracle, HEAVY, RECENT, rule, rolling), []
+        self.texts = model.prompts([n for n, _ in turns] + [40], seed)
+        self.outputs = []
+        for text, (_, count) in zip(self.texts, turns):
+            stream.feed(waiting + text, chunk)
+            self.outputs.append(stream.generate(count))
+            waiting = self.outputs[-1][-1:]
+        stream.feed(waiting + self.texts[-1][:-1], chunk)
+        stream._score(stream.logits, self.texts[-1][-1])
+        self.logprobs = stream.logprobs[-40:]
+        self.is_clear = stream.margin > 2e-3 and stream.slack > 1e-5
+
+    @classmethod
+    def clear(cls, model, chunk: int, seed: int = 0, **more) -> Expected:
+        """Of a text in which rounding decides nothing."""
+        return next(e for n in range(100) if (e := cls(model, chunk, 1000 * seed + n, **more)).is_clear)
+
+
+def turns_of(session, expected: Expected, turns=TURNS) -> None:
+    for text, output, (_, count) in zip(expected.texts, expected.outputs, turns):
+        assert session.generate(text, greedy(count)).token_ids == output
+    assert session.feed(expected.texts[-1]) == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_gives_what_the_oracle_gives(tiny, name):
+    model = tiny(name)
+    expected = Expected.clear(model, chunk=16)
+    for policy in (RAM, DISK):
+        with opened(model, **policy) as llm, llm.session(chunk=16) as session:
+            turns_of(session, expected)
+            assert session.lengths() == sum(n + count for n, count in TURNS) + 40
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 11, 12, 64])
+@pytest.mark.parametrize("name", [zoo.FIRST["gpt_neox"], "llama_groups_of_3_wide_heads_linear"])
+def test_chunks_of_any_size(tiny, name, chunk):
+    model = tiny(name)
+    expected = Expected.clear(model, chunk)
+    with opened(model) as llm, llm.session(chunk=chunk) as session:
+        turns_of(session, expected)
+
+
+def rules() -> list[str]:
+    """Every rule that a session takes, with options that matter with so few slots."""
+    found = {name: name for name, rule in RULES.items() if rule.growth == "fixed"}
+    found |= {"vatp": "vatp:first=2", "decayed": "decayed:decay=0.8", "sinks": "sinks:first=2"}
+    return [*found.values(), "h2o:first=1:last=3"]
+
+
+@pytest.mark.parametrize("rule", rules())
+def test_every_rule_gives_what_its_oracle_gives(tiny, rule):
+    model = tiny("llama")
+    expected = Expected.clear(model, 9, rule=rule)
+    for policy in (RAM, DISK):
+        with opened(model, rule, **policy) as llm, llm.session(chunk=9) as session:
+            turns_of(session, expected)
+
+
+def test_a_rule_that_keeps_all_that_is_generated_is_refused(tiny):
+    with opened(tiny("llama"), "snapkv") as llm:
+        for rolling in (True, False):
+            with pytest.raises(UserError, match="snapkv keeps all that is generated"):
+                llm.session(position_rolling=rolling)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt_neox"])
+def test_positions_may_stay_as_they_are(tiny, name):
+    model, turns = tiny(name), [(30, 5), (1, 9), (20, 3)]
+    expected = Expected.clear(model, 8, rolling=False, turns=turns)
+    for policy in (RAM, DISK):
+        with opened(model, **policy) as llm, llm.session(chunk=8, position_rolling=False) as session:
+            turns_of(session, expected, turns)
+            with pytest.raises(UserError, match="would come to 130 tokens, more than the model's 128 positions"):
+                session.feed([5] * 22)
+            session.feed([5] * 20)
+
+
+def test_a_stream_goes_far_past_the_positions(tiny):
+    """Five times as far; then it still gives what the oracle gives."""
+    model, turns = tiny("qwen3"), [(100, 20)] * 5 + [(3, 9)]
+    expected = Expected.clear(model, 32, turns=turns)
+    with opened(model) as llm, llm.session(chunk=32) as session:
+        turns_of(session, expected, turns)
+        assert session.lengths() > 5 * llm.spec.positions - 40
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_streams_of_one_block_give_what_each_gives_alone(tiny, policy):
+    """With other lengths, in other turns; one that has nothing to do stays as it is."""
+    model = tiny("llama")
+    streams = [Expected.clear(model, 12, seed) for seed in range(4)]
+    begins = [0, 2, 0, 1]  # the turn of the block in which a stream has its first one
+    with opened(model, **policy) as llm, llm.session(count=4, chunk=12) as session:
+        for turn in range(len(TURNS) + max(begins)):
+            own = [turn - begin if 0 <= turn - begin < len(TURNS) else None for begin in begins]
+            texts = [None if n is None else e.texts[n] for n, e in zip(own, streams)]
+            params = [greedy(1 if n is None else TURNS[n][1]) for n in own]
+            outputs = session.generate(texts, params)
+            expected = [None if n is None else e.outputs[n] for n, e in zip(own, streams)]
+            assert [output and output.token_ids for output in outputs] == expected
+        few = [streams[0].texts[-1], None, None, streams[3].texts[-1]]
+        found = session.feed(few)
+        assert found[1] is found[2] is None
+        for n in (0, 3):
+            assert found[n] == pytest.approx(streams[n].logprobs, abs=1e-4)
+
+
+def test_sampled_texts_do_not_depend_on_how_they_are_cut_or_placed(tiny):
+    model = tiny("llama")
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=7)
+    texts = model.prompts([20, 9])
+
+    def sampled(policy, **session):
+        with opened(model, **policy) as llm, llm.session(count=2, **session) as found:
+            first = [o.token_ids for o in found.generate(texts, params)]
+            return first, [o.token_ids for o in found.generate(["", ""], params)]
+
+    first, second = sampled(RAM)
+    assert first != second and first[0] != first[1]
+    assert sampled(DISK) == (first, second)
+
+
+def test_a_prompt_that_fits_is_what_generate_makes_of_it(tiny):
+    """With a cache that holds all of it, and no position that rolls."""
+    model = tiny("llama")
+    (prompt,) = model.clear_cut_prompts([40], 20)
+    with LLM(str(model.folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        expected = llm.generate([prompt], greedy(20))[0].outputs[0]
+        with llm.session() as session:
+            assert session.generate(prompt, greedy(20)).token_ids == expected.token_ids
+            with pytest.raises(UserError, match="more than the model's 128 positions"):
+                session.generate([5] * 60, greedy(20))
+
+
+def test_generate_rolls_too(tiny):
+    """A job's prompt in one chunk, and then step by step."""
+    model = tiny("gpt_neox")
+    expected = Expected.clear(model, 100, turns=[(40, 30)])
+    budget = KVBudget(hh_size=HEAVY, recent_size=RECENT, position_rolling=True)
+    for policy in (RAM, DISK):
+        with LLM(str(model.folder), Policy(**policy), budget, device="cpu", dtype="float32", progress=False) as llm:
+            (output,) = llm.generate([expected.texts[0]], greedy(30))
+            assert output.outputs[0].token_ids == expected.outputs[0]
+            assert llm.report["kv_budget"]["position_rolling"] is True
+
+
+def test_memory_stays_flat(tiny):
+    """Over as many tokens again and again; what is cached lives outside Python's heap, and is counted."""
+    model = tiny("llama")
+    (text,) = model.prompts([1000])
+    with opened(model, **DISK) as llm, llm.session(chunk=64) as session:
+        session.feed(text)
+        disk, before = llm.runner.transport.disk_bytes(), memory.resident()
+        for _ in range(5):
+            session.feed(text)
+        assert llm.runner.transport.disk_bytes() == disk > 0
+        assert memory.resident() < before + (4 << 20)
+
+
+# conversations
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[int]:
+    """The tokens that streams have been fed in prompts."""
+    tokens, run = [], Streams._run
+
+    def noted(self, prompts, *args):
+        for prompt in prompts.values():
+            tokens.extend(prompt)
+        return run(self, prompts, *args)
+
+    monkeypatch.setattr(Streams, "_run", noted)
+    return tokens
+
+
+def test_chat_reads_of_the_template_only_what_is_new(talker, read):
+    """The end of the answer before, the question, and what leads to the next answer: here nothing."""
+    pieces = []
+    tell = lambda stream, piece: pieces.append((stream, piece))
+    with LLM(str(talker), Policy(), device="cpu", dtype="float32", progress=False) as llm, llm.session() as session:
+        for n, question in enumerate(["What is a list?", "And a\ntuple?", "Why?"]):
+            answer = session.chat(question, greedy(6), tell)
+            assert "".join(piece for _, piece in pieces) == answer and pieces[0][0] == 0
+            # from the second question on the last token of the answer waits before it
+            assert llm.tokenizer.decode(read[1:] if n else read) == ("\n" if n else "") + f"user: {question}\n"
+            read.clear()
+            pieces.clear()
+
+
+@pytest.fixture(scope="module")
+def demo():
+    try:
+        source.find_model(None, weights=False)
+    except UserError as e:
+        pytest.skip(str(e))
+    budget = KVBudget.from_size(100)
+    with LLM(None, Policy(4), budget, device="cpu", dtype="float32", progress=False) as llm:
+        yield llm
+
+
+def test_the_demo_model_chats(demo, read):
+    """Its answers end as its template ends them, so that tokens are compared."""
+    questions, messages = ["What is the capital of France?", "And of Spain?", "Say hello."], []
+    with demo.session() as session:
+        for question in questions:
+            answer = session.chat(question, SamplingParams(max_tokens=40))
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            read.extend(demo.tokenizer(answer, add_special_tokens=False)["input_ids"])
+    text = demo.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert demo.tokenizer.decode(read) + "<|im_end|>\n" == text
+    assert "Paris" in messages[1]["content"] and "Madrid" in messages[3]["content"]
+
+
+def test_conversations_side_by_side(demo):
+    turns = [
+        ["What is the capital of France?", "Name a colour.", None, "What is 2 + 3?"],
+        [None, "Another one?", "Hello!", None],
+    ]
+    params = SamplingParams(max_tokens=8)
+    with demo.session(count=4) as session:
+        found = [session.chat(turn, params) for turn in turns]
+    for stream in range(4):
+        with demo.session() as session:
+            alone = [session.chat(turn[stream], params) for turn in turns if turn[stream] is not None]
+        assert [answers[stream] for answers in found if answers[stream] is not None] == alone
+
+
+# what goes wrong
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("opt", {}, "needs RoPE: opt's positions are in its embeddings"),
+        ("llama_groups_of_8_dynamic", {}, "dynamic turns tokens by the length of the text"),
+        ("llama", dict(count=0), "`count` must be a whole number"),
+        ("llama", dict(chunk=2.5), "`chunk` must be a whole number"),
+        ("llama", dict(kv_budget=KVBudget.from_ratio(0.2)), "is in slots"),
+        ("llama", dict(kv_budget=KVBudget.from_size(64)), "128 slots leave no room for new tokens in the model's 128"),
+    ],
+)
+def test_a_session_that_cannot_be(tiny, name, options, message):
+    with opened(tiny(name)) as llm, pytest.raises(UserError, match=message):
+        llm.session(**options)
+
+
+def test_a_full_cache_cannot_roll(tiny):
+    with LLM(str(tiny("llama").folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        with pytest.raises(UserError, match="`position_rolling` needs a KV budget"):
+            llm.session(position_rolling=True)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda s: s.feed([]), "the prompt is empty"),
+        (lambda s: s.feed([5, 960]), "token ids are whole numbers below 96"),
+        (lambda s: s.feed(5), "not int"),
+        (lambda s: s.feed(None), "not NoneType"),
+        (lambda s: s.feed([{"role": "user", "content": "a"}]), "messages are for `chat`"),
+        (lambda s: s.feed("text"), "no tokenizer"),
+        (lambda s: s.chat("text"), "no tokenizer"),
+        (lambda s: s.generate([5], [GREEDY, GREEDY]), "`sampling_params` has 2 for 1"),
+        (lambda s: s.generate([5], SamplingParams(stop="a")), "`stop` needs a tokenizer"),
+    ],
+)
+def test_bad_input_changes_nothing(tiny, call, message):
+    model = tiny("llama")
+    with opened(model) as llm, llm.session() as session:
+        (text,) = model.prompts([30])
+        before = session.feed(text[:20])
+        with pytest.raises(UserError, match=message):
+            call(session)
+        after = session.feed(text[20:])
+        with llm.session() as other:
+            assert (other.feed(text[:20]), other.feed(text[20:])) == (before, after)
+
+
+def test_several_streams_want_a_list_with_something_for_each(tiny):
+    with opened(tiny("llama")) as llm, llm.session(count=2) as session:
+        for given in ([[5]], [5, 6, 7], "text", None):
+            with pytest.raises(UserError, match="2 streams: give a list"):
+                session.feed(given)
+        assert session.feed([None, None]) == session.generate([None, None]) == [None, None]
+        with pytest.raises(UserError, match="the prompt is empty"):
+            session.generate([[], []])
+
+
+def test_a_session_that_has_ended_says_why(tiny):
+    model = tiny("llama")
+    with opened(model) as llm:
+        session = llm.session()
+        session.feed([5, 6])
+        llm.generate([[5, 6]], GREEDY)
+        with pytest.raises(UserError, match="has ended .another job of its model began.: begin a new one"):
+            session.feed([5])
+        first, second = llm.session(), llm.session()
+        with pytest.raises(UserError, match="has ended .the next session of its model began"):
+            first.feed([5])
+        first.close()
+        second.feed([5, 6])
+        second.close()
+        with pytest.raises(UserError, match="has ended .it was closed"):
+            second.generate([5], GREEDY)
+        third = llm.session()
+    with pytest.raises(UserError, match="has ended .its model was closed"):
+        third.feed([5])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError, RuntimeError])
+@pytest.mark.parametrize("policy", [RAM, DISK], ids=["ram", "disk"])
+def test_an_error_or_an_interrupt_within_a_turn_ends_the_session(tiny, monkeypatch, error, policy):
+    model = tiny("llama")
+    (text,) = model.prompts([30])
+    with opened(model, **policy) as llm:
+        session = llm.session(chunk=8)
+        session.feed(text)
+
+        def fail(*args):
+            raise error("by this test")
+
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr("h2o_flexgen.engine.step.BlockRun._attend", fail)
+            session.generate(text, GREEDY)
+        with pytest.raises(UserError, match="has ended .an error or an interrupt ended it"):
+            session.feed(text)
+        again = llm.session(chunk=8)
+        assert len(again.feed(text)) == 29
+
+
+def test_a_stream_with_nan_ends_the_session(tiny, monkeypatch):
+    model = tiny("llama")
+    with opened(model) as llm:
+        session = llm.session(count=2)
+        nan = lambda spec, w, hidden: torch.full((len(hidden), spec.vocab), float("nan"))
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="overflowed in stream 1"):
+            patch.setattr("h2o_flexgen.models.llama.logits", nan)
+            session.feed([None, [5, 6, 7]])
+        with pytest.raises(UserError, match="has ended"):
+            session.feed([[5], None])
