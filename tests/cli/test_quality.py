@@ -104,7 +104,7 @@ def test_texts_side_by_side(measured, text):
 REFUSED = {
     "no file": (("nowhere.txt",), "cannot read nowhere.txt: No such file"),
     "unknown rule": (("--kv-rule", "h3o"), "unknown --kv-rule 'h3o'; known: h2o, "),
-    "unknown option of a rule": (("--kv-rule", "h2o:last=x"), "--kv-rule h2o: unknown option 'last=x'"),
+    "unknown option of a rule": (("--kv-rule", "h2o:last=x"), "--kv-rule h2o: cannot take the option 'last=x'"),
     "ratio": (("--ratios", "20"), "each of --ratios must lie in (0, 1], not 20"),
     "no number": (("--ratios", "a"), "--ratios: invalid float value: 'a'; it means: slots as fractions"),
     "size": (("--sizes", "0"), "each of --sizes must be 1 or more"),
