@@ -30,10 +30,10 @@ class Stores:
         longest = job.workload.longest
         sizes = batch_sizes(len(job.workload.prompt_lens), job.policy)
         token = model.spec.hidden * model.dtype.itemsize
-        layouts = [self.layout(size, longest) for size in sizes]
+        self._layouts = [self.layout(size, longest) for size in sizes]
         micro_bytes = micro_tokens(job.policy, longest, sizes[0]) * token
         transport.io.large_prefetches = "disk" not in job.placement.cache.values()
-        self.caches = KVStore(transport, layouts, job.placement.cache, job.policy.cpu_cache_compute)
+        self.caches = KVStore(transport, self._layouts, job.placement.cache, job.policy.cpu_cache_compute)
         batch_bytes = [size * longest * token for size in sizes]
         self.activations = ActivationStore(transport, job.placement.activations, batch_bytes, micro_bytes)
 
@@ -43,8 +43,7 @@ class Stores:
 
     def clear_caches(self) -> None:
         """Begin with caches that hold nothing, for streams."""
-        sizes = batch_sizes(len(self.job.workload.prompt_lens), self.job.policy)
-        self.caches.begin_block([self.layout(size, self.job.workload.longest) for size in sizes])
+        self.caches.begin_block(self._layouts)
         for layer, k in self.job.placement.cache:
             self.job.rule.clear(self.caches.blank(layer, k))
             self.caches.store_all(layer, k, self.job.workload.longest)

@@ -65,13 +65,18 @@ class KVTensors:
     @contextmanager
     def rows(self, rows: list[int]) -> Iterator[KVTensors]:
         """The caches of some sequences, in order; what is changed in them is changed here, at the end at the latest."""
-        whole = [*self.k, *self.v, *self.metadata.values()]
-        neighbours = rows == list(range(rows[0], rows[-1] + 1))
-        index = torch.tensor(rows, device=whole[0].device)
-        parts = [x[rows[0] : rows[-1] + 1] if neighbours else x.index_select(0, index) for x in whole]
+        if len(rows) == self.k[0].shape[0]:  # as in nearly all steps
+            yield self
+            return
+        whole, index = [*self.k, *self.v, *self.metadata.values()], None
+        if rows == list(range(rows[0], rows[-1] + 1)):
+            parts = [x[rows[0] : rows[-1] + 1] for x in whole]
+        else:
+            index = torch.tensor(rows, device=whole[0].device)
+            parts = [x.index_select(0, index) for x in whole]
         count = len(self.k)
         yield KVTensors(parts[:count], parts[count : 2 * count], dict(zip(self.metadata, parts[2 * count :])))
-        if not neighbours:
+        if index is not None:
             for x, part in zip(whole, parts):
                 x.index_copy_(0, index, part)
 
