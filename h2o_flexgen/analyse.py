@@ -11,7 +11,7 @@ import sys
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import rounded, to_json, write_text
+from h2o_flexgen.files import read_text, rounded, to_json, write_text
 from h2o_flexgen.policy import DEFAULT_RULE, KVBudget
 
 #: heavy hitters, and as many recent tokens, of a prompt: a fifth of its slots together
@@ -52,11 +52,14 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.analysis.model import ResidentModel, check_fits
     from h2o_flexgen.analysis.study import check_rule, study
     from h2o_flexgen.engine.model import load_model
+    from h2o_flexgen.evaluation.extras import need
+    from h2o_flexgen.evaluation.passages import BUILTIN
+    from h2o_flexgen.jobs.input import builtin_text
     from h2o_flexgen.kv_cache import make_rule
 
     if args.plot is not None:
-        plot.check_package()
-    text = windows.read_text(args.text)
+        need("matplotlib", "matplotlib", "a plot")
+    text = builtin_text() if args.text is None else read_text(args.text, args.text)
     rule = make_rule(args.kv_rule, *make_budget(args).slots(args.prompt_len))
     check_rule(rule, args.prompt_len)
     spec, dtype = forecast.find(args.model).spec, getattr(torch, args.dtype)
@@ -68,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     result = {
         "model": model.name,
         "dtype": args.dtype,
-        "text": os.path.basename(args.text) if args.text else windows.BUILTIN,
+        "text": os.path.basename(args.text) if args.text else BUILTIN,
         "windows": args.windows,
         "prompt_len": args.prompt_len,
         "gen_len": args.gen_len,
@@ -85,9 +88,7 @@ def run(args: argparse.Namespace) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raises UserError for files that are not to be had, and for a window of no use."""
     cli.check_files(args, reads=(), writes=("output", "plot"))
-    written = [os.path.realpath(path) for path in (args.output, args.plot) if path is not None]
-    if args.text is not None and os.path.realpath(args.text) in written:
-        raise UserError(f"{args.text} would be read and written")
+    cli.check_not_written(args, [args.text] if args.text is not None else [], ("output", "plot"))
     if args.gen_len < 2:
         raise UserError("--gen-len must be 2 or more: of one token nothing is evicted")
 
@@ -105,7 +106,6 @@ def describe(result: dict) -> str:
     ranks, overlap, neurons = result["ranks"], result["overlap"], result["neurons"]
     fit, words = ranks["fit"], result["words"]["correlation"]
     exponents = fit["exponent_by_layer"]
-    budget = "{heavy} heavy + {recent} recent slots ({rule})".format(**result["kv_budget"])
     lengths = f"{result['windows']} x ({result['prompt_len']} + {result['gen_len']}) tokens of {result['text']}"
     lines = [
         f"model      {result['model']}, {result['dtype']}; {lengths}",
@@ -116,7 +116,7 @@ def describe(result: dict) -> str:
         f"(layers: {min(exponents):.2f} to {max(exponents):.2f})",
         f"words      attention and co-occurrence within {result['words']['reach']} tokens, rank correlation: "
         f"{words['summed']['spearman']:.2f} summed, {words['per_occurrence']['spearman']:.2f} of an occurrence",
-        f"KV cache   {budget}",
+        f"KV cache   {cli.describe_budget(result['kv_budget'])}",
         f"overlap    {overlap['heavy_mean']:.0%} of the heavy hitters are those chosen with the future known "
         f"(by chance {overlap['heavy_by_chance']:.0%}), {overlap['mean']:.0%} of all slots",
         f"neurons    active for {neurons['mean']:.1%} of tokens ({neurons['is_active']}); "

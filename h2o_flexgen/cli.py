@@ -20,8 +20,6 @@ from h2o_flexgen.losses import Losses
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
 from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget, Policy
 
-#: slots that suffice for the options of any rule
-PLENTY = 1 << 30
 #: what other programs call our options
 FOREIGN = {"--max-tokens": "--gen-len", "--max-new-tokens": "--gen-len", "--output-len": "--gen-len"}
 
@@ -172,9 +170,9 @@ def check_model(losses: Losses | None, model: str) -> None:
 def make_budget(args: argparse.Namespace, losses: Losses | None = None) -> KVBudget | str | None:
     """The KV budget, "auto", or None for a full cache. One that is chosen for its loss is told on stderr."""
     if args.kv_rule is not None:
-        from h2o_flexgen.kv_cache import make_rule
+        from h2o_flexgen.kv_cache import check_rule
 
-        make_rule(args.kv_rule, PLENTY, PLENTY)
+        check_rule(args.kv_rule)
     given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
     if args.hh_ratio == "auto":
         if any(value is not None for value in given[1:]):
@@ -215,6 +213,14 @@ def check_files(args: argparse.Namespace, reads: tuple[str, ...], writes: tuple[
             check_writable(option(name), given)
 
 
+def check_not_written(args: argparse.Namespace, reads: Iterable[str], writes: tuple[str, ...]) -> None:
+    """Raises UserError for a file that is read, without an option, and written by one."""
+    written = {os.path.realpath(getattr(args, name)) for name in writes if getattr(args, name) is not None}
+    for path in reads:
+        if os.path.realpath(path) in written:
+            raise UserError(f"{path} would be read and written")
+
+
 # output
 
 
@@ -230,15 +236,20 @@ def describe_job(model: str, dtype: str, machine: str, workload: dict, policy: P
     switches = f"overlap {'on' if policy.overlap else 'off'}"
     if policy.cpu_cache_compute:
         switches += ", attention on the CPU"
-    cache = "full"
-    if kv_budget is not None:
-        cache = f"{kv_budget['heavy']} heavy + {kv_budget['recent']} recent slots ({kv_budget['rule']})"
     return (
         f"model      {model}, {dtype} on {machine}\n"
         f"workload   {prompts}, {workload['gen_len']} tokens each\n"
         f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {percent}, {switches}\n"
-        f"KV cache   {cache}"
+        f"KV cache   {describe_budget(kv_budget)}"
     )
+
+
+def describe_budget(kv_budget: dict | None) -> str:
+    """A KV budget as reports have it, None for a full cache, for people."""
+    if kv_budget is None:
+        return "full"
+    rolling = ", positions roll" if kv_budget.get("position_rolling") else ""
+    return f"{kv_budget['heavy']} heavy + {kv_budget['recent']} recent slots ({kv_budget['rule']}){rolling}"
 
 
 def describe_curve(curve: list[BudgetPoint]) -> str:

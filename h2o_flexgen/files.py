@@ -26,6 +26,16 @@ def read_json(what: str, path: str | Path):
         raise UserError(f"{what} {path} is not JSON: {e}") from None
 
 
+def read_text(what: str, path: str | Path) -> str:
+    """What a text file holds. Raises UserError, which calls the file `what`."""
+    try:
+        return Path(path).read_text("utf-8")
+    except OSError as e:
+        raise UserError(f"cannot read {what}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{what} is not a text in UTF-8") from None
+
+
 def check_writable(name: str, path: str) -> None:
     """Raises UserError, which calls the file `name`, if it could not be written at the end of a job. A link is
     followed."""

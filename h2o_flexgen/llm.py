@@ -12,7 +12,7 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import Prompt, is_conversation, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreCollector, ScoreOutput
-from h2o_flexgen.engine.params import SamplingParams, keys_of_each, params_of_each, prompt_lens_of_each
+from h2o_flexgen.engine.params import SamplingParams, check_stop, keys_of_each, params_of_each, prompt_lens_of_each
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
@@ -204,8 +204,7 @@ class LLM:
             output = collector.outputs[index] = RequestOutput(index, shown, [])
             try:
                 output.prompt_token_ids = self.admit(prompt, its_params.max_tokens)
-                if its_params.stop and self.tokenizer is None:
-                    raise UserError("`stop` needs a tokenizer, and this model has none: leave it out")
+                check_stop(its_params, self.tokenizer)
                 sequences.append(Sequence(index, output.prompt_token_ids, its_params, key))
             except UserError as e:
                 if not skip_errors:

@@ -301,10 +301,10 @@ def _bytes(name: str, gib: float | None) -> int | None:
 
 def _budget(kv_rule: str | None, sizes: dict) -> KVBudget | None:
     """The KV budget of --model_args, None for a full cache."""
-    from h2o_flexgen.kv_cache import make_rule
+    from h2o_flexgen.kv_cache import check_rule
 
     if kv_rule is not None:
-        make_rule(kv_rule, cli.PLENTY, cli.PLENTY)  # raises for one that is not known, before tasks are loaded
+        check_rule(kv_rule)  # before tasks are loaded
     if any(value is not None for value in sizes.values()):
         return KVBudget(**sizes, rule=kv_rule or DEFAULT_RULE)
     if kv_rule is not None:

@@ -12,7 +12,7 @@ from h2o_flexgen.files import read_json
 TIERS = ("gpu", "cpu", "disk")
 #: what is placed
 KINDS = ("weights", "cache", "activations")
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 #: of what a tier has, this much may be planned for
 MARGIN = 0.95
 #: the cache rule of a KV budget that names none
@@ -21,7 +21,7 @@ DEFAULT_RULE = "h2o"
 
 def gib(nbytes: float) -> str:
     """Bytes as text for people, for example `1.25 GiB`."""
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= 0.01 * GIB else f"{nbytes / (1 << 20):.2f} MiB"
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= 0.01 * GIB else f"{nbytes / MIB:.2f} MiB"
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from typing import NamedTuple
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import rounded, to_json, write_text
-from h2o_flexgen.policy import DEFAULT_RULE
+from h2o_flexgen.policy import DEFAULT_RULE, MIB
 
-MIB = 1 << 20
 #: options that LLM takes as they are
 PASSED = "model device dtype path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
 #: packages whose versions stand in a result, and those of some tasks
@@ -104,10 +103,7 @@ def check(args: argparse.Namespace) -> None:
     if args.samples != 0 and (args.task != "compare" or args.samples < 2):
         raise UserError("--samples is for --compare, 2 or more")
     cli.check_files(args, reads=("hardware",), writes=("output", "plot"))
-    written = {os.path.realpath(path) for path in (args.output, args.plot) if path is not None}
-    for path in args.texts:
-        if os.path.realpath(path) in written:
-            raise UserError(f"{path} would be read and written")
+    cli.check_not_written(args, args.texts, ("output", "plot"))
 
     from h2o_flexgen.evaluation import extras, figure, summaries
 
@@ -122,13 +118,13 @@ def check(args: argparse.Namespace) -> None:
 def settings_of(args: argparse.Namespace) -> list:
     """The settings to measure."""
     from h2o_flexgen.evaluation.settings import make_settings
-    from h2o_flexgen.kv_cache import make_rule
+    from h2o_flexgen.kv_cache import check_rule
 
     default = TASKS[args.task]
     args.gen_len = args.gen_len or default.gen_len
     rules = args.kv_rule or default.rules
     for rule in rules:
-        make_rule(rule, cli.PLENTY, cli.PLENTY)
+        check_rule(rule)
     ratios, sizes = args.ratios or (), args.sizes or ()
     if not ratios and not sizes:
         ratios, sizes = default.ratios, default.sizes

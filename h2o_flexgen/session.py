@@ -11,7 +11,7 @@ from math import ceil
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.outputs import CompletionOutput, completion, text_of
-from h2o_flexgen.engine.params import SamplingParams, params_of_each
+from h2o_flexgen.engine.params import SamplingParams, check_stop, params_of_each
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.stop import PARTIAL
 from h2o_flexgen.engine.streams import Told
@@ -154,8 +154,8 @@ class Session:
 
     def _generate(self, ids, sampling_params, on_text, answered: bool):
         params = params_of_each(sampling_params, len(self._answered))
-        if any(params[row].stop for row in ids) and self.model.tokenizer is None:
-            raise UserError("`stop` needs a tokenizer, and this model has none: leave it out")
+        for row in ids:
+            check_stop(params[row], self.model.tokenizer)
         self._check_lengths(ids, params)
         tell = Pieces(self.model.tokenizer, on_text) if on_text else lambda sequences: None
         sampler = Told(self.model.eos_ids, self.model.tokenizer, tell)

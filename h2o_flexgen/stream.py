@@ -15,7 +15,7 @@ from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import write_text
+from h2o_flexgen.files import read_text, write_text
 from h2o_flexgen.flex_opt import PASSED, SEARCHED
 from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget
 
@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> None:
         ids = None if args.plain is None else plain_ids(llm, args)
         with llm.session(budget, **how) as session:
             report = describe(llm, session, args.full)
-            cli.say(f"{llm.model.name}, {report['dtype']} on {report['device']}, KV cache: {slots_of(report)}")
+            cache = cli.describe_budget(report["kv_budget"])
+            cli.say(f"{llm.model.name}, {report['dtype']} on {report['device']}, KV cache: {cache}")
             try:
                 talk(llm, session, turns, args.gen_len, report) if ids is None else read(session, ids, report)
             finally:
@@ -113,28 +114,22 @@ def make_budget(args: argparse.Namespace) -> KVBudget | None:
     if args.full:
         return None
     if args.kv_rule is not None:
-        from h2o_flexgen.kv_cache import make_rule
+        from h2o_flexgen.kv_cache import check_rule
 
-        make_rule(args.kv_rule, cli.PLENTY, cli.PLENTY)
+        check_rule(args.kv_rule)
     heavy = SLOTS // 2 if args.hh_size is None else args.hh_size
     return KVBudget.from_size(heavy, args.recent_size, args.kv_rule or DEFAULT_RULE)
 
 
 def describe(llm, session, is_full: bool) -> dict:
     """What the report says of a session before it has done anything."""
-    choice = session.choice
-    found = {"command": sys.argv[1:], "model": llm.model.name, "device": str(llm.device), "dtype": str(llm.dtype)[6:]}
+    from h2o_flexgen.kernels.linear import dtype_name
+
+    choice, dtype = session.choice, dtype_name(llm.dtype)
+    found = {"command": sys.argv[1:], "model": llm.model.name, "device": str(llm.device), "dtype": dtype}
     found |= {"policy": asdict(choice.policy), "chunk": choice.workload.longest}
     found["kv_budget"] = None if is_full else choice.rule.to_dict()
     return found | {"planned_bytes": choice.plan.needed("ram" if choice.plan.shared else "gpu")}
-
-
-def slots_of(report: dict) -> str:
-    budget = report["kv_budget"]
-    if budget is None:
-        return "full"
-    rolling = ", positions roll" if budget.get("position_rolling") else ""
-    return f"{budget['heavy']} heavy + {budget['recent']} recent slots ({budget['rule']}){rolling}"
 
 
 def talk(llm, session, turns: list[str], gen_len: int, report: dict) -> None:
@@ -155,13 +150,7 @@ def talk(llm, session, turns: list[str], gen_len: int, report: dict) -> None:
 
 def plain_ids(llm, args: argparse.Namespace) -> list[int]:
     """The tokens to read of the text of --plain."""
-    try:
-        text = Path(args.plain).read_text("utf-8")
-    except OSError as e:
-        raise UserError(f"cannot read --plain {args.plain}: {e.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--plain {args.plain} is not a text in UTF-8") from None
-    ids = llm.model.encode(text)
+    ids = llm.model.encode(read_text(f"--plain {args.plain}", args.plain))
     if args.begin < 0 or args.begin + (args.tokens or 2) > len(ids):
         wanted = f"--begin {args.begin}" + (f" --tokens {args.tokens}" if args.tokens else "")
         raise UserError(f"--plain {args.plain} has {len(ids)} tokens, too few for {wanted}")

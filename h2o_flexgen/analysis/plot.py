@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
 
@@ -10,12 +9,6 @@ from h2o_flexgen.errors import UserError
 
 #: of what is told, of what it is compared with, and of single layers from the first to the last
 OURS, OTHER, DEPTH = "#d9480f", "#868e96", "Blues"
-
-
-def check_package() -> None:
-    """Raises UserError if matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise UserError("a plot needs the package matplotlib: pip install matplotlib")
 
 
 def draw(result: dict, path: str | Path) -> None:

@@ -27,10 +27,6 @@ class MaskedCache:
     length: int
     seen: int = field(init=False, default=0)  # tokens so far
 
-    @property
-    def slots(self) -> int:
-        return self.rule.heavy + self.rule.recent
-
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `CacheRule.prefill`, of prompts of one length."""
         B, KV, T, _ = k.shape
@@ -44,7 +40,7 @@ class MaskedCache:
         self.k, self.v = self._with_room(k), self._with_room(v)
         self.metadata = {name: self._with_room(values) for name, values in new.items()}
         self.kept = torch.zeros(B, KV, self.length, dtype=torch.bool)
-        best = self.rule.chosen(Tokens(new, self.prompt - 1, self.prompt), min(self.slots, T))
+        best = self.rule.chosen(Tokens(new, self.prompt - 1, self.prompt), min(self.rule.slots, T))
         self.kept.scatter_(2, best.long(), True)
         return mix(p, v)
 
@@ -75,10 +71,10 @@ class MaskedCache:
         first."""
         B, KV, _ = self.kept.shape
         held = self.kept.nonzero()[:, 2].view(B, KV, -1).flip(-1)
-        if held.shape[2] > self.slots:
+        if held.shape[2] > self.rule.slots:
             seen = {name: values.gather(2, held) for name, values in self.metadata.items()}
             tokens = Tokens(seen, torch.full_like(self.prompt, self.seen - 1), self.prompt)
-            stay = held.gather(2, self.rule.chosen(tokens, self.slots))
+            stay = held.gather(2, self.rule.chosen(tokens, self.rule.slots))
             self.kept = torch.zeros_like(self.kept).scatter_(2, stay, True)
 
 

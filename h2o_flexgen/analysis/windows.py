@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs.input import builtin_text
-
-#: what stands for the built-in text among the names of files
-BUILTIN = "Python's language reference"
-
-
-def read_text(path: str | None) -> str:
-    """What a file holds, or the built-in text. Raises UserError if that is no text."""
-    if path is None:
-        return builtin_text()
-    try:
-        return Path(path).read_text("utf-8")
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text in UTF-8") from None
+from h2o_flexgen.evaluation.passages import evenly
 
 
 def windows_of(text: str, tokenizer, count: int, length: int) -> Tensor:
@@ -43,5 +26,4 @@ def windows_of(text: str, tokenizer, count: int, length: int) -> Tensor:
             f"the text has {len(ids)} tokens, too few for {count} windows of {length}: give a longer one, or smaller "
             "`windows`, `prompt_len` or `gen_len`"
         )
-    begins = [n * (len(ids) - left) // max(1, count - 1) for n in range(count)]
-    return torch.tensor([first + ids[begin : begin + left] for begin in begins])
+    return torch.tensor([first + passage for passage in evenly(ids, count, left)])

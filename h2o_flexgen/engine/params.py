@@ -69,6 +69,12 @@ class SamplingParams:
         return tuple(stop)
 
 
+def check_stop(params: SamplingParams, tokenizer) -> None:
+    """Raises UserError for stop strings that no tokenizer can show."""
+    if params.stop and tokenizer is None:
+        raise UserError("`stop` needs a tokenizer, and this model has none: leave it out")
+
+
 def params_of_each(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """The parameters of each of `count` prompts. Raises UserError for another number of them, or something else."""
     if given is None or isinstance(given, SamplingParams):

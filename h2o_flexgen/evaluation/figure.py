@@ -7,8 +7,8 @@ from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.evaluation.extras import need
+from h2o_flexgen.policy import MIB
 
-MIB = 1 << 20
 #: of lines, in the order of the rules: told apart in grey too, by their markers
 COLOURS = ("#d9480f", "#1c7ed6", "#2b8a3e", "#9c36b5", "#e8a200", "#0b7285", "#868e96", "#c2255c", "#495057", "#74b816")
 MARKERS = "os^Dv<>Pph"

@@ -100,8 +100,13 @@ def _windows(source: Source, model: LoadedModel, prompt_len: int, gen_len: int, 
         raise UserError(
             f"{source.name} has {len(ids)} tokens, too few for a prompt of {prompt_len} and {gen_len} behind it{fits}"
         )
+    return [Passage(first + ids, prompt_len) for ids in evenly(ids, count, length)]
+
+
+def evenly(ids: list[int], count: int, length: int) -> list[list[int]]:
+    """`count` passages of `length` tokens each, at even distances from the first tokens to the last."""
     begins = [n * (len(ids) - length) // max(1, count - 1) for n in range(count)]
-    return [Passage(first + ids[begin : begin + length], prompt_len) for begin in begins]
+    return [ids[begin : begin + length] for begin in begins]
 
 
 def _of_row(row: dict | UserError, model: LoadedModel, prompt_len: int, gen_len: int) -> Passage:

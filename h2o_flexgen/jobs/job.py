@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from h2o_flexgen.engine.observer import Observer, Observers
-from h2o_flexgen.engine.sampling import SamplingParams
+from h2o_flexgen.engine.params import SamplingParams, check_stop
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import Row
 from h2o_flexgen.jobs.manifest import Manifest, lock, manifest_path
@@ -295,8 +295,7 @@ def request(row: Row, params: SamplingParams, tokenizer) -> tuple:
     """The prompt of a row, or the UserError that stands for one, and its sampling: `params` and what it sets itself."""
     try:
         own = replace(params, **row.params)
-        if own.stop and tokenizer is None:
-            raise UserError("`stop` needs a tokenizer, and this model has none: leave it out")
+        check_stop(own, tokenizer)
         return row.prompt, own
     except UserError as e:
         return e, params

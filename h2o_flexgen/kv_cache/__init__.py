@@ -27,7 +27,7 @@ from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.sizes import Workload
 
 __all__ = ["MEASURED", "RULES", "CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "NoCache", "SnapKVCache"]
-__all__ += ["ValueNormCache", "make_rule", "rule_for"]
+__all__ += ["ValueNormCache", "check_rule", "make_rule", "rule_for"]
 
 #: the rules whose attention is measured; others take as long as one of these (`CacheRule.measured_as`)
 MEASURED = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
@@ -47,6 +47,8 @@ _BUDGET_RULES = (
     FixedColumnsHeavyHitterCache,
     RandomCache,
 )
+#: slots that suffice for the options of any rule
+_PLENTY = 1 << 30
 #: by name
 RULES: dict[str, type[BudgetRule]] = {rule.name: rule for rule in _BUDGET_RULES}
 
@@ -70,6 +72,11 @@ def make_rule(text: str, heavy: int, recent: int) -> BudgetRule:
             defaults = ", ".join(f"{option}={value}" for option, value in known.items())
             raise UserError(f"`kv_rule` {name}: cannot take the option {each!r}; known: {defaults}") from None
     return RULES[name](heavy, recent, **options)
+
+
+def check_rule(text: str) -> None:
+    """Raises UserError, as `make_rule`, unless a KV budget may name this rule, whatever its slots."""
+    make_rule(text, _PLENTY, _PLENTY)
 
 
 def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> CacheRule:

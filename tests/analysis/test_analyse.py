@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def test_the_plot_is_a_png(result, tmp_path):
 
 
 def test_a_plot_without_matplotlib_is_refused(refused, monkeypatch, texts, text, tmp_path):
-    monkeypatch.setattr("h2o_flexgen.analysis.plot.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib" in refused(text, "--model", texts, *SHORT, "--plot", tmp_path / "x.png")
 
 
