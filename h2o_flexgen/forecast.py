@@ -99,8 +99,5 @@ def sizes(model: ModelData, stored: str) -> dict:
 def kv_bytes(model: ModelData, workload: Workload, rule: CacheRule) -> dict[str, int]:
     """Bytes of a sequence's KV cache in all layers at its end: full, and by the rule of the job."""
 
-    def nbytes(rule: CacheRule) -> int:
-        kv = model.shapes(rule, workload).kv
-        return model.spec.layers * (kv.kv_bytes + kv.meta_bytes)
-
-    return {"full": nbytes(rule_for(None, workload, model.spec)), "job": nbytes(rule)}
+    full = rule_for(None, workload, model.spec)
+    return {name: model.shapes(each, workload).kv_bytes for name, each in (("full", full), ("job", rule))}

@@ -145,6 +145,23 @@ class ValueAware(H2O):
         return self.score[j] * self.norm[j]
 
 
+class Smoothed(ValueAware):
+    """The mean attention of a token times the L1 norm of its value, with `queries` more observations in which it
+    received one slot's share of a query's attention; of the recent tokens a quarter of the slots stays."""
+
+    def __init__(self, *args, queries: int = 16, first: int = 0, **options):
+        super().__init__(*args, first=first, **options)
+        self.queries, self.window = queries, min(self.window, (self.slots + 3) // 4)
+
+    def see_query(self, i, row):
+        super().see_query(i, row)
+        self.share = sum(row.values()) / self.slots
+
+    def rank(self, j, now):
+        age = now - j + 1
+        return self.norm[j] * (self.score[j] + self.queries * self.share) / (age + self.queries)
+
+
 class HeavyOnly(H2O):
     """No local window."""
 
@@ -255,6 +272,7 @@ class Random(H2O):
 
 #: by the name in a KV budget
 RULES = {
+    "smoothed": Smoothed,
     "h2o": H2O,
     "mean": Mean,
     "decayed": Decayed,
@@ -349,11 +367,13 @@ class Oracle:
         rule: str = "h2o",
         forced: list[int] | None = None,
     ) -> Trace:
-        """The most likely tokens, or those of `forced`; `margins` are then how far each is above the best other."""
+        """The most likely tokens, or those of `forced`; `margins` are then how far each is above the best other. The
+        slots may be a tuple, with those of each layer."""
         L, KV = self.layers, self.kv_heads
         self.trace = Trace(evicted=[[0] * KV for _ in range(L)])
+        slots = [n if isinstance(n, tuple) else (n,) * L for n in (heavy, recent)]
         budget = heavy is not None
-        self.rules = [[make_rule(rule, heavy, recent, h) if budget else None for h in range(KV)] for _ in range(L)]
+        self.rules = [[make_rule(rule, *n, h) if budget else None for h in range(KV)] for n in zip(*slots)]
         self.rotary = fresh_rotary(self.model)
         self.k = [None] * L
         self.v = [None] * L

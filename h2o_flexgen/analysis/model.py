@@ -13,6 +13,7 @@ from h2o_flexgen import interrupts
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import score_rows
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.parts import Attend
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
@@ -71,12 +72,24 @@ class ResidentModel:
     def run(self, ids: Tensor, first: int, attend: LayerAttend) -> Tensor:
         """Hidden states (B, T, E) behind the last block, of tokens ids (B, T) at the positions from `first` on."""
         positions = (first + torch.arange(ids.shape[1])).expand(ids.shape)
-        hidden = self._family.embed(self.spec, self._weights.get(0), self._weights.rows, ids, positions)
+        hidden = self.embed(ids, positions)
         for layer in range(self.spec.layers):
-            interrupts.check()
-            w = self._weights.get(layer + 1)
-            hidden = self._family.block(self.spec, w, hidden, positions, partial(attend, layer))
+            hidden = self.block(layer, hidden, positions, partial(attend, layer))
         return hidden
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states (B, T, E) of tokens ids (B, T) at positions (B, T)."""
+        return self._family.embed(self.spec, self._weights.get(0), self._weights.rows, ids, positions)
+
+    def block(self, layer: int, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states (B, T, E) behind a block."""
+        interrupts.check()
+        return self._family.block(self.spec, self._weights.get(layer + 1), hidden, positions, attend)
+
+    def log_softmax(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities (N, vocabulary) fp32 of what follows the states `hidden` (N, E)."""
+        w = self._weights.get(self.spec.layers + 1)
+        return self._family.logits(self.spec, w, hidden).float().log_softmax(-1)
 
     @torch.inference_mode()
     def logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class Runner:
         for n, block in enumerate(blocks):
             observer.on_block(n, len(blocks), block)
             batches = make_batches(block, job.policy.gpu_batch_size, job.policy.prefill_tokens)
-            stores.caches.begin_block([stores.layout(len(b.sequences), b.longest) for b in batches])
+            stores.caches.begin_block(stores.layouts([(len(b.sequences), b.longest) for b in batches]))
             run = BlockRun(stores, dict(enumerate(batches)), job.workload.gen_len, sink, observer, n + 1 == len(blocks))
             run.run(meter)
             if n == 0 and all(s.finish_reason == "error" for s in block):

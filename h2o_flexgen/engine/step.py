@@ -16,6 +16,7 @@ from h2o_flexgen.engine.report import Meter
 from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.engine.stores import Prefetcher, Stores
 from h2o_flexgen.kv_cache.layout import KVTensors
+from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.parts import Attend, Weights
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.offload import memory
@@ -65,6 +66,7 @@ class BlockRun:
     ):
         self.spec, self.job, self.device = stores.model.spec, stores.job, stores.device
         self.weights, self.caches, self.activations = stores.weights, stores.caches, stores.activations
+        self.rules = stores.rules
         self.sink, self.observer = sink, observer
         self.family = family(self.spec.model_type)
         self.token_bytes = self.spec.hidden * stores.model.dtype.itemsize
@@ -132,12 +134,12 @@ class BlockRun:
                 self._prompt_logits(w, batch.sequences[begin:end], hidden)
                 continue
             if j > 0:
-                attend = partial(self._attend_prompts, cache, batch, begin, end)
+                attend = partial(self._attend_prompts, self.rules[j - 1], cache, batch, begin, end)
                 hidden = self._block(w, hidden, positions, attend)
             self.activations.put(k, m, begin * batch.longest * self.token_bytes, hidden)
             self._release_gaps()
         if cache is not None:
-            self.caches.store_all(j - 1, k, self.prefetch.held(k, 1))
+            self.caches.store_all(j - 1, k, self.prefetch.held(j, k, 1))
         if batch.is_stream:  # a staging buffer is free now
             self.prefetch.caches(Step(0, j, k))
 
@@ -145,14 +147,22 @@ class BlockRun:
         """The KV block that prompts fill: a new one, or of streams the old one. None where nothing will be decoded."""
         if self.batches[k].is_stream:
             self.prefetch.caches(Step(0, j, k))
-            return self.caches.get(j - 1, k, self.prefetch.held(k, 0))
+            return self.caches.get(j - 1, k, self.prefetch.held(j, k, 0))
         return self.caches.blank(j - 1, k) if self.job.workload.gen_len > 1 else None
 
     def _attend_prompts(
-        self, cache: KVTensors | None, batch: Batch, begin: int, end: int, q: Tensor, k: Tensor, v: Tensor
+        self,
+        rule: CacheRule,
+        cache: KVTensors | None,
+        batch: Batch,
+        begin: int,
+        end: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> Tensor:
         """Attention of a micro-batch, which fills its part of the cache."""
-        prefill, lengths = self.job.rule.prefill, batch.lengths[begin:end]
+        prefill, lengths = rule.prefill, batch.lengths[begin:end]
         if cache is None:
             return prefill(None, q, k, v, lengths)
         with cache.rows(batch.rows[begin:end]) as few:
@@ -220,14 +230,14 @@ class BlockRun:
         """Attention of one batch. Its KV block is stored again, or about to be, when this returns."""
         i, j, k = step
         interrupts.check()
-        held, batch = self.prefetch.held, self.batches[k]
-        cache = self.caches.get(j - 1, k, held(k, i))
+        batch, before, after = self.batches[k], *(self.prefetch.held(j, k, n) for n in (i, i + 1))
+        cache = self.caches.get(j - 1, k, before)
         # with attention on the CPU the cache stays in RAM, and the query goes to it
         q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
         with cache.rows(batch.rows) as few:
-            context, slots = self.job.rule.decode(few, q, key, v, batch.ends, i)
+            context, slots = self.rules[j - 1].decode(few, q, key, v, batch.ends, i)
         self.caches.store_step(
-            j - 1, k, held(k, i + 1), *cache.token_of_all(batch.rows, slots, key[:, :, 0], v[:, :, 0])
+            j - 1, k, after, *cache.token_of_all(batch.rows, slots, key[:, :, 0], v[:, :, 0])
         )
         self.prefetch.caches(step)  # a staging buffer is free now
         return context.to(self.device.torch_device)

@@ -7,7 +7,7 @@ from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.schedule import Step, ZigZag
 from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.offload.activations import ActivationStore
-from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.kv_store import Key, KVStore
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.sizes import batch_sizes, micro_tokens
@@ -30,22 +30,28 @@ class Stores:
         longest = job.workload.longest
         sizes = batch_sizes(len(job.workload.prompt_lens), job.policy)
         token = model.spec.hidden * model.dtype.itemsize
-        self._layouts = [self.layout(size, longest) for size in sizes]
+        self.rules = [job.rule.in_layer(layer) for layer in range(model.spec.layers)]
+        self._layouts = self.layouts([(size, longest) for size in sizes])
         micro_bytes = micro_tokens(job.policy, longest, sizes[0]) * token
         transport.io.large_prefetches = "disk" not in job.placement.cache.values()
         self.caches = KVStore(transport, self._layouts, job.placement.cache, job.policy.cpu_cache_compute)
         batch_bytes = [size * longest * token for size in sizes]
         self.activations = ActivationStore(transport, job.placement.activations, batch_bytes, micro_bytes)
 
-    def layout(self, batch: int, longest: int) -> KVLayout:
-        """The KV blocks of `batch` sequences, whose prompts have up to `longest` tokens."""
-        return self.job.rule.layout(self.model.spec, self.model.dtype, batch, longest, self.job.workload.gen_len)
+    def layouts(self, batches: list[tuple[int, int]]) -> dict[Key, KVLayout]:
+        """The KV blocks of batches, (sequences, tokens of the longest prompt) of each."""
+        spec, dtype, gen_len = self.model.spec, self.model.dtype, self.job.workload.gen_len
+        return {
+            (layer, k): rule.layout(spec, dtype, *batch, gen_len)
+            for layer, rule in enumerate(self.rules)
+            for k, batch in enumerate(batches)
+        }
 
     def clear_caches(self) -> None:
         """Begin with caches that hold nothing, for streams."""
         self.caches.begin_block(self._layouts)
         for layer, k in self.job.placement.cache:
-            self.job.rule.clear(self.caches.blank(layer, k))
+            self.rules[layer].clear(self.caches.blank(layer, k))
             self.caches.store_all(layer, k, self.job.workload.longest)
         self.caches.drain()
 
@@ -85,7 +91,7 @@ class Prefetcher:
         while self._next_step is not None:
             i, j, k = self._next_step
             needed = self._next_step >= step and k in self.schedule.batches
-            if needed and not self.stores.caches.prefetch(j - 1, k, self.held(k, i)):
+            if needed and not self.stores.caches.prefetch(j - 1, k, self.held(j, k, i)):
                 return
             self._next_step = next(self._steps, None)
 
@@ -99,9 +105,9 @@ class Prefetcher:
         elif j < self.last:
             self.stores.activations.prefetch(next(iter(self.batches)), 0)
 
-    def held(self, k: int, i: int) -> int:
-        """Slots of a batch's cache in use before token step i."""
-        return self.stores.job.rule.held(self.batches[k].longest, i)
+    def held(self, j: int, k: int, i: int) -> int:
+        """Slots of a batch's cache in layer j that are in use before token step i."""
+        return self.stores.rules[j - 1].held(self.batches[k].longest, i)
 
     def finish(self, k: int) -> None:
         """A batch leaves the schedule: fetch nothing more for it."""

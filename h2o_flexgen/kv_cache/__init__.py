@@ -8,11 +8,13 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache.decayed import DecayedCache
 from h2o_flexgen.kv_cache.full import FullCache, NoCache
 from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache, HeavyOnlyCache
+from h2o_flexgen.kv_cache.layers import read_shares, slots_by_layer
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.mean import MeanAttentionCache
 from h2o_flexgen.kv_cache.random import RandomCache
 from h2o_flexgen.kv_cache.recent import RecentCache, SinkCache
 from h2o_flexgen.kv_cache.rule import NO_OPTIONS, BudgetRule, CacheRule
+from h2o_flexgen.kv_cache.smoothed import SmoothedCache
 from h2o_flexgen.kv_cache.snapkv import SnapKVCache
 from h2o_flexgen.kv_cache.sparse_transformer import (
     FixedColumnsCache,
@@ -33,6 +35,7 @@ __all__ += ["ValueNormCache", "check_rule", "make_rule", "rule_for"]
 MEASURED = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
 #: the rules of a KV budget
 _BUDGET_RULES = (
+    SmoothedCache,
     HeavyHitterCache,
     MeanAttentionCache,
     DecayedCache,
@@ -76,7 +79,9 @@ def make_rule(text: str, heavy: int, recent: int) -> BudgetRule:
 
 def check_rule(text: str) -> None:
     """Raises UserError, as `make_rule`, unless a KV budget may name this rule, whatever its slots."""
-    make_rule(text, _PLENTY, _PLENTY)
+    rule = make_rule(text, _PLENTY, _PLENTY)
+    if rule.layers:
+        read_shares(rule.layers)
 
 
 def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> CacheRule:
@@ -88,6 +93,13 @@ def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> Ca
     if budget is None:
         return NoCache() if workload.gen_len == 1 else FullCache()
     rule = make_rule(budget.rule, *(min(slots, spec.positions) for slots in budget.slots(workload.longest)))
+    rule = replace(rule, groups=spec.groups)
+    if rule.layers:
+        shares, most = read_shares(rule.layers), min(spec.positions, workload.longest + workload.gen_len)
+        if len(shares) != spec.layers:
+            raise UserError(f"`kv_rule`: {rule.layers} is of a model with {len(shares)} layers, not {spec.layers}")
+        rule = replace(rule, by_layer=slots_by_layer(rule.heavy, rule.recent, shares, most))
+        [rule.in_layer(layer) for layer in range(spec.layers)]  # raises for one that has too few
     if budget.position_rolling:
         if rule.growth != "fixed":
             raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps all that is generated")

@@ -6,7 +6,7 @@ head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from h2o_flexgen.models.spec import ModelSpec, Rope
 #: later than any position
 _LATEST = torch.iinfo(torch.int32).max
 #: fields of a rule that are no options of a KV budget's `rule`
-NO_OPTIONS = ("heavy", "recent", "rope")
+NO_OPTIONS = ("heavy", "recent", "by_layer", "groups", "rope")
 
 
 class CacheRule:
@@ -50,6 +50,10 @@ class CacheRule:
     def measured_as(self, phase: str) -> str:
         """The rule whose measured attention rates hold for this one too; phase as in `Profile.attention`."""
         return self.name
+
+    def in_layer(self, layer: int) -> CacheRule:
+        """The rule of one transformer block, which may have fewer or more slots than the average one."""
+        return self
 
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         """Slots per sequence and head, by segment, for prompts of up to `prompt_len` and outputs of `gen_len`."""
@@ -137,6 +141,10 @@ class BudgetRule(CacheRule):
         heavy, recent: slots.
         first: protected tokens at the beginning of the text, such as attention sinks (arXiv 2309.17453).
         last: protected tokens at the end of the prompt, where a question stands (arXiv 2605.18053).
+        layers: a file by `h2o-flexgen calibrate`, which says how the slots of all layers are shared out among them;
+            empty: all layers get the same.
+        by_layer: (heavy, recent) of each layer by that file; then `heavy` and `recent` are their means.
+        groups: query heads that share a KV head.
 
     Raises:
         UserError: more tokens are protected than there are slots for, or an option has a value that means nothing.
@@ -146,6 +154,9 @@ class BudgetRule(CacheRule):
     recent: int
     first: int = 0
     last: int = 0
+    layers: str = ""
+    by_layer: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
+    groups: int = field(default=1, kw_only=True)
 
     scores_prompt = True
 
@@ -175,7 +186,14 @@ class BudgetRule(CacheRule):
 
     def to_dict(self) -> dict:
         found = {"heavy": self.heavy, "recent": self.recent, "rule": self.label}
+        found |= {"layers": [heavy + recent for heavy, recent in self.by_layer]} if self.by_layer else {}
         return found | ({"position_rolling": True} if self.rope else {})
+
+    def in_layer(self, layer: int) -> BudgetRule:
+        if not self.by_layer:
+            return self
+        heavy, recent = self.by_layer[layer]
+        return replace(self, heavy=heavy, recent=recent, by_layer=())
 
     # what a rule may say otherwise
 

@@ -40,17 +40,16 @@ class KVBytes(NamedTuple):
     row: int  # of the buffer in RAM for the token that a step writes back
 
 
-def kv_bytes(layouts: list[KVLayout], tiers: dict[Key, str], overlap: bool, cuda: bool) -> KVBytes:
+def kv_bytes(layouts: dict[Key, KVLayout], tiers: dict[Key, str], overlap: bool, cuda: bool) -> KVBytes:
     """`layouts` and `tiers` as for `KVStore`."""
-    blocks = Counter((batch, tier) for (_, batch), tier in tiers.items())
+    blocks = Counter((layouts[key], tier) for key, tier in tiers.items())
     total = dict.fromkeys(TIERS, 0)
-    for (batch, tier), count in blocks.items():
-        layout = layouts[batch]
+    for (layout, tier), count in blocks.items():
         total[tier] += count * (file_bytes(layout) if tier == "disk" else layout.kv_bytes)
         total["gpu" if tier == "gpu" else "cpu"] += count * layout.meta_bytes
         total["cpu"] += count * slots_bytes(layout) if tier == "disk" else 0
-    staged = [layouts[batch] for batch, tier in blocks if tier != "gpu"]
-    on_disk = [layouts[batch] for batch, tier in blocks if tier == "disk"]
+    staged = [layout for layout, tier in blocks if tier != "gpu"]
+    on_disk = [layout for layout, tier in blocks if tier == "disk"]
     kv = aligned(max((x.kv_bytes for x in staged), default=0))
     file = max(map(file_bytes, on_disk), default=0)
     return KVBytes(
@@ -80,7 +79,7 @@ class KVStore:
     """The caches of every (layer, batch).
 
     Args:
-        layouts: the largest of each batch.
+        layouts: the largest of every (layer, batch).
         tiers: of every (layer, batch).
         cpu_compute: blocks on the cpu tier are used where they are.
 
@@ -90,7 +89,7 @@ class KVStore:
         storing: write-backs of decode steps, the oldest first.
     """
 
-    def __init__(self, transport: Transport, layouts: list[KVLayout], tiers: dict[Key, str], cpu_compute: bool = False):
+    def __init__(self, transport: Transport, layouts: dict[Key, KVLayout], tiers: dict[Key, str], cpu_compute: bool = False):
         self.transport, self.device, self.cpu_compute = transport, transport.device, cpu_compute
         self._load_queue, self._store_queue = transport.queues["cache"], transport.queues["store"]
         self.storing: deque[Future] = deque()
@@ -108,13 +107,13 @@ class KVStore:
         self._host_free = [None] * sizes.count  # events
         self._row = device.host_buffer(sizes.row)
 
-    def _allocate(self, layouts: list[KVLayout]) -> None:
-        """Room for each block on its tier, as large as the batch's largest layout."""
-        on_gpu = [layouts[batch] for (_, batch), block in self.blocks.items() if block.tier == "gpu"]
+    def _allocate(self, layouts: dict[Key, KVLayout]) -> None:
+        """Room for each block on its tier."""
+        on_gpu = [layouts[key] for key, block in self.blocks.items() if block.tier == "gpu"]
         buffers = iter(self.device.buffers([n for x in on_gpu for n in (x.kv_bytes, x.meta_bytes)]))
         offset = 0
-        for (_, batch), block in self.blocks.items():
-            layout = layouts[batch]
+        for key, block in self.blocks.items():
+            layout = layouts[key]
             if block.tier == "gpu":
                 block.kv, block.meta = next(buffers), next(buffers)
                 continue
@@ -125,12 +124,12 @@ class KVStore:
                 block.disk = LoggedBlock(self.transport.io, self.file, offset)
                 offset += file_bytes(layout)
 
-    def begin_block(self, layouts: list[KVLayout]) -> None:
-        """Start a block of sequences, whose layouts may be smaller than those the buffers were made for."""
-        for (_, batch), block in self.blocks.items():
-            if batch >= len(layouts):
-                continue
-            layout = block.layout = layouts[batch]
+    def begin_block(self, layouts: dict[Key, KVLayout]) -> None:
+        """Start a block of sequences, which may have fewer batches, and smaller layouts, than the buffers were made
+        for."""
+        for key, layout in layouts.items():
+            block = self.blocks[key]
+            block.layout = layout
             if block.tier == "cpu":  # what prefill does not fill: a NaN that is left in an empty slot would spread
                 block.kv[layout.used_bytes(1) :].zero_()
             elif block.tier == "disk":

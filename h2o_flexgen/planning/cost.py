@@ -252,7 +252,7 @@ class CostModel:
         """Of a sequence in a block whose longest prompt has `length` tokens."""
         steps = max(1, self.gen_len - 1)
         if self.shapes.rule.growth == "fixed":  # compacted when the log is full
-            slots, rows = self.shapes.kv.slots, wal_rows(self.shapes.segments)
+            slots, rows = self.shapes.kv.slots, wal_rows(self.shapes.kv.segments)
             return CacheState(slots, slots + min(rows, steps - 1) / 2, steps // (rows + 1) / steps, slots)
         # a log is the open segment, until it is full
         prompt, *segments = self.shapes.rule.segments(length, self.gen_len)

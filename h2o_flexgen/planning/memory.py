@@ -84,7 +84,7 @@ class ModelData:
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """With the cache of a job."""
-        return Shapes(**vars(self), rule=rule, segments=rule.segments(workload.longest, workload.gen_len))
+        return Shapes(**vars(self), rule=rule, workload=workload)
 
     @property
     def itemsize(self) -> int:
@@ -114,20 +114,33 @@ class ModelData:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes(ModelData):
-    """A model and the cache of a job; `segments`: KV slots per sequence and head, by segment."""
+    """A model and the cache of a job."""
 
     rule: CacheRule
-    segments: tuple[int, ...]
+    workload: Workload
 
-    def layout(self, batch: int) -> KVLayout:
-        """The cache of a batch of this size in one layer."""
-        spec, rule, dtype = self.spec, self.rule, getattr(torch, self.dtype)
-        return KVLayout(batch, spec.kv_heads, self.segments, spec.head_dim, dtype, rule.slot_fields, rule.growth)
+    def _layout(self, rule: CacheRule, batch: int) -> KVLayout:
+        return rule.layout(self.spec, getattr(torch, self.dtype), batch, self.workload.longest, self.workload.gen_len)
+
+    def layouts(self, batches: list[int]) -> dict[tuple[int, int], KVLayout]:
+        """The cache of every (layer, batch), for batches of these sizes."""
+        rules = [self.rule.in_layer(layer) for layer in range(self.spec.layers)]
+        return {(j, k): self._layout(rule, n) for j, rule in enumerate(rules) for k, n in enumerate(batches)}
 
     @cached_property
     def kv(self) -> KVLayout:
-        """The cache of one sequence in one layer."""
-        return self.layout(1)
+        """The cache of one sequence in the average layer."""
+        return self._layout(self.rule, 1)
+
+    @cached_property
+    def most_slots(self) -> int:
+        """Of a sequence in one layer."""
+        return max(layout.slots for layout in self.layouts([1]).values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a sequence in all layers."""
+        return sum(layout.kv_bytes + layout.meta_bytes for layout in self.layouts([1]).values())
 
 
 @dataclass(frozen=True)
@@ -271,8 +284,7 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: boo
 
 
 def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int]) -> None:
-    layouts = [shapes.layout(n) for n in batches]
-    sizes = kv_bytes(layouts, placement.cache, policy.overlap, shapes.cuda)
+    sizes = kv_bytes(shapes.layouts(batches), placement.cache, policy.overlap, shapes.cuda)
     for tier in TIERS:
         plan.add(tier, "KV cache", sizes.tiers[tier])
     plan.add("gpu", "KV staging buffers", sizes.count * (sizes.staging + sizes.meta))
@@ -355,10 +367,11 @@ def _widened(shapes: Shapes, tokens: int) -> int:
 def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     """`rows` go through the matmuls together, `batch` of them through attention."""
     spec, size = shapes.spec, shapes.itemsize
-    scores = batch * spec.heads * shapes.kv.slots
+    slots = shapes.most_slots
+    scores = batch * spec.heads * slots
     # a few heads in float32
-    cache = 8 * min(batch * spec.kv_width * shapes.kv.slots, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen
+    cache = 8 * min(batch * spec.kv_width * slots, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen
     inner = spec.inner * (2 + spec.gated)
     matmuls = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
-    rotated = _rotated(shapes, batch * shapes.kv.slots) * size if shapes.rule.rope else 0
+    rotated = _rotated(shapes, batch * slots) * size if shapes.rule.rope else 0
     return matmuls + _widened(shapes, rows) + cache + rotated + scores * (4 * 4 + 2 * size)

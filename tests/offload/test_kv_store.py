@@ -37,8 +37,9 @@ def store(tmp_path, gates):
     """All blocks are on disk, each filled with its number."""
     transport = Transport(Device("cpu"), tmp_path / "offload")
     tiers = {(0, k): "disk" for k in range(BLOCKS)}
-    store = KVStore(transport, [LAYOUT] * BLOCKS, tiers)
-    store.begin_block([LAYOUT] * BLOCKS)
+    layouts = dict.fromkeys(tiers, LAYOUT)
+    store = KVStore(transport, layouts, tiers)
+    store.begin_block(layouts)
     for k in range(BLOCKS):
         cache = store.blank(0, k)
         cache.k[0].fill_(k)
@@ -122,8 +123,8 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
     layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, dtype=torch.float32)
     assert layout.row_bytes == PAGE
     transport = Transport(Device("cpu"), tmp_path / "offload")
-    store, io = KVStore(transport, [layout], {(0, 0): "disk"}), transport.io
-    store.begin_block([layout])
+    store, io = KVStore(transport, {(0, 0): layout}, {(0, 0): "disk"}), transport.io
+    store.begin_block({(0, 0): layout})
     cache = store.blank(0, 0)
     for part in (*cache.k, *cache.v):
         part.fill_(-1)

@@ -1,0 +1,206 @@
+"""How many slots each layer needs: some layers look back far, others hardly behind the recent tokens.
+
+A text is cut into a prompt and what follows it. In one layer at a time attention behind the prompt sees only those of
+its tokens that a rule would keep, and the loss is measured: how far the probabilities of the next tokens come from those
+with full attention (Kullback-Leibler divergence). The slots of all layers together are then shared out so that the sum
+of the losses is the least. That layers need different budgets is the idea of PyramidKV (arXiv 2406.02069), which gives
+the lower ones more; here it is measured.
+
+All is done in one sweep over the layers. A few queries behind the prompt go on from each layer in as many variants as
+there are budgets, so that each layer's weights are needed once:
+
+    layer 0      all tokens    the queries, by the budgets of layer 0
+    layer 1      all tokens    the queries, by the budgets of layer 0, and of layer 1
+    ...
+    head                       all variants, each against the queries with full attention
+
+Shapes: B texts of N tokens, H query heads, KV heads, D elements of a head, Q queries of a text, V variants of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.analysis.model import ResidentModel
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels.attention import causal_attention_with_scores
+from h2o_flexgen.kv_cache import make_rule
+from h2o_flexgen.kv_cache.rule import BudgetRule, Tokens
+from h2o_flexgen.models.parts import Attend
+from h2o_flexgen.progress import bar
+
+#: budgets whose loss is measured, as parts of the text
+GRID = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+#: parts of the text that serve as its prompt
+PROMPTS = (0.5, 0.75)
+#: behind a prompt every so manieth token is a query, and so many are
+EVERY, QUERIES = 16, 15
+#: variants that go through a layer at once
+VARIANTS = 16
+#: tokens of the shortest text
+LEAST = 128
+
+
+def check(length: int, ratio: float) -> None:
+    """Raises UserError for texts that are too short, or slots, as a fraction of them, out of range."""
+    if length < LEAST:
+        raise UserError(f"a passage must have {LEAST} tokens or more, not {length}")
+    if not GRID[0] <= ratio <= GRID[-1]:
+        raise UserError(f"`ratio` must lie in [{GRID[0]}, {GRID[-1]}], not {ratio:g}")
+
+
+@dataclass
+class Probe:
+    """The queries behind a prompt of `prompt` tokens, on their way through the layers.
+
+    Attributes:
+        at: (Q,) their positions.
+        hidden: (V, B, Q, E) hidden states of each variant, the first one with full attention everywhere.
+    """
+
+    model: ResidentModel
+    prompt: int
+    length: int
+    rules: list[BudgetRule]
+    hidden: Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.at = torch.arange(self.prompt, min(self.length, self.prompt + EVERY * QUERIES), EVERY)
+
+    def begin(self, hidden: Tensor) -> None:
+        """With all hidden states (B, N, E) behind the embedding."""
+        self.hidden = hidden[None, :, self.at]
+
+    def step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Take all variants, and one more for each rule, through a layer; q (B, H, N, D), k and v (B, KV, N, D) of all
+        tokens with full attention."""
+        end = int(self.at[-1]) + 1
+        k, v = k[:, :, :end], v[:, :, :end]
+        before = torch.arange(end, device=k.device) < self.at.to(k.device)[:, None]  # (Q, N)
+        seen = [self._seen(rule, before, kept) for rule, kept in zip(self.rules, self._kept(q, k, v))]
+        full = before.expand(*k.shape[:2], *before.shape)
+        parts = [self._block(layer, part, Behind(k, v, full)) for part in self.hidden.split(VARIANTS)]
+        parts += [self._block(layer, self.hidden[:1], Behind(k, v, mask)) for mask in seen]
+        self.hidden = torch.cat(parts)
+
+    def _kept(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """(B, KV, N) bool for each rule: which tokens of the prompt it keeps."""
+        q, k, v = (x[:, :, : self.prompt] for x in (q, k, v))
+        _, score = causal_attention_with_scores(q, k, v, torch.ones(len(k), self.prompt, device=k.device))
+        position = torch.arange(self.prompt, dtype=torch.int32, device=k.device).expand(score.shape)
+        n = torch.full((len(k), 1, 1), self.prompt, dtype=torch.int32, device=k.device)
+        found = []
+        for rule in self.rules:
+            tokens = Tokens({"score": score, "position": position, **rule.remember(k, v)}, n - 1, n)
+            kept = torch.zeros(score.shape, dtype=torch.bool, device=k.device)
+            found.append(kept.scatter_(2, rule.chosen(tokens, min(rule.slots, self.prompt)).long(), True))
+        return found
+
+    def _seen(self, rule: BudgetRule, before: Tensor, kept: Tensor) -> Tensor:
+        """(B, KV, Q, N) bool."""
+        seen = before.repeat(*kept.shape[:2], 1, 1)
+        seen[..., : self.prompt] &= kept[:, :, None]
+        return seen
+
+    def _block(self, layer: int, hidden: Tensor, attend: Attend) -> Tensor:
+        """Hidden states (V, B, Q, E) behind a layer."""
+        V, B, Q, E = hidden.shape
+        rows = hidden.transpose(0, 1).reshape(B, V * Q, E)
+        found = self.model.block(layer, rows, self.at.repeat(B, V), attend)
+        return found.view(B, V, Q, E).transpose(0, 1)
+
+    def losses(self) -> Tensor:
+        """(V - 1,): what each variant loses."""
+        full = self.model.log_softmax(self.hidden[0].flatten(0, 1))
+        p = full.exp()
+        variants = (self.model.log_softmax(each.flatten(0, 1)) for each in self.hidden[1:])
+        return torch.stack([(p * (full - each)).sum(-1).mean() for each in variants])
+
+
+@dataclass
+class Behind:
+    """Attention of V * Q queries to themselves and to those tokens k, v (B, KV, N, D) before them that are `seen`
+    (B, KV, Q, N)."""
+
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, H, T, D = q.shape
+        KV, N = self.k.shape[1:3]
+        Q = self.seen.shape[2]
+        q = q.view(B, KV, H // KV, T, D).float() * D**-0.5
+        logits = (q.flatten(2, 3) @ self.k.float().transpose(2, 3)).view(B, KV, H // KV, T // Q, Q, N)
+        logits = logits.masked_fill_(~self.seen[:, :, None, None], float("-inf")).view(B, KV, H // KV, T, N)
+        itself = (q * k[:, :, None].float()).sum(-1, keepdim=True)
+        p = torch.cat([logits, itself], -1).softmax(-1)
+        context = (p[..., :-1].flatten(2, 3) @ self.v.float()).view(q.shape) + p[..., -1:] * v[:, :, None].float()
+        return context.view(B, H, T, D).to(v.dtype)
+
+
+@torch.inference_mode()
+def measure(model: ResidentModel, ids: Tensor, rule: str, progress: bool = True) -> list[list[float]]:
+    """For each layer the loss with each budget of GRID, on average over texts `ids` (B, N) and PROMPTS.
+
+    Args:
+        rule: name and options of the rule that keeps tokens, half of them as recent ones.
+    """
+    N, spec = ids.shape[1], model.spec
+    slots = [int(part * N) for part in GRID]
+    rules = [replace(make_rule(rule, n - n // 2, n // 2), groups=spec.groups) for n in slots]
+    probes = [Probe(model, int(part * N), N, rules) for part in PROMPTS]
+    positions = torch.arange(N).expand(ids.shape)
+    hidden = model.embed(ids, positions)
+    for probe in probes:
+        probe.begin(hidden)
+    everything = torch.ones(ids.shape, device=hidden.device)
+    for layer in bar(range(spec.layers), "calibrating", unit="layers", show=progress):
+        found = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            found.extend((q, k, v))
+            return causal_attention_with_scores(q, k, v, everything)[0]
+
+        following = model.block(layer, hidden, positions, attend)
+        for probe in probes:
+            probe.step(layer, *found)
+        hidden = following
+    losses = torch.stack([probe.losses() for probe in probes]).mean(0)
+    return losses.view(spec.layers, len(GRID)).tolist()
+
+
+def shares(losses: list[list[float]], ratio: float) -> list[float]:
+    """What each layer gets, the average being 1, so that the sum of the losses is the least.
+
+    Args:
+        losses: as `measure` returns them.
+        ratio: slots of the average layer over the tokens of a text.
+    """
+    steps = sorted(
+        (_slope(a, b), layer, b[0] - a[0]) for layer, each in enumerate(losses) for a, b in pairwise(_convex(each))
+    )
+    slots, left = [GRID[0]] * len(losses), (ratio - GRID[0]) * len(losses)
+    for _, layer, width in steps:  # of a convex curve the first steps are the steepest
+        taken = min(width, left)
+        slots[layer] += taken
+        left -= taken
+    return [n / ratio for n in slots]
+
+
+def _convex(losses: list[float]) -> list[tuple[float, float]]:
+    """The corners of the lower convex hull of losses over GRID."""
+    corners = []
+    for point in zip(GRID, accumulate(losses, min)):
+        while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    return corners
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])

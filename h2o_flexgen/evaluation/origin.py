@@ -1,0 +1,17 @@
+"""How, when and where a result was made."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import date
+
+from h2o_flexgen.profiling.machine import described, installed
+
+#: packages whose versions stand in every result
+PACKAGES = ("torch", "transformers", "h2o_flexgen")
+
+
+def origin(args: argparse.Namespace, more: tuple[str, ...] = ()) -> dict:
+    """As plain data; `more`: other packages that had a part in it."""
+    versions = {name: version for name, version in installed(*PACKAGES, *more).items() if name != "python"}
+    return {"command": args.command, "date": date.today().isoformat(), "machine": described(), "versions": versions}
