@@ -32,12 +32,22 @@ MATRICES = 4
 MASKS = 4
 
 
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Of a model whose weights are all in one type."""
+    shapes = {name: shape for layer in family(spec.model_type).tensors(spec) for name, shape in layer.shapes.items()}
+    return sum(map(prod, shapes.values())) * dtype.itemsize
+
+
+def fits(spec: ModelSpec, dtype: torch.dtype) -> bool:
+    """Whether half of the RAM that is free holds the weights."""
+    return 2 * weight_bytes(spec, dtype) < memory.ram_available()
+
+
 def check_fits(spec: ModelSpec, dtype: torch.dtype, windows: int, prompt_len: int, gen_len: int) -> None:
     """Raises UserError unless RAM holds the weights, the keys and values of all windows, who is kept at each step, and
     the attention of a pass."""
     length = prompt_len + gen_len
-    shapes = {name: shape for layer in family(spec.model_type).tensors(spec) for name, shape in layer.shapes.items()}
-    weights = sum(map(prod, shapes.values())) * dtype.itemsize
+    weights = weight_bytes(spec, dtype)
     places = windows * spec.layers * spec.kv_heads * length
     caches = places * (2 * spec.head_dim * dtype.itemsize + MASKS * gen_len)
     entries = spec.heads * max(length**2, windows * prompt_len**2)  # of attention: a text's, or all prompts'
@@ -51,22 +61,26 @@ def check_fits(spec: ModelSpec, dtype: torch.dtype, windows: int, prompt_len: in
 
 
 class ResidentModel:
-    """Passes over a model whose weights all lie in RAM, on the CPU.
+    """Passes over a model on the CPU.
+
+    Args:
+        streams: the weights stay on disk, each layer is read when it is needed.
 
     Raises:
         UserError: weights that cannot be read or are not finite.
     """
 
-    def __init__(self, model: LoadedModel, progress: bool = True):
+    def __init__(self, model: LoadedModel, progress: bool = True, streams: bool = False):
         self.spec, self._family = model.spec, family(model.spec.model_type)
         transport = Transport(Device("cpu"), default_root(), overlap=False)
         try:
-            tiers = {name: "gpu" for layer in model.layers for name in layer.shapes}
+            tiers = {name: "disk" if streams else "gpu" for layer in model.layers for name in layer.shapes}
             gathered = {short: tensor for layer in model.layers for short, tensor in layer.gathered.items()}
             streamed = [layer.streamed for layer in model.layers]
             self._weights = WeightStore(transport, model.dtype, streamed, gathered, tiers, model.source, progress)
         finally:
-            transport.close()
+            if not streams:
+                transport.close()
 
     @torch.inference_mode()
     def run(self, ids: Tensor, first: int, attend: LayerAttend) -> Tensor:
@@ -85,6 +99,10 @@ class ResidentModel:
         """Hidden states (B, T, E) behind a block."""
         interrupts.check()
         return self._family.block(self.spec, self._weights.get(layer + 1), hidden, positions, attend)
+
+    def release(self, layer: int) -> None:
+        """The layer is not needed any more, until it is needed again."""
+        self._weights.release(layer + 1)
 
     def log_softmax(self, hidden: Tensor) -> Tensor:
         """Log-probabilities (N, vocabulary) fp32 of what follows the states `hidden` (N, E)."""

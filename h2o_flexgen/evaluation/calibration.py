@@ -2,8 +2,8 @@
 
 A text is cut into a prompt and what follows it. In one layer at a time attention behind the prompt sees only those of
 its tokens that a rule would keep, and the loss is measured: how far the probabilities of the next tokens come from those
-with full attention (Kullback-Leibler divergence). The slots of all layers together are then shared out so that the sum
-of the losses is the least. That layers need different budgets is the idea of PyramidKV (arXiv 2406.02069), which gives
+with full attention (Kullback-Leibler divergence). `kv_cache.layers` shares the slots of all layers out so that the sum of
+these losses is the least. That layers need different budgets is the idea of PyramidKV (arXiv 2406.02069), which gives
 the lower ones more; here it is measured.
 
 All is done in one sweep over the layers. A few queries behind the prompt go on from each layer in as many variants as
@@ -20,7 +20,6 @@ Shapes: B texts of N tokens, H query heads, KV heads, D elements of a head, Q qu
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -45,12 +44,10 @@ VARIANTS = 16
 LEAST = 128
 
 
-def check(length: int, ratio: float) -> None:
-    """Raises UserError for texts that are too short, or slots, as a fraction of them, out of range."""
+def check(length: int) -> None:
+    """Raises UserError for texts that are too short."""
     if length < LEAST:
-        raise UserError(f"a passage must have {LEAST} tokens or more, not {length}")
-    if not GRID[0] <= ratio <= GRID[-1]:
-        raise UserError(f"`ratio` must lie in [{GRID[0]}, {GRID[-1]}], not {ratio:g}")
+        raise UserError(f"a window must have {LEAST} tokens or more, not {length}")
 
 
 @dataclass
@@ -169,38 +166,7 @@ def measure(model: ResidentModel, ids: Tensor, rule: str, progress: bool = True)
         following = model.block(layer, hidden, positions, attend)
         for probe in probes:
             probe.step(layer, *found)
+        model.release(layer)
         hidden = following
     losses = torch.stack([probe.losses() for probe in probes]).mean(0)
     return losses.view(spec.layers, len(GRID)).tolist()
-
-
-def shares(losses: list[list[float]], ratio: float) -> list[float]:
-    """What each layer gets, the average being 1, so that the sum of the losses is the least.
-
-    Args:
-        losses: as `measure` returns them.
-        ratio: slots of the average layer over the tokens of a text.
-    """
-    steps = sorted(
-        (_slope(a, b), layer, b[0] - a[0]) for layer, each in enumerate(losses) for a, b in pairwise(_convex(each))
-    )
-    slots, left = [GRID[0]] * len(losses), (ratio - GRID[0]) * len(losses)
-    for _, layer, width in steps:  # of a convex curve the first steps are the steepest
-        taken = min(width, left)
-        slots[layer] += taken
-        left -= taken
-    return [n / ratio for n in slots]
-
-
-def _convex(losses: list[float]) -> list[tuple[float, float]]:
-    """The corners of the lower convex hull of losses over GRID."""
-    corners = []
-    for point in zip(GRID, accumulate(losses, min)):
-        while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], point):
-            corners.pop()
-        corners.append(point)
-    return corners
-
-
-def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
-    return (b[1] - a[1]) / (b[0] - a[0])

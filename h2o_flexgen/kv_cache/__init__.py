@@ -8,7 +8,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache.decayed import DecayedCache
 from h2o_flexgen.kv_cache.full import FullCache, NoCache
 from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache, HeavyOnlyCache
-from h2o_flexgen.kv_cache.layers import read_shares, slots_by_layer
+from h2o_flexgen.kv_cache.layers import LayerLosses
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.mean import MeanAttentionCache
 from h2o_flexgen.kv_cache.random import RandomCache
@@ -81,7 +81,7 @@ def check_rule(text: str) -> None:
     """Raises UserError, as `make_rule`, unless a KV budget may name this rule, whatever its slots."""
     rule = make_rule(text, _PLENTY, _PLENTY)
     if rule.layers:
-        read_shares(rule.layers)
+        LayerLosses.from_file(rule.layers)
 
 
 def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> CacheRule:
@@ -95,10 +95,10 @@ def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> Ca
     rule = make_rule(budget.rule, *(min(slots, spec.positions) for slots in budget.slots(workload.longest)))
     rule = replace(rule, groups=spec.groups)
     if rule.layers:
-        shares, most = read_shares(rule.layers), min(spec.positions, workload.longest + workload.gen_len)
-        if len(shares) != spec.layers:
-            raise UserError(f"`kv_rule`: {rule.layers} is of a model with {len(shares)} layers, not {spec.layers}")
-        rule = replace(rule, by_layer=slots_by_layer(rule.heavy, rule.recent, shares, most))
+        known, length = LayerLosses.from_file(rule.layers), workload.longest + workload.gen_len
+        if len(known.losses) != spec.layers:
+            raise UserError(f"`kv_rule`: {rule.layers} is of a model of {len(known.losses)} layers, not {spec.layers}")
+        rule = replace(rule, by_layer=known.slots(rule.heavy, rule.recent, length))
         [rule.in_layer(layer) for layer in range(spec.layers)]  # raises for one that has too few
     if budget.position_rolling:
         if rule.growth != "fixed":

@@ -1,46 +1,77 @@
-"""Slots by layer: the same number in all, more of them where they are missed most."""
+"""Slots by layer: as many in all as if every layer had the same, but more of them where they are missed most."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import inf
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_json
 
 
-def read_shares(path: str) -> list[float]:
-    """What each layer gets, relative to the others, by a file of `h2o-flexgen calibrate`. Raises UserError."""
-    data = read_json("`kv_rule`", path)
-    shares = data.get("layers") if isinstance(data, dict) else None
-    if not isinstance(shares, list) or not all(isinstance(x, (int, float)) and 0 < x < inf for x in shares) or not shares:
-        raise UserError(f"`kv_rule`: {path} holds no shares of layers: h2o-flexgen calibrate --output FILE makes one")
-    return shares
+@dataclass(frozen=True)
+class LayerLosses:
+    """What each layer of a model loses with few slots, as `h2o-flexgen calibrate` has measured it.
 
-
-def slots_by_layer(heavy: int, recent: int, shares: Sequence[float], most: int) -> tuple[tuple[int, int], ...]:
-    """(heavy, recent) of each layer, each in the proportion of the two that are given.
-
-    Args:
-        heavy, recent: slots of the average layer.
-        shares: what each layer gets of the slots of all layers, relative to the others.
-        most: slots of a layer that can be filled; what a layer would have beyond that goes to the others.
+    Attributes:
+        budgets: slots as fractions of a text, rising.
+        losses: for each layer the loss with each budget.
     """
-    mean = min(heavy + recent, most)
-    left, open_layers = mean * len(shares), list(range(len(shares)))
-    slots = [float(most)] * len(shares)
-    while True:
-        each = left / sum(shares[n] for n in open_layers)
-        full = [n for n in open_layers if each * shares[n] >= most]
-        if not full or len(full) == len(open_layers):
-            break
-        left -= most * len(full)
-        open_layers = [n for n in open_layers if n not in full]
-    for n in open_layers:
-        slots[n] = min(float(most), each * shares[n])
-    whole = [max(1, int(x)) for x in slots]
-    by_rest = sorted(open_layers, key=lambda n: whole[n] - slots[n])
-    for n in by_rest[: max(0, mean * len(shares) - sum(whole))]:
-        whole[n] += 1
-    recents = [round(n * recent / (heavy + recent)) for n in whole]
-    return tuple((n - r, r) for n, r in zip(whole, recents))
+
+    budgets: tuple[float, ...]
+    losses: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def from_file(cls, path: str) -> LayerLosses:
+        """Raises UserError if it cannot be read or is of another kind."""
+        data = read_json("`kv_rule`", path)
+        try:
+            budgets = tuple(float(x) for x in data["budgets"])
+            losses = tuple(tuple(float(x) for x in each) for each in data["losses"])
+            rising = all(a < b for a, b in pairwise((0.0, *budgets)))
+            if not (len(budgets) > 1 and rising and losses and all(len(each) == len(budgets) for each in losses)):
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            made = "h2o-flexgen calibrate --output FILE makes one"
+            raise UserError(f"`kv_rule`: {path} holds no losses of layers: {made}") from None
+        return cls(budgets, losses)
+
+    def slots(self, heavy: int, recent: int, length: int) -> tuple[tuple[int, int], ...]:
+        """(heavy, recent) of each layer, so that the sum of the losses is the least, each in the proportion of the two.
+
+        Args:
+            heavy, recent: of the average layer.
+            length: tokens of the longest text.
+        """
+        least, most, mean = self.budgets[0] * length, self.budgets[-1] * length, heavy + recent
+        if not least < mean < most:  # nothing is known there
+            return ((heavy, recent),) * len(self.losses)
+        steps = sorted(
+            (_slope(a, b), layer, (b[0] - a[0]) * length)
+            for layer, each in enumerate(self.losses)
+            for a, b in pairwise(_convex(list(zip(self.budgets, each))))
+        )
+        slots, left = [least] * len(self.losses), (mean - least) * len(self.losses)
+        for _, layer, width in steps:  # of a convex curve the first steps are the steepest
+            taken = min(width, left)
+            slots[layer] += taken
+            left -= taken
+        ends = [round(end) for end in accumulate(slots, initial=0)]  # rounded so that the sum stays
+        whole = [max(1, b - a) for a, b in pairwise(ends)]
+        recents = [round(n * recent / mean) for n in whole]
+        return tuple((n - r, r) for n, r in zip(whole, recents))
+
+
+def _convex(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The corners of the lower convex hull of what falls."""
+    corners, least = [], points[0][1]
+    for x, y in points:
+        least = min(least, y)
+        while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], (x, least)):
+            corners.pop()
+        corners.append((x, least))
+    return corners
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])

@@ -89,7 +89,9 @@ class KVStore:
         storing: write-backs of decode steps, the oldest first.
     """
 
-    def __init__(self, transport: Transport, layouts: dict[Key, KVLayout], tiers: dict[Key, str], cpu_compute: bool = False):
+    def __init__(
+        self, transport: Transport, layouts: dict[Key, KVLayout], tiers: dict[Key, str], cpu_compute: bool = False
+    ):
         self.transport, self.device, self.cpu_compute = transport, transport.device, cpu_compute
         self._load_queue, self._store_queue = transport.queues["cache"], transport.queues["store"]
         self.storing: deque[Future] = deque()

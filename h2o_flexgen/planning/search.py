@@ -253,7 +253,11 @@ class Search:
         gpu = self._fixed_bytes(policy) + wg * W + cg * KV + ag * A
         # staging buffers, as large as an average layer and a KV block
         gpu += double_buffers(policy.overlap) * (W / (shapes.spec.layers + 2)) * (wc + wd)
-        gpu += kv_buffers(policy.overlap, False) * (min(count, policy.gpu_batch_size) * shapes.most_slots * kv.row_bytes) * (cc + cd)
+        gpu += (
+            kv_buffers(policy.overlap, False)
+            * (min(count, policy.gpu_batch_size) * shapes.most_slots * kv.row_bytes)
+            * (cc + cd)
+        )
         cpu = wc * W + cc * KV + cd * (blocks * kv.meta_bytes) + ac * A
         if shapes.cuda:
             cpu += self._process_bytes(policy)

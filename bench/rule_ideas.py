@@ -1,0 +1,185 @@
+"""Ideas for better cache rules, all with as many slots, and what each costs in quality.
+
+python -m bench.rule_ideas TEXT TEXT --output docs/benchmarks/rule_ideas.json
+
+Rules that lost have no place in the package; here they are small classes. Each idea is measured as `h2o-flexgen quality`
+measures: tokens behind a prompt are fed one by one through the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from h2o_flexgen import LLM, cli
+from h2o_flexgen.evaluation import perplexity
+from h2o_flexgen.evaluation.origin import origin
+from h2o_flexgen.evaluation.passages import passages_of, read_source
+from h2o_flexgen.evaluation.settings import make_settings
+from h2o_flexgen.files import read_json, rounded, to_json, write_text
+from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.kv_cache import RULES
+from h2o_flexgen.kv_cache.mean import MeanAttentionCache
+from h2o_flexgen.kv_cache.rule import FixedRule
+from h2o_flexgen.kv_cache.smoothed import SmoothedCache
+from h2o_flexgen.kv_cache.value_norm import ValueNormCache
+
+
+@dataclass(frozen=True)
+class Grace(MeanAttentionCache):
+    """The mean, with half as many recent tokens protected: new tokens must win their slots sooner."""
+
+    name = "mean_short_window"
+
+    @property
+    def recent_window(self):
+        return self.recent // 2
+
+
+@dataclass(frozen=True)
+class MeanValue(ValueNormCache):
+    """The mean times the value's norm."""
+
+    first: int = 0
+    name = "mean_value"
+
+    def rank(self, tokens):
+        return super().rank(tokens) / (tokens.newest + 1 - tokens.position)
+
+
+@dataclass(frozen=True)
+class Unweighted(SmoothedCache):
+    """The smoothed mean without the value's norm."""
+
+    name = "smoothed_unweighted"
+
+    def rank(self, tokens):
+        return super().rank(tokens) / tokens.metadata["value_norm"].clamp(min=1e-6)
+
+
+@dataclass(frozen=True)
+class RootAge(ValueNormCache):
+    """Between sum and mean: the score over the square root of the age."""
+
+    first: int = 0
+    name = "root_age"
+
+    def rank(self, tokens):
+        return super().rank(tokens) / (tokens.newest + 1 - tokens.position).sqrt()
+
+
+@dataclass(frozen=True)
+class LastQuery(FixedRule):
+    """TOVA (arXiv 2401.06104): the attention of the newest query alone."""
+
+    name = "last_query"
+
+    def query_weights(self, position, newest):
+        return (position == newest).float()
+
+    def step_scores(self, score, received):
+        return received
+
+    @property
+    def recent_window(self):
+        return 0
+
+
+@dataclass(frozen=True)
+class KeyNorm(SmoothedCache):
+    """The smoothed mean over the key's norm: keys with small norms are said to matter most (arXiv 2406.11430)."""
+
+    name = "key_norm"
+
+    def remember(self, k, v):
+        return {"value_norm": 1 / k.float().norm(dim=-1).clamp(min=1e-6)}
+
+
+@dataclass(frozen=True)
+class KeyRarity(SmoothedCache):
+    """The smoothed mean times how far the key points away from those of the prompt (after KeyDiff, arXiv 2504.15364)."""
+
+    name = "key_rarity"
+
+    def remember(self, k, v):
+        norm = super().remember(k, v)["value_norm"]
+        if k.shape[2] == 1:  # a decode step: of all that came before only this key is known
+            return {"value_norm": norm}
+        keys = torch.nn.functional.normalize(k.float(), dim=-1)
+        mean = torch.nn.functional.normalize(keys.mean(2, keepdim=True), dim=-1)
+        return {"value_norm": norm * (1 - (keys * mean).sum(-1)).clamp(min=0.05)}
+
+
+IDEAS = (Grace, MeanValue, Unweighted, RootAge, LastQuery, KeyNorm, KeyRarity)
+#: what is measured: a name for people, and the rule; {} stands for the folder of files of layers
+TRIED = {
+    "H2O: sum of attention (the paper's)": "h2o",
+    "mean per query": "mean",
+    "sum that decays by 0.95 a step": "decayed",
+    "queries' recent mean: decays by 0.99": "decayed:decay=0.99",
+    "sum times the value's norm, 20 first tokens (VATP)": "vatp",
+    "4 sinks + recent tokens": "sinks",
+    "newest query alone (TOVA)": "last_query",
+    "mean, half the window": "mean_short_window",
+    "mean times the value's norm": "mean_value",
+    "sum over the root of the age, times the norm": "root_age",
+    "smoothed mean, no norm": "smoothed_unweighted",
+    "smoothed mean times the norm": "smoothed",
+    "the same, 64 more observations": "smoothed:queries=64",
+    "the same, 4 first tokens protected": "smoothed:first=4",
+    "the same, last 51 tokens of the prompt protected": "smoothed:last=51",
+    "smoothed mean over the key's norm": "key_norm",
+    "smoothed mean times the key's rarity": "key_rarity",
+    "smoothed, slots by layer: pyramid": "smoothed:layers={}/pyramid.json",
+    "smoothed, slots by layer: calibrated": "smoothed:layers={}/calibrated.json",
+    "mean, slots by layer: calibrated": "mean:layers={}/calibrated.json",
+    "H2O, slots by layer: calibrated": "h2o:layers={}/calibrated.json",
+}
+
+
+def write_layers(folder: str, calibrated: dict) -> None:
+    """Files with the losses of layers, for TRIED; of the pyramid such that a layer gets what it should."""
+    Path(folder, "calibrated.json").write_text(json.dumps(calibrated))
+    layers, budgets = len(calibrated["losses"]), calibrated["budgets"]
+    falls = [[2.0 ** (-x * layers / (0.1 * (1 + layers - n))) for x in budgets] for n in range(layers)]
+    Path(folder, "pyramid.json").write_text(json.dumps({"budgets": budgets, "losses": falls}))
+
+
+def run(args: argparse.Namespace) -> None:
+    RULES.update({rule.name: rule for rule in IDEAS})
+    sources = [read_source(path) for path in args.texts]
+    found: dict[str, dict] = {name: {} for name in TRIED}
+    with TemporaryDirectory() as folder, LLM(progress=False) as llm:
+        write_layers(folder, read_json("--layers", args.layers))
+        rules = {rule.format(folder): name for name, rule in TRIED.items()}
+        result = origin(args) | {"model": llm.model.name, "dtype": dtype_name(llm.dtype), "slots": args.slots}
+        result |= {"texts": [source.name.rsplit("/", 1)[-1] for source in sources], "ideas": found}
+        for source, text in zip(sources, result["texts"]):
+            passages, _ = passages_of(source, llm.model, 512, 512, args.windows)
+            settings = make_settings(list(rules), [], [args.slots])
+            for row in perplexity.measure(llm, passages, settings):
+                if row["slots"] is None:
+                    found.setdefault("full cache", {})[text] = row["perplexity"]
+                    continue
+                found[rules[row["rule"]]][text] = row["rise"]
+                write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = cli.Parser("python -m bench.rule_ideas", "Measure ideas for cache rules.")
+    parser.add_argument("texts", nargs="+", metavar="TEXT")
+    parser.add_argument("--slots", type=int, default=204)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--layers", required=True, help="by h2o-flexgen calibrate --output FILE")
+    parser.add_argument("--output", required=True)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(make_parser(), run, None))
