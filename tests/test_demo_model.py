@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import LlamaOracle
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.jobs.input import builtin_prompts
 from h2o_flexgen.models import source
 
@@ -15,7 +15,7 @@ QUESTIONS = (
     "What is 12 plus 30?",
     "Translate 'good morning' into Spanish.",
 )
-LENGTH = 24  # tokens of an output
+LENGTH = 16  # tokens of an output
 POLICIES = {
     "resident": dict(gpu_batch_size=6),
     "disk": dict(gpu_batch_size=3, num_gpu_batches=2, percent=(0, 0, 0, 0, 0, 0)),
@@ -23,26 +23,16 @@ POLICIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def demo_model():
-    try:
-        return source.find_model(None, weights=False)[0]
-    except UserError as e:
-        pytest.skip(str(e))
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """One cache folder for all tests of this file: the model is converted once."""
-    folder = tmp_path_factory.mktemp("home")
+@pytest.fixture(scope="module", autouse=True)
+def demo_model(demo_home):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("H2O_FLEXGEN_HOME", str(folder))
-        yield folder
+        patch.setenv("H2O_FLEXGEN_HOME", str(demo_home))
+        yield source.find_model(None, weights=False)[0]
 
 
 @pytest.fixture(autouse=True)
-def same_home(private_folders, monkeypatch, home):
-    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(home))
+def same_home(private_folders, monkeypatch, demo_home):
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(demo_home))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +58,7 @@ def real_prompts(llm: LLM) -> list:
 
 
 @pytest.fixture(scope="module")
-def tokens(demo_model, home):
+def tokens(demo_model):
     return generate(real_prompts, LENGTH, **POLICIES["resident"])
 
 

@@ -10,7 +10,6 @@ from stream_oracle import StreamOracle
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.kv_cache import RULES
-from h2o_flexgen.models import source
 from h2o_flexgen.offload import memory
 
 pytest_plugins = ["cli_tools"]
@@ -244,14 +243,11 @@ def test_chat_reads_of_the_template_only_what_is_new(talker, read):
 
 
 @pytest.fixture(scope="module")
-def demo():
-    try:
-        source.find_model(None, weights=False)
-    except UserError as e:
-        pytest.skip(str(e))
-    budget = KVBudget.from_size(100)
-    with LLM(None, Policy(4), budget, device="cpu", dtype="float32", progress=False) as llm:
-        yield llm
+def demo(demo_home):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("H2O_FLEXGEN_HOME", str(demo_home))
+        with LLM(None, Policy(4), KVBudget.from_size(100), device="cpu", dtype="float32", progress=False) as llm:
+            yield llm
 
 
 def test_the_demo_model_chats(demo, read):
