@@ -57,6 +57,22 @@ def tiny(tmp_path_factory):
     return get
 
 
+@pytest.fixture(scope="session")
+def demo_home(tmp_path_factory):
+    """The cache folder of all tests with the demo model, which is converted once; they skip where there is none."""
+    from h2o_flexgen import UserError
+    from h2o_flexgen.models import source
+
+    folder = tmp_path_factory.mktemp("demo_home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("H2O_FLEXGEN_HOME", str(folder))
+        try:
+            source.find_model(None, weights=False)
+        except UserError as e:
+            pytest.skip(str(e))
+    return folder
+
+
 @pytest.fixture
 def run():
     """run(tiny, prompts, max_tokens, ...) -> the outputs of a fresh LLM in fp32, one CompletionOutput a prompt."""

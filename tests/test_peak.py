@@ -19,16 +19,16 @@ from h2o_flexgen.offload.device import Device
 pytest_plugins = ["cli_tools"]
 
 #: so much larger than the interpreter that its weights, cache and workspaces decide
-LARGE = wide(1024, vocab_size=30000, num_hidden_layers=6, num_attention_heads=16, max_position_embeddings=128)
+LARGE = wide(1024, vocab_size=30000, num_hidden_layers=4, num_attention_heads=16, max_position_embeddings=128)
 
 
-#: with grouped-query attention, a gated MLP and a vocabulary head that is a third of all weights
+#: with grouped-query attention, a gated MLP and a vocabulary head that is half of all weights
 LLAMA = dict(
     model_type="llama",
     vocab_size=40000,
     hidden_size=1024,
     intermediate_size=2816,
-    num_hidden_layers=8,
+    num_hidden_layers=4,
     num_attention_heads=16,
     num_key_value_heads=4,
     max_position_embeddings=128,
@@ -37,12 +37,13 @@ LLAMA = dict(
 
 
 PLACEMENTS = {"ram": ON_GPU, "cache": ("100", "0", "0", "0", "100", "0"), "disk": ON_DISK}
-CASES = [("opt", placement, budget) for placement in PLACEMENTS for budget in ("full", "h2o")]
-CASES += [
-    ("llama", "ram", "full"),
-    ("llama", "disk", "h2o"),
-    ("llama", "ram", "vatp:first=4"),
+CASES = [
+    ("opt", "ram", "full"),
+    ("opt", "cache", "h2o"),
+    ("opt", "disk", "full"),
     ("opt", "disk", "snapkv"),
+    ("llama", "ram", "vatp:first=4"),
+    ("llama", "disk", "h2o"),
 ]
 
 
@@ -52,13 +53,14 @@ def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget):
     report = tmp_path / "report.json"
     limit = () if budget == "full" else ("--hh-ratio", 0.2, "--kv-rule", budget)
     # two blocks: what the plan counts is all in use at once from the second on
-    job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 96, "--gen-len", 4, "--num-prompts", 48)
-    where = ("--gpu-batch-size", 16, "--num-gpu-batches", 2, "--offload-dir", tmp_path / "offload")
+    job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 96, "--gen-len", 3, "--num-prompts", 24)
+    where = ("--gpu-batch-size", 8, "--num-gpu-batches", 2, "--offload-dir", tmp_path / "offload")
     where += percent(PLACEMENTS[placement])
     code, _, err = end(start(*job, *where, *limit, "--report", report), timeout=300)
     assert code == 0, err
     found = json.loads(report.read_text())
     peak, planned = (sum(found[f"{which}_memory_bytes"][t] for t in ("gpu", "cpu")) for which in ("peak", "planned"))
+    print(peak / planned)
     assert 0.9 * planned < peak < 1.05 * planned
     peak, planned = (found[f"{which}_memory_bytes"]["disk"] for which in ("peak", "planned"))
     assert 0.99 * planned <= peak <= planned
@@ -72,7 +74,7 @@ from h2o_flexgen.offload import memory
 how = dict(path="_DUMMY_", device="cpu", dtype="float32", progress=False)
 with LLM(sys.argv[1], Policy(4, 2, tuple(map(int, sys.argv[2:]))), KVBudget.from_size(300), **how) as llm:
     session = llm.session(count=8, chunk=96)
-    for _ in range(3):
+    for _ in range(2):
         session.generate([list(range(1, 400))] * 8, SamplingParams(max_tokens=4))
     plan, disk = session.choice.plan, llm.runner.transport.disk_bytes()
     print(json.dumps([memory.peak_resident(), plan.needed("ram"), disk, plan.needed("disk")]))
@@ -86,6 +88,7 @@ def test_the_peak_of_a_session_stays_near_its_plan(tmp_path, placement):
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     peak, planned, peak_disk, planned_disk = json.loads(done.stdout)
+    print(peak / planned)
     assert 0.9 * planned < peak < 1.05 * planned
     assert 0.99 * planned_disk <= peak_disk <= planned_disk
 

@@ -50,8 +50,9 @@ def healthy_prompts(model, token, lengths, max_tokens, budget):
     return prompts
 
 
-@pytest.mark.parametrize("token, overlap", [(7, True), (7, False), (0, True)], ids=["overlap", "no_overlap", "token_0"])
-@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+@pytest.mark.parametrize(
+    "token, overlap, budget", [(7, True, (4, 4)), (0, False, None)], ids=["overlap-h2o", "token_0-no_overlap-full"]
+)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -130,8 +130,8 @@ def check(folder: Path, goes_on: bool, error: int, most: int) -> Counter:
 
 @pytest.mark.parametrize("goes_on, error", [(False, errno.ENOSPC), (True, errno.EIO)])
 def test_calls_of_each_kind_fail_once(tmp_path, goes_on, error):
-    """Twelve of each; by hand all."""
-    outcomes = check(tmp_path, goes_on, error, 12)
+    """Six of each; by hand all."""
+    outcomes = check(tmp_path, goes_on, error, 6)
     assert {name for name, _ in outcomes} == {
         *(name for names in CALLS.values() for name in names),
         *FILE_CALLS,
@@ -153,7 +153,7 @@ def test_a_disk_that_is_full(mount, tmp_path, pages, say):
     """With room for so many pages."""
     disk = mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
     rows = [{"prompt_token_ids": [5 + n] * (1 + n)} for n in range(32)]  # the last one is run first
-    job, out = Job(tmp_path, rows, "--gen-len", 32, "--gpu-batch-size", 4), disk / "out.jsonl"
+    job, out = Job(tmp_path, rows, "--gen-len", 32, "--gpu-batch-size", 16), disk / "out.jsonl"
     (disk / "filler").write_bytes(bytes((1 << 20) - 4096 * pages))
     code, err, _ = job.run(out)
     assert code == (0 if pages == 5 else 2) and say in last_line(err), err

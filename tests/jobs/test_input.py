@@ -232,8 +232,8 @@ def test_a_custom_id_that_is_there_twice(refused, model, tmp_path):
     assert message.endswith("lines 1 and 4 have the same custom_id 'a'")
 
 
-def test_a_line_of_ten_megabytes_is_one_bad_row(cli, texts, tmp_path):
-    rows = [{"prompt": "word " * 2_000_000}, '{"prompt": "' + "x" * 10_000_000, {"prompt": "short"}]
+def test_a_line_of_a_megabyte_is_one_bad_row(cli, texts, tmp_path):
+    rows = [{"prompt": "word " * 200_000}, '{"prompt": "' + "x" * 1_000_000, {"prompt": "short"}]
     files = ("--input-file", write_rows(tmp_path / "in.jsonl", rows), "--output-file", tmp_path / "out.jsonl")
     code, _, err = cli("--model", texts, *FP32, *files, "--gen-len", 2)
     assert code == 0, err

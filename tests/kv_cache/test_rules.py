@@ -19,20 +19,20 @@ from h2o_flexgen.sizes import Workload
 
 pytest_plugins = ["cli_tools"]
 
-LENGTHS, MAX_TOKENS = [5, 17, 9, 1, 21], 16
+LENGTHS, MAX_TOKENS = [5, 17, 9, 1, 21], 12
 SLOTS = (4, 4)
-#: each rule with nothing protected but its window, and with tokens at both ends
-TEXTS = [f"{name}{ends}" for name in RULES for ends in (":first=0", ":first=1:last=1")]
-TEXTS += ["decayed:decay=0.7", "snapkv:window=4:pool=3:pooling=avg"]
+#: each rule with nothing protected but its window, and with tokens at both ends; two with options of their own
+TEXTS = [(f"{name}:first=0", f"{name}:first=1:last=1") for name in RULES]
+TEXTS.append(("decayed:decay=0.7", "snapkv:window=4:pool=3:pooling=avg"))
 PLACEMENTS = {
     "ram": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=3, num_gpu_batches=2),
     "disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=2, num_gpu_batches=3, prefill_tokens=30),
     "mixed": dict(percent=(50, 0, 0, 50, 100, 0), gpu_batch_size=2, num_gpu_batches=3, cpu_cache_compute=True),
 }
-#: families take turns with the texts and placements, so that each text meets each placement
+#: each model meets each rule; placements and texts take turns, so that each text meets each placement
 MODELS = [*zoo.FIRST.values(), "llama_groups_of_3_wide_heads_linear"]
 CASES = [
-    (model, placement, TEXTS[(m + p) % 3 :: 3])
+    (model, placement, [texts[m % 2] for texts in TEXTS[(m + p) % 3 :: 3]])
     for m, model in enumerate(MODELS)
     for p, placement in enumerate(PLACEMENTS)
 ]

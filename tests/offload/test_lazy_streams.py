@@ -152,32 +152,33 @@ def lazy(monkeypatch):
     yield
 
 
-PERCENTS = [
-    (100, 0, 100, 0, 100, 0),
-    (0, 100, 0, 100, 0, 100),
-    (0, 0, 0, 0, 0, 0),
-    (34, 33, 34, 33, 34, 33),
-    (0, 50, 0, 50, 0, 50),
-    (50, 0, 50, 0, 0, 0),
+#: placements, whether attention is where the cache is, and whether copies run beside compute
+POLICIES = [
+    ((100, 0, 100, 0, 100, 0), False, True),
+    ((0, 100, 0, 100, 0, 100), True, True),
+    ((0, 100, 0, 100, 0, 100), False, False),
+    ((0, 0, 0, 0, 0, 0), False, True),
+    ((34, 33, 34, 33, 34, 33), False, True),
+    ((34, 33, 34, 33, 34, 33), True, False),
+    ((0, 50, 0, 50, 0, 50), True, True),
+    ((50, 0, 50, 0, 0, 0), False, True),
 ]
 
 
 @pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize("percent", PERCENTS)
-@pytest.mark.parametrize("cpu_compute", [False, True], ids=["", "cpu-compute"])
+@pytest.mark.parametrize("percent, cpu_compute, overlap", POLICIES, ids=str)
 def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(
     lazy, tiny, percent, overlap, budget, cpu_compute
 ):
     model = tiny("opt")
     budgets = (None, None) if budget is None else budget
     lengths = [5, 17, 9, 30, 12, 22, 7]
-    prompts = model.clear_cut_prompts(lengths, 20, [budgets])
-    wanted = [t.tokens for t in model.references(prompts, 20, *budgets)]
+    prompts = model.clear_cut_prompts(lengths, 12, [budgets])
+    wanted = [t.tokens for t in model.references(prompts, 12, *budgets)]
     policy = Policy(2, 2, percent, overlap=overlap, cpu_cache_compute=cpu_compute, prefill_tokens=30)
     kv_budget = None if budget is None else KVBudget.from_size(*budget)
     with LLM(str(model.folder), policy, kv_budget, dtype="float32", progress=False) as engine:
         for _ in range(2):
-            outputs = engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+            outputs = engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
             assert [o.outputs[0].token_ids for o in outputs] == wanted
     assert percent[0] == 100 or any(stream.done for stream in streams)

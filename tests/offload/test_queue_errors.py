@@ -141,7 +141,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("after", [0, 7])
+@pytest.mark.parametrize("overlap, after", [(True, 7), (False, 0)])
 @pytest.mark.parametrize("place", list(PLACES))
 def test_an_error_anywhere_reaches_the_caller(model, tmp_path, monkeypatch, place, overlap, after):
     """At its first call or a later one: the error itself comes out, threads end, and the folder goes."""
