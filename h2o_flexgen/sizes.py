@@ -34,6 +34,8 @@ GROUP_ROWS = 128
 #: of one chunk; measured on 2 cores in bf16, prompts of 64 to 2048 tokens: 256 queries are within 10 % of the best
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 QUERY_CHUNK = 256
+#: attention over caches: elements of K that are copied at once, to widen or to rotate them
+COPIED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 #: tokens of a stream that are read at once
 STREAM_CHUNK = 256
 #: bytes of weights and rows of tokens in float32 at once, where matmuls in 16 bits go through float32
