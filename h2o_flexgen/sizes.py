@@ -134,11 +134,11 @@ def matmul_rows(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[begin:end]) for begin, end in matmul_groups(sizes)]
 
 
-def prefill_pairs(length: int) -> int:
-    """Pairs of query and key that attention over a prompt computes for one head: chunks of queries, each over all
-    keys up to its end."""
+def prefill_pairs(length: int, held: int = 0) -> int:
+    """Pairs of query and key that attention over a prompt behind `held` tokens computes for one head: chunks of
+    queries, each over all keys up to its end."""
     ends = [min(begin + QUERY_CHUNK, length) for begin in range(0, length, QUERY_CHUNK)]
-    return sum((end - begin) * end for begin, end in zip([0, *ends], ends))
+    return sum((end - begin) * (held + end) for begin, end in zip([0, *ends], ends))
 
 
 def aligned(nbytes: int) -> int:
