@@ -118,9 +118,10 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | N
     return Policy(size, args.num_gpu_batches or 1, tuple(args.percent), args.overlap is not False, on_cpu)
 
 
-def prompt_len(args: argparse.Namespace, positions: int) -> int:
-    """Tokens of a built-in prompt, for a model with so many positions."""
-    return args.prompt_len or min(512, max(1, positions - args.gen_len))
+def prompt_len(args: argparse.Namespace, positions: int, rolling: bool) -> int:
+    """Tokens of a built-in prompt, for a model with so many positions, in which the output has to fit unless they are
+    `rolling`."""
+    return args.prompt_len or min(512, positions if rolling else max(1, positions - args.gen_len))
 
 
 def num_prompts(args: argparse.Namespace, policy: Policy | str | None) -> int:
@@ -148,6 +149,8 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     add("--min-hh-ratio", type=amount, help=f"for auto: the floor (default: {MIN_HH_RATIO})")
     rule = f"the rule that says which tokens have the slots, with options NAME:first=4 (default: {DEFAULT_RULE})"
     add("--kv-rule", metavar="NAME", help=rule)
+    rolling = "positions count what the cache holds, and outputs may be longer than the model's context (RoPE only)"
+    add("--position-rolling", action="store_true", help=rolling)
 
 
 def make_losses(args: argparse.Namespace) -> Losses | None:
@@ -174,6 +177,11 @@ def make_budget(args: argparse.Namespace, losses: Losses | None = None) -> KVBud
 
         check_rule(args.kv_rule)
     given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
+    if args.position_rolling and (args.hh_ratio == "auto" or losses is not None):
+        raise UserError(
+            "--position-rolling needs a KV budget in numbers: --hh-ratio auto may take the full cache, which cannot roll, "
+            "and --quality has been measured without"
+        )
     if args.hh_ratio == "auto":
         if any(value is not None for value in given[1:]):
             raise UserError("--hh-ratio auto sizes the whole KV budget: leave --recent-ratio and the sizes out")
@@ -189,7 +197,9 @@ def make_budget(args: argparse.Namespace, losses: Losses | None = None) -> KVBud
         print(f"KV budget  {found}: the cheapest of {losses.path} within {losses.max_loss:.3g}", file=sys.stderr)
         return found.kv_budget
     if any(value is not None for value in given):
-        return KVBudget(*given, args.kv_rule or DEFAULT_RULE)
+        return KVBudget(*given, args.kv_rule or DEFAULT_RULE, args.position_rolling)
+    if args.position_rolling:
+        raise UserError("--position-rolling needs a KV budget: a full cache ends with the model's positions")
     if args.kv_rule is not None:
         raise UserError("--kv-rule says which tokens a KV budget keeps: give one too, such as --hh-ratio 0.2")
     return None

@@ -167,8 +167,8 @@ def run(args: argparse.Namespace) -> None:
 
 def made_up_rows(llm, args: argparse.Namespace) -> list[Row]:
     """The rows of a job without an input file."""
-    length = cli.prompt_len(args, llm.spec.positions)
-    llm.spec.check_length(length, args.gen_len)
+    length = cli.prompt_len(args, llm.spec.positions, llm.position_rolling)
+    llm.spec.check_length(length, args.gen_len, llm.position_rolling)
     return builtin_rows(llm.tokenizer, llm.spec.vocab, cli.num_prompts(args, llm.policy), length)
 
 

@@ -154,6 +154,11 @@ class LLM:
             runner.available(), self.caps, device.is_cuda, runner.baseline(), device.workspace_bytes
         )
 
+    @property
+    def position_rolling(self) -> bool:
+        """Whether positions roll, so that an output may go on past the model's."""
+        return isinstance(self.kv_budget, KVBudget) and self.kv_budget.position_rolling
+
     # prompts
 
     def admit(self, prompt: Prompt, gen_len: int) -> list[int]:
@@ -163,7 +168,7 @@ class LLM:
             UserError: it is too long, or as `LoadedModel.encode`.
         """
         ids = self.model.encode(prompt)
-        self.spec.check_length(len(ids), gen_len)
+        self.spec.check_length(len(ids), gen_len, self.position_rolling)
         return ids
 
     # the job
@@ -266,7 +271,8 @@ class LLM:
                 if is_conversation(text):
                     raise UserError("a text or a list of token ids can be scored, not a conversation")
                 ids = output.token_ids = self.model.encode(text)
-                self.spec.check_length(len(ids))
+                rolling = prompt_len is not None and self.position_rolling
+                self.spec.check_length(*((first, len(ids) - first, True) if rolling else (len(ids),)))
                 if len(ids) <= first:
                     raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
                 targets[index] = ids[first:]

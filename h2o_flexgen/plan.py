@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> None:
 
     found = forecast.find(args.model, args.path)
     cli.check_model(losses, found.name)
-    length = cli.prompt_len(args, found.spec.positions)
-    found.spec.check_length(length, args.gen_len)
+    length = cli.prompt_len(args, found.spec.positions, args.position_rolling)
+    found.spec.check_length(length, args.gen_len, args.position_rolling)
     profile = profile_for(args, found)
     model = model_data(args, found, profile)
     sizes = forecast.sizes(model, found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
@@ -196,7 +196,7 @@ def describe(choice) -> str:
 def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> str:
     """The command that runs a policy."""
     policy, budget = choice.policy, asdict(choice.kv_budget) if choice.kv_budget else {}
-    rule, _ = budget.pop("rule", DEFAULT_RULE), budget.pop("position_rolling", None)  # plans are made without it
+    rule, rolling = budget.pop("rule", DEFAULT_RULE), budget.pop("position_rolling", False)
     options = {"model": args.model, "path": args.path, **workload}
     options |= {**budget, "kv_rule": None if rule == DEFAULT_RULE else rule}
     options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
@@ -209,6 +209,7 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
     for name, value in options.items():
         if value is not None:
             words += [cli.option(name), str(value)]
+    words += ["--position-rolling"] * rolling
     words += ["--percent", *(f"{x:g}" for x in policy.percent)]
     words += ["--cpu-cache-compute"] * policy.cpu_cache_compute + ["--no-overlap"] * (not policy.overlap)
     return shlex.join(words)

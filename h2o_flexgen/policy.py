@@ -58,6 +58,8 @@ class KVBudget:
                 raise UserError(f"`{name}` must be a whole number of slots, 0 or more, not {value}")
         if not isinstance(self.rule, str):
             raise UserError(f"the rule of a KV budget is a name, not {self.rule!r}")
+        if not isinstance(self.position_rolling, bool):
+            raise UserError(f"`position_rolling` must be true or false, not {self.position_rolling!r}")
 
     @classmethod
     def from_ratio(cls, hh_ratio: float, recent_ratio: float | None = None, rule: str = DEFAULT_RULE) -> KVBudget:
@@ -68,6 +70,18 @@ class KVBudget:
     def from_size(cls, heavy: int, recent: int | None = None, rule: str = DEFAULT_RULE) -> KVBudget:
         """Slots given directly; `recent` defaults to `heavy`."""
         return cls(hh_size=heavy, recent_size=recent, rule=rule)
+
+    @classmethod
+    def from_dict(cls, data: dict) -> KVBudget:
+        """In slots, as `to_dict` and the reports have it. Raises KeyError or UserError."""
+        rule, rolling = data.get("rule", DEFAULT_RULE), data.get("position_rolling", False)
+        return cls(hh_size=data["heavy"], recent_size=data["recent"], rule=rule, position_rolling=rolling)
+
+    def to_dict(self, longest_prompt: int) -> dict:
+        """In slots, for a job whose longest prompt has so many tokens."""
+        heavy, recent = self.slots(longest_prompt)
+        found = {"heavy": heavy, "recent": recent, "rule": self.rule}
+        return found | ({"position_rolling": True} if self.position_rolling else {})
 
     def slots(self, longest_prompt: int) -> tuple[int, int]:
         """(heavy, recent) for a job whose longest prompt has `longest_prompt` tokens.
@@ -174,11 +188,11 @@ def given_policy(
         try:
             policy, slots = Policy.from_dict(data), data.get("kv_budget")
             if slots is not None:
-                found = KVBudget.from_size(slots["heavy"], slots["recent"], slots.get("rule", DEFAULT_RULE))
+                found = KVBudget.from_dict(slots)
                 kv_budget = kv_budget or found
         except UserError as e:
             raise UserError(f"the policy {path}: {e}") from None
-        except (TypeError, KeyError):
+        except (TypeError, KeyError, AttributeError):
             raise UserError(f"the policy {path}: kv_budget must be null or hold the slots heavy and recent") from None
     if policy != "auto" and not isinstance(policy, Policy):
         raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')

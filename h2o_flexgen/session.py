@@ -208,7 +208,7 @@ def choose(
         PlanError: as `Planner.choose`.
     """
     spec = planner.model.spec
-    positions = min(spec.positions, spec.window or spec.positions)
+    positions = spec.context
     for name, value in (("count", count), ("chunk", chunk)):
         if type(value) is not int or value < 1:
             raise UserError(f"`{name}` must be a whole number, 1 or more, not {value!r}")
@@ -221,9 +221,7 @@ def choose(
     elif position_rolling is None:
         position_rolling = True
     slots = sum(kv_budget.slots(positions))
-    room = positions - slots if position_rolling else positions
-    if room < 1:
-        raise UserError(f"{slots} slots leave no room for new tokens in the model's {positions} positions: give fewer")
+    room = max(1, positions - slots) if position_rolling else positions  # the planner refuses slots that leave none
     workload = Workload((min(chunk, room),) * count, gen_len=slots + 2, held=min(slots, positions))
     kv_budget = replace(kv_budget, position_rolling=bool(position_rolling))
     choice = planner.choose(workload, resources, policy, kv_budget)

@@ -34,6 +34,8 @@ GROUP_ROWS = 128
 #: of one chunk; measured on 2 cores in bf16, prompts of 64 to 2048 tokens: 256 queries are within 10 % of the best
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 QUERY_CHUNK = 256
+#: attention over caches: elements of K that are copied at once, to widen or to rotate them
+COPIED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 #: tokens of a stream that are read at once
 STREAM_CHUNK = 256
 #: bytes of weights and rows of tokens in float32 at once, where matmuls in 16 bits go through float32
@@ -132,11 +134,11 @@ def matmul_rows(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[begin:end]) for begin, end in matmul_groups(sizes)]
 
 
-def prefill_pairs(length: int) -> int:
-    """Pairs of query and key that attention over a prompt computes for one head: chunks of queries, each over all
-    keys up to its end."""
+def prefill_pairs(length: int, held: int = 0) -> int:
+    """Pairs of query and key that attention over a prompt behind `held` tokens computes for one head: chunks of
+    queries, each over all keys up to its end."""
     ends = [min(begin + QUERY_CHUNK, length) for begin in range(0, length, QUERY_CHUNK)]
-    return sum((end - begin) * end for begin, end in zip([0, *ends], ends))
+    return sum((end - begin) * (held + end) for begin, end in zip([0, *ends], ends))
 
 
 def aligned(nbytes: int) -> int:

@@ -15,7 +15,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import Row
 from h2o_flexgen.jobs.manifest import Manifest, lock, manifest_path
 from h2o_flexgen.jobs.output import DoneRow, OutputFile, done_row, failed_row, no_row, put_in_order, read_done
-from h2o_flexgen.jobs.settings import changes, settings_of, slots_of
+from h2o_flexgen.jobs.settings import changes, settings_of
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.policy import KVBudget
 
@@ -203,7 +203,7 @@ class Run(Observer):
         longest = max((len(ids) for _, ids, _ in self.todo), default=1)
         if job.before:
             self.manifest, slots = job.before, job.before.kv_budget
-            self.budget = slots and KVBudget.from_size(slots["heavy"], slots["recent"], slots["rule"])
+            self.budget = slots and KVBudget.from_dict(slots)
             if slots and longest > job.before.longest_prompt:
                 known = f"a new prompt has {longest} tokens, the longest so far had {job.before.longest_prompt}"
                 log.warning(
@@ -211,7 +211,7 @@ class Run(Observer):
                 )
         else:
             self.budget = llm.kv_budget
-            slots = slots_of(self.budget, longest) if isinstance(self.budget, KVBudget) else None
+            slots = self.budget.to_dict(longest) if isinstance(self.budget, KVBudget) else None
             self.manifest = Manifest(settings_of(llm, params, longest), slots, longest, [], [])
 
     def generate(self) -> None:
@@ -231,7 +231,7 @@ class Run(Observer):
     def on_plan(self, choice) -> None:
         """A KV budget "auto" has become one of slots, which stays."""
         if self.budget == "auto" and choice.kv_budget is not None:
-            self.manifest.kv_budget = slots_of(choice.kv_budget, self.manifest.longest_prompt)
+            self.manifest.kv_budget = choice.kv_budget.to_dict(self.manifest.longest_prompt)
 
     def on_begin(self) -> None:
         """All that may refuse the job has been passed: now files are touched."""

@@ -24,7 +24,7 @@ class Manifest:
 
     Attributes:
         settings: what must not change from one run to the next, by the names of arguments.
-        kv_budget: heavy and recent slots and the rule; None for a full cache.
+        kv_budget: as `KVBudget.to_dict` has it; None for a full cache.
         longest_prompt: of the job when it first began, in tokens.
         rows: {id: digest}, as a list: JSON has no keys that are numbers.
         runs: for each the time of its "start", in seconds of the Unix epoch, and the rows that were "done" by then.
@@ -49,8 +49,7 @@ class Manifest:
                 dict(found.rows),
                 found.settings.items(),
                 [(run["start"] + 0, run["done"] + 0) for run in found.runs],
-                found.kv_budget is None
-                or KVBudget.from_size(*(found.kv_budget[k] for k in ("heavy", "recent", "rule"))),
+                found.kv_budget is None or KVBudget.from_dict(found.kv_budget),
                 found.longest_prompt > 0,
             ]
             if all(shapes):

@@ -24,7 +24,7 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         "model": llm.model.name,
         "files": fingerprint(llm.model),
         "dtype": dtype_name(llm.dtype),
-        "kv_budget": slots_of(budget, longest_prompt) if isinstance(budget, KVBudget) else budget,
+        "kv_budget": budget.to_dict(longest_prompt) if isinstance(budget, KVBudget) else budget,
         **{name: getattr(params, name) for name in sampling},
         "gen_len": params.max_tokens,
         "stop": list(params.stop),
@@ -39,11 +39,6 @@ def changes(old: dict, new: dict) -> list[str]:
         names.remove("model")
     files = "the model's files or tokenizer"
     return [files if name == "files" else f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in names]
-
-
-def slots_of(budget: KVBudget, longest_prompt: int) -> dict:
-    heavy, recent = budget.slots(longest_prompt)
-    return {"heavy": heavy, "recent": recent, "rule": budget.rule}
 
 
 def fingerprint(model: LoadedModel) -> str:

@@ -7,12 +7,17 @@ tokens, D elements of a head, S slots of a segment.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.kernels.linear import is_slow
-from h2o_flexgen.sizes import CHUNK_ELEMENTS, QUERY_CHUNK
+from h2o_flexgen.sizes import CHUNK_ELEMENTS, COPIED_ELEMENTS, QUERY_CHUNK
+
+#: keys (n, 1, S, D) of some KV heads, and their places among all B * KV -> the same, rotated
+Rotate = Callable[[Tensor, slice], Tensor]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -100,20 +105,23 @@ def _chunked(
     return context.view(B, H, T, D)
 
 
-def cached_attention(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None) -> tuple[Tensor, Tensor]:
+def cached_attention(
+    q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, rotate: Rotate | None = None
+) -> tuple[Tensor, Tensor]:
     """One query per sequence and head over the slots of a cache.
 
     Args:
         q: (B, H, 1, D); k, v: per segment (B, KV, S, D), contiguous.
         empty: (B, KV, sum of S) or (B, 1, sum of S) bool, slots that hold no token; None if there are none.
+        rotate: what the keys become before they are used, if they are cached unrotated.
 
     Returns:
         context (B, H, 1, D), and per KV head the attention that each slot receives from the heads of its group
         (B, KV, sum of S) in fp32.
     """
     # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
-    if q.device.type == "cpu" and q.dtype == torch.float16:
-        return _cached_attention_in_fp32(q, k, v, empty)
+    if rotate is not None or (q.device.type == "cpu" and q.dtype == torch.float16):
+        return _cached_attention_by_parts(q, k, v, empty, rotate)
     B, H, _, D = q.shape
     KV = k[0].shape[1]
     q = q.reshape(B * KV, H // KV, D) * D**-0.5
@@ -130,19 +138,24 @@ def cached_attention(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor 
     return context.view(B, H, 1, D), p.squeeze(2) if H == KV else p.sum(2)
 
 
-def _cached_attention_in_fp32(q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None):
-    """The same through fp32: a few KV heads at a time, to keep the copies in the CPU's caches."""
+def _cached_attention_by_parts(
+    q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, rotate: Rotate | None
+) -> tuple[Tensor, Tensor]:
+    """The same with copies of what is cached, on a CPU in fp32: a few KV heads at a time, to keep them in its caches."""
     B, H, _, D = q.shape
     KV, S = k[0].shape[1], sum(segment.shape[2] for segment in k)
     # every KV head as a sequence of its own
     queries = q.reshape(B * KV, H // KV, 1, D)
     k, v = ([x.view(B * KV, 1, -1, D) for x in segments] for segments in (k, v))
     empty = None if empty is None else empty.expand(B, KV, S).reshape(B * KV, 1, S)
-    few = max(1, 2 * CHUNK_ELEMENTS["cpu"] // (S * D))
-    context, received = torch.empty_like(queries), torch.empty(B * KV, 1, S, dtype=torch.float32)
+    few = max(1, COPIED_ELEMENTS[q.device.type] // (S * D))
+    dtype = torch.float32 if q.device.type == "cpu" else q.dtype
+    context, received = torch.empty_like(queries), torch.empty(B * KV, 1, S, dtype=torch.float32, device=q.device)
     for begin in range(0, B * KV, few):
         part = slice(begin, begin + few)
-        few_k, few_v = ([x[part].float() for x in segments] for segments in (k, v))
+        few_k, few_v = ([x[part].to(dtype) for x in segments] for segments in (k, v))
+        if rotate is not None:
+            few_k = [rotate(x, part) for x in few_k]
         few_empty = None if empty is None else empty[part]
-        context[part], received[part] = cached_attention(queries[part].float(), few_k, few_v, few_empty)
+        context[part], received[part] = cached_attention(queries[part].to(dtype), few_k, few_v, few_empty)
     return context.view(B, H, 1, D), received.view(B, KV, S)

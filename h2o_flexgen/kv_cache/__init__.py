@@ -88,7 +88,8 @@ def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> Ca
     """The rule of a KV budget, None for a full cache; slots beyond the model's positions could never be filled.
 
     Raises:
-        UserError: as `make_rule`, the budget comes to no slot at all, or positions that cannot roll should.
+        UserError: as `make_rule`, the budget comes to no slot at all, or positions should roll that cannot, or that
+            so many slots do not leave one of.
     """
     if budget is None:
         return NoCache() if workload.gen_len == 1 else FullCache()
@@ -103,5 +104,8 @@ def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> Ca
     if budget.position_rolling:
         if rule.growth != "fixed":
             raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps all that is generated")
+        if rule.slots >= spec.context:
+            room = f"leave no room for new tokens in the model's {spec.context} positions"
+            raise UserError(f"`position_rolling`: {sum(budget.slots(workload.longest))} slots {room}: give fewer")
         rule = replace(rule, rope=rollable(spec))
     return NoCache() if workload.gen_len == 1 else rule

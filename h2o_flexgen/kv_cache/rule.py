@@ -390,11 +390,12 @@ class FixedRule(BudgetRule):
         for name, value in (new | self.remember(k, v)).items():
             cache.metadata[name].scatter_(2, at, value)
         empty = cache.position < 0 if int(held.min()) < S else None
-        keys = cache.k
+        rotate = None
         if self.rope:
             q = rotate_to(self.rope, q, rank, S)
-            keys = [rotate_to(self.rope, keys[0], cache.metadata["rank"], S)]
-        context, received = cached_attention(q, keys, cache.v, empty)
+            ranks = cache.metadata["rank"].view(-1, 1, S)
+            rotate = lambda keys, part: rotate_to(self.rope, keys, ranks[part], S)
+        context, received = cached_attention(q, cache.k, cache.v, empty, rotate)
         cache.score.copy_(self.step_scores(cache.score, received))
         return context, slots
 

@@ -89,9 +89,12 @@ def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
 
 def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Callable[[Tensor], Tensor]:
     """A function that rotates queries or keys (B, H, T, D), of the type and on the device of `like`, to positions
-    (B, T) int64 on the CPU. Without RoPE, and for None, where `attend` rotates, it gives them back as they are."""
-    if rope is None or positions is None:
+    (B, T) int64 on the CPU. Without RoPE it gives them back as they are; for None, where `attend` rotates, in the order
+    that `rotate_to` takes."""
+    if rope is None:
         return lambda x: x
+    if positions is None:
+        return lambda x: _in_pairs(x, rope.dim)
     if rope.type == "dynamic":  # frequencies follow the length of each text, whatever its neighbours' are
         lengths = positions.amax(1).add(1).clamp(min=rope.positions).tolist()
         found, factors = zip(*(frequencies(rope, length) for length in lengths))
@@ -133,17 +136,32 @@ def rollable(spec: ModelSpec) -> Rope:
     return spec.rope
 
 
+def _in_pairs(x: Tensor, dim: int) -> Tensor:
+    """x (B, H, T, D) with the two elements of each rotated pair side by side: a complex number, which turns in one
+    multiplication. The order of elements does not matter to products of queries and keys."""
+    return torch.cat([x[..., :dim].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), x[..., dim:]], -1)
+
+
 def rotate_to(rope: Rope, x: Tensor, positions: Tensor, end: int) -> Tensor:
-    """x (B, H, T, D), queries or keys, rotated to positions (B, H or 1, T) on its device, all of them before `end`."""
+    """x (B, H, T, D), queries or keys in pairs, rotated to positions (B, H or 1, T) on its device, all of them before
+    `end`."""
     # powers of two: few tables, whatever is asked for; `embedding` takes a tenth of the time of an index
-    rows = F.embedding(positions, _table(rope, 1 << (end - 1).bit_length(), x.dtype, x.device))
-    return _rotated(x, *rows.chunk(2, -1))
+    turns = F.embedding(positions, _table(rope, 1 << (end - 1).bit_length(), x.device))
+    turned = x[..., : rope.dim].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    _complex(turned).mul_(_complex(turns))
+    turned = turned.to(x.dtype)
+    return turned if rope.dim == x.shape[-1] else torch.cat([turned, x[..., rope.dim :]], -1)
+
+
+def _complex(x: Tensor) -> Tensor:
+    """Pairs of elements as complex numbers."""
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)  # a tensor of that mode could not be used outside it
-def _table(rope: Rope, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(count, 2 * pairs): cos and sin of the positions 0 to `count`, as `rotation` has them."""
+def _table(rope: Rope, count: int, device: torch.device) -> Tensor:
+    """(count, dim) fp32: cos and sin of each pair, by turns, at the positions 0 to `count`."""
     each, scale = frequencies(rope, rope.positions)
     angles = torch.arange(count).float()[:, None] * each
-    return (torch.cat([torch.cos(angles), torch.sin(angles)], -1) * scale).to(device, dtype)
+    return (torch.stack([torch.cos(angles), torch.sin(angles)], -1).flatten(1) * scale).to(device)

@@ -58,12 +58,19 @@ class ModelSpec:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
-    def check_length(self, prompt_len: int, gen_len: int = 0) -> None:
-        """Raises UserError unless the model can take a prompt and an output of these lengths; without an output the
-        prompt is a text to be scored, whose last token is never an input."""
+    @property
+    def context(self) -> int:
+        """The most tokens that attention may span."""
+        return min(self.positions, self.window or self.positions)
+
+    def check_length(self, prompt_len: int, gen_len: int = 0, rolling: bool = False) -> None:
+        """Raises UserError unless the model can take a prompt and an output of these lengths, which has no end where
+        positions roll; without an output the prompt is a text to be scored, whose last token is never an input."""
         is_longer, what = f"the text has {prompt_len} tokens, more than the model's", "the text"
         needed = prompt_len - 1
-        if gen_len:
+        if gen_len and rolling:
+            is_longer, what, needed = f"prompt of {prompt_len} tokens is longer than the model's", "it", prompt_len
+        elif gen_len:
             is_longer = f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's"
             what, needed = "the prompt or the output", prompt_len + gen_len
         if needed > self.positions:

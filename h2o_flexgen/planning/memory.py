@@ -22,6 +22,7 @@ from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.policy import MARGIN, TIERS, Policy, gib
 from h2o_flexgen.sizes import (
     CHUNK_ELEMENTS,
+    COPIED_ELEMENTS,
     HEAD_ROWS,
     QUERY_CHUNK,
     SAMPLE_ROWS,
@@ -334,7 +335,7 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int
         # K and V in the order of the text, with the new ones, and again of those that stay
         attention += 6 * (tokens * held // P) * KV * size
     if shapes.rule.rope:
-        attention += (tokens * Q + _rotated(shapes, tokens * (P + held) // P)) * size
+        attention += tokens * Q * size + tokens * (P + held) // P * KV * _rotating(shapes)
     if shapes.may_widen:  # queries, keys, values and the context of a few heads
         few = max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P))
         attention += 16 * spec.head_dim * min(tokens * spec.heads, few)
@@ -353,9 +354,9 @@ def _chunk_elements(shapes: Shapes, tokens: int, P: int, held: int) -> int:
     return min(tokens * keys // P * spec.heads * chunk, most)
 
 
-def _rotated(shapes: Shapes, keys: int) -> int:
-    """Elements of so many keys, rotated, and of their sines and cosines."""
-    return 2 * keys * shapes.spec.kv_width
+def _rotating(shapes: Shapes) -> int:
+    """Bytes of a key's element while it is rotated: in float32, with its sine or cosine, and as it is used."""
+    return 8 + shapes.itemsize * (shapes.itemsize < 4)
 
 
 def _widened(shapes: Shapes, tokens: int) -> int:
@@ -369,9 +370,10 @@ def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     spec, size = shapes.spec, shapes.itemsize
     slots = shapes.most_slots
     scores = batch * spec.heads * slots
-    # a few heads in float32
-    cache = 8 * min(batch * spec.kv_width * slots, 2 * CHUNK_ELEMENTS["cpu"]) * shapes.may_widen
+    # a few heads in float32, or rotated
+    few = max(slots * spec.head_dim, COPIED_ELEMENTS["cuda" if shapes.cuda else "cpu"])
+    copies = 8 * shapes.may_widen + (_rotating(shapes) if shapes.rule.rope else 0)
+    cache = min(batch * spec.kv_width * slots, few) * copies
     inner = spec.inner * (2 + spec.gated)
     matmuls = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
-    rotated = _rotated(shapes, batch * slots) * size if shapes.rule.rope else 0
-    return matmuls + _widened(shapes, rows) + cache + rotated + scores * (4 * 4 + 2 * size)
+    return matmuls + _widened(shapes, rows) + cache + scores * (4 * 4 + 2 * size)
