@@ -2,8 +2,8 @@
 
 python -m bench.rule_ideas TEXT TEXT --output docs/benchmarks/rule_ideas.json
 
-Rules that lost have no place in the package; here they are small classes. Each idea is measured as `h2o-flexgen quality`
-measures: tokens behind a prompt are fed one by one through the engine.
+Rules that lost have no place in the package; here they are small classes. Each idea is measured as `h2o-flexgen
+quality` measures: tokens behind a prompt are fed one by one through the engine.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class KeyNorm(SmoothedCache):
 
 @dataclass(frozen=True)
 class KeyRarity(SmoothedCache):
-    """The smoothed mean times how far the key points away from those of the prompt (after KeyDiff, arXiv 2504.15364)."""
+    """The smoothed mean times how far the key points away from the prompt's (after KeyDiff, arXiv 2504.15364)."""
 
     name = "key_rarity"
 

@@ -149,9 +149,11 @@ class Smoothed(ValueAware):
     """The mean attention of a token times the L1 norm of its value, with `queries` more observations in which it
     received one slot's share of a query's attention; of the recent tokens a quarter of the slots stays."""
 
-    def __init__(self, *args, queries: int = 16, first: int = 0, **options):
-        super().__init__(*args, first=first, **options)
-        self.queries, self.window = queries, min(self.window, (self.slots + 3) // 4)
+    def __init__(self, heavy, recent, *args, queries: int = 16, first: int = 0, **options):
+        super().__init__(heavy, recent, *args, first=first, **options)
+        self.queries = queries
+        if heavy:
+            self.window = min(recent, (self.slots + 3) // 4)
 
     def see_query(self, i, row):
         super().see_query(i, row)

@@ -1,9 +1,9 @@
 """How many slots each layer needs: some layers look back far, others hardly behind the recent tokens.
 
 A text is cut into a prompt and what follows it. In one layer at a time attention behind the prompt sees only those of
-its tokens that a rule would keep, and the loss is measured: how far the probabilities of the next tokens come from those
-with full attention (Kullback-Leibler divergence). `kv_cache.layers` shares the slots of all layers out so that the sum of
-these losses is the least. That layers need different budgets is the idea of PyramidKV (arXiv 2406.02069), which gives
+its tokens that a rule would keep, and the loss is measured: how far the probabilities of the next tokens come from
+those with full attention (Kullback-Leibler divergence). `kv_cache.layers` shares the slots of all layers out so that
+the sum of these losses is the least. That layers need different budgets is the idea of PyramidKV (arXiv 2406.02069), which gives
 the lower ones more; here it is measured.
 
 All is done in one sweep over the layers. A few queries behind the prompt go on from each layer in as many variants as
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from h2o_flexgen.analysis.model import ResidentModel
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels.attention import causal_attention_with_scores
+from h2o_flexgen.kernels.attention import causal_attention, causal_attention_with_scores
 from h2o_flexgen.kv_cache import make_rule
 from h2o_flexgen.kv_cache.rule import BudgetRule, Tokens
 from h2o_flexgen.models.parts import Attend
@@ -140,6 +140,14 @@ class Behind:
         return context.view(B, H, T, D).to(v.dtype)
 
 
+class Watched:
+    """Full attention, which keeps the queries, keys and values that it has `seen`."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.seen = q, k, v
+        return causal_attention(q, k, v)
+
+
 @torch.inference_mode()
 def measure(model: ResidentModel, ids: Tensor, rule: str, progress: bool = True) -> list[list[float]]:
     """For each layer the loss with each budget of GRID, on average over texts `ids` (B, N) and PROMPTS.
@@ -155,17 +163,11 @@ def measure(model: ResidentModel, ids: Tensor, rule: str, progress: bool = True)
     hidden = model.embed(ids, positions)
     for probe in probes:
         probe.begin(hidden)
-    everything = torch.ones(ids.shape, device=hidden.device)
     for layer in bar(range(spec.layers), "calibrating", unit="layers", show=progress):
-        found = []
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            found.extend((q, k, v))
-            return causal_attention_with_scores(q, k, v, everything)[0]
-
-        following = model.block(layer, hidden, positions, attend)
+        attention = Watched()
+        following = model.block(layer, hidden, positions, attention)
         for probe in probes:
-            probe.step(layer, *found)
+            probe.step(layer, *attention.seen)
         model.release(layer)
         hidden = following
     losses = torch.stack([probe.losses() for probe in probes]).mean(0)

@@ -141,7 +141,7 @@ def cached_attention(
 def _cached_attention_by_parts(
     q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, rotate: Rotate | None
 ) -> tuple[Tensor, Tensor]:
-    """The same with copies of what is cached, on a CPU in fp32: a few KV heads at a time, to keep them in its caches."""
+    """The same with copies of what is cached, on a CPU in fp32: a few KV heads at a time, which stay in its caches."""
     B, H, _, D = q.shape
     KV, S = k[0].shape[1], sum(segment.shape[2] for segment in k)
     # every KV head as a sequence of its own

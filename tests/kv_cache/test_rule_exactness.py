@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 import random
 
 import pytest
@@ -83,7 +84,7 @@ def protected(draw, heavy: int) -> str:
 def test_random_tensors_keep_what_the_oracle_keeps(name, job, D, scale, data):
     B, KV, group, T, lengths, steps = (job[x] for x in ("B", "KV", "group", "T", "lengths", "steps"))
     text = name + protected(data.draw, job["heavy"]) + data.draw(OPTIONS.get(name, st.just("")))
-    rule = make_rule(text, job["heavy"], job["recent"])
+    rule = replace(make_rule(text, job["heavy"], job["recent"]), groups=group)
     generator = torch.Generator().manual_seed(job["seed"])
     total, heads = T + steps, (KV * group, KV, KV)
     q, k, v = (torch.randn(B, H, total, D, generator=generator) * scale for H in heads)
