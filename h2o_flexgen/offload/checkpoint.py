@@ -20,11 +20,12 @@ from torch import Tensor
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import convert
 from h2o_flexgen.models.gguf import is_gguf
 from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.offload.convert import bins_to_safetensors, gguf_to_safetensors
-from h2o_flexgen.offload.device import as_numpy, convert, copy
+from h2o_flexgen.offload.device import as_numpy, copy
 from h2o_flexgen.offload.disk import DiskIO, File, wait
 from h2o_flexgen.progress import bar
 from h2o_flexgen.sizes import PAGE, aligned

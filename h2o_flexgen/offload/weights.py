@@ -29,6 +29,7 @@ from torch import Tensor
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import convert
 from h2o_flexgen.kernels.linear import pack, packs
 from h2o_flexgen.models.spec import Tensors
 from h2o_flexgen.offload.checkpoint import (
@@ -39,7 +40,7 @@ from h2o_flexgen.offload.checkpoint import (
     is_finite,
     parts_of,
 )
-from h2o_flexgen.offload.device import as_numpy, convert, finish
+from h2o_flexgen.offload.device import as_numpy, finish
 from h2o_flexgen.offload.disk import wait
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.progress import bar

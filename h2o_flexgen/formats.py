@@ -1,0 +1,375 @@
+"""How the elements of a tensor lie in bytes: the only place that knows bits.
+
+    Dense(dtype)        floats
+    Int8()              of a matrix: int8 codes, one fp32 scale for each row
+    Int4(group)         blocks along a row: fp16 scale and minimum of a group, then its codes of 4 bits (as Q4_1)
+    Q8_0, Q4_0, Q4_1    GGUF's blocks of 32 elements, as they lie in the file
+
+A code stands for code * scale + minimum. Scale and minimum are of a row, or of a group of neighbours in a row, so that
+rows can be read and decoded alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.errors import UserError
+
+Shape = tuple[int, ...]
+
+#: elements that are decoded at once where that takes a buffer
+PART = 1 << 20
+#: elements that are not worth a second thread
+SMALL = 1 << 18
+#: of codes in int8: -127 to 127
+MOST = 127
+#: sizes of groups for `Int4`, the best first: a larger one takes fewer bytes
+GROUPS = (64, 32)
+
+
+class Codes(NamedTuple):
+    """A matrix of R rows and G groups a row as a decoder reads it.
+
+    Attributes:
+        codes: (R, bytes of a row); int8, or uint8 with two codes each.
+        scale, minimum: (R, G), fp32.
+        first, step: where in a row the codes of the first group begin, and how far apart those of two groups are.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+    first: int
+    step: int
+
+    def rows(self, begin: int, end: int) -> Codes:
+        return self._replace(**{name: getattr(self, name)[begin:end] for name in ("codes", "scale", "minimum")})
+
+
+class Format:
+    """Of the tensors of one kind.
+
+    Attributes:
+        name: for people and files.
+        dtype: of the bytes as they are moved: a float type, or uint8.
+        alignment: of the address of the first byte.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.uint8
+    alignment: int = 1
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        """A tensor is one or several arrays, one after the other: bytes of a row of `width` elements in each."""
+        raise NotImplementedError
+
+    def nbytes(self, shape: Shape) -> int:
+        """Of a tensor."""
+        return prod(shape[:-1]) * sum(self.row_bytes(shape[-1]))
+
+    def arrays(self, shape: Shape) -> list[tuple[int, int]]:
+        """[(offset, bytes of a row)] of each array of a tensor."""
+        sizes = self.row_bytes(shape[-1])
+        return list(zip(accumulate((prod(shape[:-1]) * size for size in sizes), initial=0), sizes))
+
+    def view(self, buffer: Tensor, shape: Shape) -> Tensor | Quantised:
+        """The tensor whose bytes begin a buffer (uint8, aligned)."""
+        return Quantised(self, buffer[: self.nbytes(shape)], shape)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        """Write a float tensor into a buffer of its bytes (uint8, aligned)."""
+        raise NotImplementedError
+
+    def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
+        """Write the tensor in a buffer into `out`, of any float type, on the same device."""
+        self.view(buffer, shape).decode(out)
+
+
+@dataclass(frozen=True)
+class Dense(Format):
+    """Floats as they are."""
+
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def alignment(self) -> int:
+        return self.dtype.itemsize
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        return (width * self.dtype.itemsize,)
+
+    def view(self, buffer: Tensor, shape: Shape) -> Tensor:
+        return buffer[: self.nbytes(shape)].view(self.dtype).view(shape)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        self.view(buffer, tensor.shape).copy_(tensor)
+
+    def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
+        convert(out, self.view(buffer, shape))
+
+
+@dataclass(frozen=True)
+class Int8(Format):
+    """A matrix (O, I) as `scale` (O,) in fp32 and then `codes` (O, I) in int8; the largest of a row is 127 or -127."""
+
+    name = "int8"
+    alignment = 4
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        return 4, width
+
+    def parts(self, buffer: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        """(codes, scale), views of a buffer."""
+        rows, width = shape
+        scale, codes = buffer[: self.nbytes(shape)].split([4 * rows, rows * width])
+        return codes.view(torch.int8).view(shape), scale.view(torch.float32)
+
+    def codes(self, buffer: Tensor, shape: Shape) -> Codes:
+        codes, scale = self.parts(buffer, shape)
+        return Codes(codes, scale[:, None], torch.zeros_like(scale)[:, None], 0, 0)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        codes, scale = self.parts(buffer, tuple(tensor.shape))
+        quantise_rows(tensor, codes, scale)
+
+
+@dataclass(frozen=True)
+class Blocks(Format):
+    """Each row is cut into groups of neighbours, each a block: its scale in fp16, its minimum in fp16 if it has one,
+    and its codes. Of 4 bits the first half of a group are the lower ones of its bytes. Without a minimum the codes are
+    centred: those of 4 bits stand for code - 8.
+
+    The types Q8_0, Q4_0 and Q4_1 of GGUF; https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h."""
+
+    name: str
+    bits: int
+    group: int
+    has_minimum: bool
+
+    alignment = 2
+
+    @property
+    def _head(self) -> int:
+        """Bytes of a block before its codes."""
+        return 4 if self.has_minimum else 2
+
+    @property
+    def _block(self) -> int:
+        return self._head + self.group * self.bits // 8
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        return (width // self.group * self._block,)
+
+    def codes(self, buffer: Tensor, shape: Shape) -> Codes:
+        rows, width = shape
+        raw = buffer[: self.nbytes(shape)].view(rows, width // self.group, self._block)
+        scale = raw[..., :2].view(torch.float16)[..., 0].float()
+        if self.has_minimum:
+            minimum = raw[..., 2:4].view(torch.float16)[..., 0].float()
+        else:
+            minimum = scale * (-8.0 if self.bits == 4 else 0.0)
+        codes = raw.view(rows, -1)
+        return Codes(codes if self.bits == 4 else codes.view(torch.int8), scale, minimum, self._head, self._block)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        """Of 4 bits with a minimum only; the others come from files."""
+        raw = buffer[: self.nbytes(tensor.shape)].view(len(tensor), -1, self._block)
+        x = tensor.float().view(len(tensor), -1, self.group)
+        least, most = x.aminmax(dim=-1, keepdim=True)
+        scale, least = ((most - least) / 15).half(), least.half()
+        raw[..., :2].view(torch.float16).copy_(scale)
+        raw[..., 2:4].view(torch.float16).copy_(least)
+        q = x.sub(least.float()).div_(scale.float()).nan_to_num_(0.0).round_().clamp_(0, 15).to(torch.uint8)
+        low, high = q.split(self.group // 2, dim=-1)
+        raw[..., 4:].copy_(low | (high << 4))
+
+
+def Int4(group: int) -> Blocks:  # noqa: N802  a format, as the others
+    """Codes of 4 bits with scale and minimum for each group of 64 or 32 inputs: 4.5 or 5 bits an element."""
+    return Blocks("int4", 4, group, True)
+
+
+#: by GGUF's names
+GGUF = {f.name: f for f in (Blocks("Q8_0", 8, 32, False), Blocks("Q4_0", 4, 32, False), Blocks("Q4_1", 4, 32, True))}
+#: what `compress_weight` may be
+COMPRESSED = ("int8", "int4")
+
+
+@dataclass
+class Quantised:
+    """A matrix (O, I) as it is stored.
+
+    Attributes:
+        raw: its bytes (uint8), on any device.
+        heads: of queries or keys whose rows are in llama.cpp's order; 0 for any other matrix.
+    """
+
+    format: Format
+    raw: Tensor
+    shape: Shape
+    heads: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.raw.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.raw.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.raw.is_cuda
+
+    @property
+    def order(self) -> Tensor:
+        """Which row of the matrix each stored row is: llama.cpp lays the two elements of a head that RoPE rotates
+        together side by side, where a checkpoint has them half a head apart."""
+        rows = torch.arange(self.shape[0])
+        return rows.view(self.heads, 2, -1).transpose(1, 2).reshape(-1) if self.heads else rows
+
+    def is_finite(self) -> bool:
+        codes = self.format.codes(self.raw, self.shape)
+        return all(bool(x.isfinite().all()) for x in (codes.scale, codes.minimum))
+
+    def decode(self, out: Tensor, begin: int = 0, end: int | None = None) -> None:
+        """Write rows `begin` to `end` into `out`, (rows, I) contiguous, of any float type, on the same device; of a
+        matrix with `heads` all of them."""
+        codes, order = self.format.codes(self.raw, self.shape), self.order
+        if end is not None:
+            codes, order = codes.rows(begin, end), torch.arange(end - begin)
+        if out.is_cuda or _compiled() is None:
+            _by_torch(codes, order, out)
+        elif out.dtype != torch.float16:
+            _by_numba(codes, order, out)
+        else:  # numba knows no fp16
+            step = max(1, PART // self.shape[1])
+            buffer = torch.empty(min(step, len(out)), self.shape[1])
+            for at in range(0, len(out), step):
+                part = codes.rows(at, at + step)
+                rows = buffer[: len(part.codes)]
+                _by_numba(part, torch.arange(len(rows)), rows)
+                _put(out, order[at : at + step], rows)
+
+
+def _put(out: Tensor, order: Tensor, rows: Tensor) -> None:
+    """Rows into their places; most are neighbours."""
+    first, last = int(order[0]), int(order[-1])
+    if last - first + 1 == len(order) and bool((order[1:] > order[:-1]).all()):
+        out[first : last + 1] = rows
+    else:
+        out[order.to(out.device)] = rows.to(out.dtype)
+
+
+def _by_torch(codes: Codes, order: Tensor, out: Tensor) -> None:
+    """Decode by torch's operators, on any device. (R, I) -> rows `order` of `out`."""
+    width, groups = out.shape[1], codes.scale.shape[1]
+    step = max(1, PART // width)
+    for at in range(0, len(order), step):
+        part = codes.rows(at, at + step)
+        count = len(part.codes)
+        if codes.codes.dtype == torch.uint8:
+            raw = part.codes.view(count, groups, -1)[..., codes.first :]
+            q = torch.cat([raw & 15, raw >> 4], dim=-1)
+        else:
+            q = part.codes.view(count, groups, -1)[..., codes.first :]
+        found = q.float().mul_(part.scale[..., None]).add_(part.minimum[..., None])
+        _put(out, order[at : at + step], found.view(count, width))
+
+
+def _by_numba(codes: Codes, order: Tensor, out: Tensor) -> None:
+    """Decode by compiled loops on the CPU, with all threads; `out` in fp32 or bf16."""
+    kernels = _compiled()
+    is_half = out.dtype == torch.bfloat16
+    kernel = kernels.to_bfloat16 if is_half else kernels.to_float32
+    target = out.view(torch.uint16).numpy() if is_half else out.numpy()
+    half = 0 if codes.codes.dtype == torch.int8 else out.shape[1] // codes.scale.shape[1] // 2
+    arrays = [x.contiguous().numpy() for x in (codes.codes, codes.scale, codes.minimum, order)]
+
+    def part(begin: int, end: int) -> None:
+        kernel(*(x[begin:end] for x in arrays), codes.first, codes.step, half, target)
+
+    in_threads(part, len(order), out.numel())
+
+
+def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
+    """work(begin, end) for parts of range(count), one a thread, if their `size` is worth it."""
+    threads = torch.get_num_threads() if size > SMALL else 1
+    cuts = [count * n // threads for n in range(threads + 1)]
+    jobs = [_pool(threads - 1).submit(work, *ends) for ends in zip(cuts[1:], cuts[2:])]
+    work(0, cuts[1])
+    for job in jobs:
+        job.result()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads that decode beside the one that asks. They sleep when they wait, unlike those of OpenMP."""
+    return ThreadPoolExecutor(threads, "decode")
+
+
+@cache
+def _compiled():
+    """The compiled loops; None without numba, which follows new versions of Python months later."""
+    try:
+        from h2o_flexgen import unpack
+    except ImportError:
+        return None
+    return unpack
+
+
+def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Symmetric int8 codes (R, I) and fp32 scales (R,) of the rows of x (R, I)."""
+    x = x.float()
+    scale.copy_(x.abs().amax(dim=1)).div_(MOST)
+    codes.copy_(x.div(scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_())
+
+
+def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:
+    """{name: format} of the matrices of a model under `compress_weight`: int8, or int4 but for those of embedding and
+    head, the first and the last layer.
+
+    Raises:
+        UserError: another kind, or inputs that no group divides.
+    """
+    if kind not in COMPRESSED:
+        raise UserError(f"`compress_weight` is one of {', '.join(COMPRESSED)}, not {kind!r}")
+    ends = {**layers[0], **layers[-1]}
+    found = {}
+    for name, shape in {name: shape for layer in layers for name, shape in layer.items()}.items():
+        if len(shape) < 2:
+            continue
+        groups = [group for group in GROUPS if shape[1] % group == 0]
+        if kind == "int4" and name not in ends and not groups:
+            raise UserError(
+                f"`compress_weight` int4 is for groups of {' or '.join(map(str, GROUPS))} inputs, and the {shape[1]} "
+                f"of {name!r} cannot be cut into them: use int8"
+            )
+        found[name] = Int4(groups[0]) if kind == "int4" and name not in ends else Int8()
+    return found
+
+
+#: elements that `convert` turns from fp16 into bf16 at once, through fp32
+_CONVERT_ELEMENTS = 1 << 18
+
+
+def convert(dst: Tensor, src: Tensor) -> None:
+    """Copy to another dtype or device on the compute device, with all threads; both contiguous, of the same shape."""
+    if dst.dtype == src.dtype or torch.float32 in (dst.dtype, src.dtype):
+        dst.copy_(src)
+        return
+    for target, part in zip(dst.view(-1).split(_CONVERT_ELEMENTS), src.view(-1).split(_CONVERT_ELEMENTS)):
+        target.copy_(part.float())  # twice as fast as directly between fp16 and bf16
