@@ -11,7 +11,7 @@ rows can be read and decoded alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -26,8 +26,8 @@ from h2o_flexgen.errors import UserError
 
 Shape = tuple[int, ...]
 
-#: elements that are decoded at once where that takes a buffer
-PART = 1 << 20
+#: elements that are decoded at once: by threads, and where that takes buffers of several times their size
+PART, BUFFERED_PART = 1 << 24, 1 << 20
 #: elements that are not worth a second thread
 SMALL = 1 << 18
 #: of codes in int8: -127 to 127
@@ -51,9 +51,6 @@ class Codes(NamedTuple):
     first: int
     step: int
 
-    def rows(self, begin: int, end: int) -> Codes:
-        return self._replace(**{name: getattr(self, name)[begin:end] for name in ("codes", "scale", "minimum")})
-
 
 class Format:
     """Of the tensors of one kind.
@@ -62,11 +59,13 @@ class Format:
         name: for people and files.
         dtype: of the bytes as they are moved: a float type, or uint8.
         alignment: of the address of the first byte.
+        heads: of queries or keys whose rows are in llama.cpp's order (`Quantised.order`); 0 for any other tensor.
     """
 
     name: str
     dtype: torch.dtype = torch.uint8
     alignment: int = 1
+    heads: int = 0
 
     def row_bytes(self, width: int) -> tuple[int, ...]:
         """A tensor is one or several arrays, one after the other: bytes of a row of `width` elements in each."""
@@ -80,6 +79,10 @@ class Format:
         """[(offset, bytes of a row)] of each array of a tensor."""
         sizes = self.row_bytes(shape[-1])
         return list(zip(accumulate((prod(shape[:-1]) * size for size in sizes), initial=0), sizes))
+
+    def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
+        """Rows `begin` to `end` of the matrix in a buffer, for a decoder."""
+        raise NotImplementedError
 
     def view(self, buffer: Tensor, shape: Shape) -> Tensor | Quantised:
         """The tensor whose bytes begin a buffer (uint8, aligned)."""
@@ -137,8 +140,8 @@ class Int8(Format):
         scale, codes = buffer[: self.nbytes(shape)].split([4 * rows, rows * width])
         return codes.view(torch.int8).view(shape), scale.view(torch.float32)
 
-    def codes(self, buffer: Tensor, shape: Shape) -> Codes:
-        codes, scale = self.parts(buffer, shape)
+    def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
+        codes, scale = (x[begin:end] for x in self.parts(buffer, shape))
         return Codes(codes, scale[:, None], torch.zeros_like(scale)[:, None], 0, 0)
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
@@ -158,6 +161,7 @@ class Blocks(Format):
     bits: int
     group: int
     has_minimum: bool
+    heads: int = 0
 
     alignment = 2
 
@@ -173,15 +177,15 @@ class Blocks(Format):
     def row_bytes(self, width: int) -> tuple[int, ...]:
         return (width // self.group * self._block,)
 
-    def codes(self, buffer: Tensor, shape: Shape) -> Codes:
+    def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
         rows, width = shape
-        raw = buffer[: self.nbytes(shape)].view(rows, width // self.group, self._block)
+        raw = buffer[: self.nbytes(shape)].view(rows, width // self.group, self._block)[begin:end]
         scale = raw[..., :2].view(torch.float16)[..., 0].float()
         if self.has_minimum:
             minimum = raw[..., 2:4].view(torch.float16)[..., 0].float()
         else:
             minimum = scale * (-8.0 if self.bits == 4 else 0.0)
-        codes = raw.view(rows, -1)
+        codes = raw.view(len(raw), -1)
         return Codes(codes if self.bits == 4 else codes.view(torch.int8), scale, minimum, self._head, self._block)
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
@@ -214,21 +218,15 @@ class Quantised:
 
     Attributes:
         raw: its bytes (uint8), on any device.
-        heads: of queries or keys whose rows are in llama.cpp's order; 0 for any other matrix.
     """
 
     format: Format
     raw: Tensor
     shape: Shape
-    heads: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.raw.nbytes
-
-    @property
-    def device(self) -> torch.device:
-        return self.raw.device
 
     @property
     def is_cuda(self) -> bool:
@@ -238,31 +236,38 @@ class Quantised:
     def order(self) -> Tensor:
         """Which row of the matrix each stored row is: llama.cpp lays the two elements of a head that RoPE rotates
         together side by side, where a checkpoint has them half a head apart."""
-        rows = torch.arange(self.shape[0])
-        return rows.view(self.heads, 2, -1).transpose(1, 2).reshape(-1) if self.heads else rows
+        rows, heads = torch.arange(self.shape[0]), self.format.heads
+        return rows.view(heads, 2, -1).transpose(1, 2).reshape(-1) if heads else rows
+
+    def take(self, ids: Tensor) -> Quantised:
+        """Some of the rows, of a matrix without heads; `ids` (n,), on the same device."""
+        arrays = self.format.arrays(self.shape)
+        rows = [self.raw[at : at + self.shape[0] * size].view(-1, size)[ids] for at, size in arrays]
+        return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
 
     def is_finite(self) -> bool:
-        codes = self.format.codes(self.raw, self.shape)
+        codes = self.format.codes(self.raw, self.shape, 0, self.shape[0])
         return all(bool(x.isfinite().all()) for x in (codes.scale, codes.minimum))
 
     def decode(self, out: Tensor, begin: int = 0, end: int | None = None) -> None:
         """Write rows `begin` to `end` into `out`, (rows, I) contiguous, of any float type, on the same device; of a
         matrix with `heads` all of them."""
-        codes, order = self.format.codes(self.raw, self.shape), self.order
-        if end is not None:
-            codes, order = codes.rows(begin, end), torch.arange(end - begin)
-        if out.is_cuda or _compiled() is None:
-            _by_torch(codes, order, out)
-        elif out.dtype != torch.float16:
-            _by_numba(codes, order, out)
-        else:  # numba knows no fp16
-            step = max(1, PART // self.shape[1])
-            buffer = torch.empty(min(step, len(out)), self.shape[1])
-            for at in range(0, len(out), step):
-                part = codes.rows(at, at + step)
-                rows = buffer[: len(part.codes)]
-                _by_numba(part, torch.arange(len(rows)), rows)
-                _put(out, order[at : at + step], rows)
+        order = self.order[: len(out)]
+        compiled = None if out.is_cuda else _compiled()
+        is_direct = compiled is not None and out.dtype != torch.float16  # which numba does not know
+        most = PART if is_direct or out.is_cuda else BUFFERED_PART
+        step = max(1, most // self.shape[1])
+        for at in range(0, len(out), step):
+            rows = order[at : at + step]
+            codes = self.format.codes(self.raw, self.shape, begin + at, begin + at + len(rows))
+            if is_direct:
+                _by_numba(compiled, codes, rows, out)
+            elif compiled is not None:
+                buffer = torch.empty(len(rows), self.shape[1])
+                _by_numba(compiled, codes, torch.arange(len(rows)), buffer)
+                _put(out, rows, buffer)
+            else:
+                _put(out, rows, _by_torch(codes, self.shape[1]))
 
 
 def _put(out: Tensor, order: Tensor, rows: Tensor) -> None:
@@ -274,25 +279,17 @@ def _put(out: Tensor, order: Tensor, rows: Tensor) -> None:
         out[order.to(out.device)] = rows.to(out.dtype)
 
 
-def _by_torch(codes: Codes, order: Tensor, out: Tensor) -> None:
-    """Decode by torch's operators, on any device. (R, I) -> rows `order` of `out`."""
-    width, groups = out.shape[1], codes.scale.shape[1]
-    step = max(1, PART // width)
-    for at in range(0, len(order), step):
-        part = codes.rows(at, at + step)
-        count = len(part.codes)
-        if codes.codes.dtype == torch.uint8:
-            raw = part.codes.view(count, groups, -1)[..., codes.first :]
-            q = torch.cat([raw & 15, raw >> 4], dim=-1)
-        else:
-            q = part.codes.view(count, groups, -1)[..., codes.first :]
-        found = q.float().mul_(part.scale[..., None]).add_(part.minimum[..., None])
-        _put(out, order[at : at + step], found.view(count, width))
+def _by_torch(codes: Codes, width: int) -> Tensor:
+    """Decode by torch's operators, on any device: (R, width), fp32."""
+    rows, groups = codes.scale.shape
+    q = codes.codes.view(rows, groups, -1)[..., codes.first :]
+    if q.dtype == torch.uint8:
+        q = torch.cat([q & 15, q >> 4], dim=-1)
+    return q.float().mul_(codes.scale[..., None]).add_(codes.minimum[..., None]).view(rows, width)
 
 
-def _by_numba(codes: Codes, order: Tensor, out: Tensor) -> None:
+def _by_numba(kernels, codes: Codes, order: Tensor, out: Tensor) -> None:
     """Decode by compiled loops on the CPU, with all threads; `out` in fp32 or bf16."""
-    kernels = _compiled()
     is_half = out.dtype == torch.bfloat16
     kernel = kernels.to_bfloat16 if is_half else kernels.to_float32
     target = out.view(torch.uint16).numpy() if is_half else out.numpy()
@@ -336,6 +333,21 @@ def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     x = x.float()
     scale.copy_(x.abs().amax(dim=1)).div_(MOST)
     codes.copy_(x.div(scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_())
+
+
+def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]], buffer: Tensor) -> None:
+    """Write a matrix into a buffer of its bytes, part by part: (first row, rows)."""
+    for begin, part in parts:
+        piece = torch.empty(form.nbytes(tuple(part.shape)), dtype=torch.uint8)
+        form.encode(part, piece)
+        for (offset, size), (at, _) in zip(form.arrays(shape), form.arrays(tuple(part.shape))):
+            nbytes = len(part) * size
+            buffer[offset + begin * size :][:nbytes] = piece[at : at + nbytes]
+
+
+def in_memory(form: Format, dtype: torch.dtype) -> Format:
+    """In which a tensor is kept in RAM and on a GPU, for a job that computes in `dtype`."""
+    return Dense(dtype) if isinstance(form, Dense) else form
 
 
 def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:

@@ -16,11 +16,8 @@ def _unpack_row(codes, scale, minimum, first, step, half, row):
     for g in range(scale.shape[0]):
         s, m, at = scale[g], minimum[g], first + g * step
         if half:
-            c, low, high = (
-                codes[at : at + half],
-                row[size * g : size * g + half],
-                row[size * g + half : size * g + size],
-            )
+            c, to = codes[at : at + half], size * g
+            low, high = row[to : to + half], row[to + half : to + size]
             for i in range(half):
                 q = c[i]
                 low[i] = np.float32(q & 15) * s + m

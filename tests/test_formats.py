@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ def decoder(request, monkeypatch):
         pytest.importorskip("numba")
     else:
         monkeypatch.setattr(formats, "_compiled", lambda: None)
-    monkeypatch.setattr(formats, "PART", 5 * SHAPE[1])  # several parts
+    for name in ("PART", "BUFFERED_PART"):
+        monkeypatch.setattr(formats, name, 5 * SHAPE[1])  # several parts
 
 
 def matrix(shape=SHAPE, seed=0) -> torch.Tensor:
@@ -87,14 +90,22 @@ def test_a_gguf_type_is_what_the_package_reads(decoder, name, dtype):
 
 
 @pytest.mark.parametrize("form", [Int8(), Int4(32), *GGUF.values()], ids=lambda form: form.name)
-def test_rows_are_decoded_alone_and_in_llama_cpps_order(decoder, form):
+def test_rows_are_decoded_alone(decoder, form):
     raw = torch.randint(0, 60, (form.nbytes(SHAPE),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tensor, whole = form.view(raw, SHAPE), decoded(form, raw)
     part = torch.empty(7, SHAPE[1])
     tensor.decode(part, 11, 18)
     assert torch.equal(part, whole[11:18])
-    tensor.heads, turned = 3, torch.empty(SHAPE)
-    tensor.decode(turned)
+    ids = torch.tensor([4, 0, 23, 4])
+    part = torch.empty(4, SHAPE[1])
+    tensor.take(ids).decode(part)
+    assert torch.equal(part, whole[ids])
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_the_rows_of_heads_are_put_in_order(decoder, name):
+    raw = torch.randint(0, 60, (GGUF[name].nbytes(SHAPE),), dtype=torch.uint8)
+    whole, turned = decoded(GGUF[name], raw), decoded(replace(GGUF[name], heads=3), raw)
     assert torch.equal(turned, whole.view(3, 4, 2, -1).transpose(1, 2).reshape(SHAPE))
 
 
