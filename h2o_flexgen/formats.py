@@ -27,7 +27,7 @@ from h2o_flexgen.errors import UserError
 Shape = tuple[int, ...]
 
 #: elements that are decoded at once: by threads, and where that takes buffers of several times their size
-PART, BUFFERED_PART = 1 << 24, 1 << 20
+PART, BUFFERED_PART = 1 << 24, 1 << 22
 #: elements that are not worth a second thread
 SMALL = 1 << 18
 #: of codes in int8: -127 to 127
@@ -129,6 +129,7 @@ class Int8(Format):
     """A matrix (O, I) as `scale` (O,) in fp32 and then `codes` (O, I) in int8; the largest of a row is 127 or -127."""
 
     name = "int8"
+    bits = 8
     alignment = 4
 
     def row_bytes(self, width: int) -> tuple[int, ...]:
@@ -348,6 +349,11 @@ def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]]
 def in_memory(form: Format, dtype: torch.dtype) -> Format:
     """In which a tensor is kept in RAM and on a GPU, for a job that computes in `dtype`."""
     return Dense(dtype) if isinstance(form, Dense) else form
+
+
+def decode_bytes(dtype: torch.dtype, cuda: bool) -> int:
+    """What decoding takes besides its result in `dtype`: codes and floats of a part."""
+    return BUFFERED_PART * (9 if cuda else 4 if dtype == torch.float16 else 0)
 
 
 def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:

@@ -48,6 +48,7 @@ class Report:
     model: str
     device: str
     dtype: str
+    compress_weight: str | None
     workload: dict[str, int]  # num_prompts, prompt_len, gen_len
     policy: dict
     kv_budget: dict | None  # heavy and recent slots, and the rule's name; None for a full cache
@@ -76,12 +77,15 @@ class Report:
             model=model.name,
             device=str(device),
             dtype=dtype_name(model.dtype),
+            compress_weight=model.compress_weight,
             workload={"num_prompts": len(sequences), "prompt_len": work.longest, "gen_len": work.gen_len},
             policy=asdict(job.policy),
             kv_budget=rule.to_dict(),
             **phases,
             total={"seconds": seconds, "generated_tokens": generated, "tokens_per_s": _rate(generated, seconds)},
-            peak_memory_bytes=_peak_bytes(device, planned["cpu"], stores.transport.disk_bytes()),
+            peak_memory_bytes=_peak_bytes(
+                device, planned["cpu"], stores.transport.disk_bytes() + model.source.copy_bytes
+            ),
             planned_memory_bytes=planned,
             bytes_moved={link: prefill[link] + decode[link] for link in prefill},
             stall_seconds={
