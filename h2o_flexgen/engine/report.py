@@ -48,7 +48,6 @@ class Report:
     model: str
     device: str
     dtype: str
-    compress_weight: str | None
     workload: dict[str, int]  # num_prompts, prompt_len, gen_len
     policy: dict
     kv_budget: dict | None  # heavy and recent slots, and the rule's name; None for a full cache
@@ -60,6 +59,7 @@ class Report:
     bytes_moved: dict[str, int]  # by link
     stall_seconds: dict[str, float]  # that compute waited for "weights" and "cache"
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
+    compress_weight: str | None = None  # int8 or int4, if it was asked for
 
     @classmethod
     def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
@@ -77,7 +77,6 @@ class Report:
             model=model.name,
             device=str(device),
             dtype=dtype_name(model.dtype),
-            compress_weight=model.compress_weight,
             workload={"num_prompts": len(sequences), "prompt_len": work.longest, "gen_len": work.gen_len},
             policy=asdict(job.policy),
             kv_budget=rule.to_dict(),
@@ -94,14 +93,13 @@ class Report:
                 "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
             },
             predicted=job.prediction and job.prediction.of_job(),
+            compress_weight=model.compress_weight,
         )
 
     def to_dict(self) -> dict:
-        """For JSON; "predicted" only if there is a prediction."""
-        found = asdict(self)
-        if self.predicted is None:
-            del found["predicted"]
-        return found
+        """For JSON; "predicted" and "compress_weight" only where there is something to say."""
+        found, optional = asdict(self), ("predicted", "compress_weight")
+        return {name: value for name, value in found.items() if value is not None or name not in optional}
 
 
 def _peak_bytes(device: Device, cpu_pool: int, disk: int) -> dict[str, int]:
