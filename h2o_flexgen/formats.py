@@ -329,6 +329,13 @@ def _compiled():
     return unpack
 
 
+def prepare(dtype: torch.dtype) -> None:
+    """Compile what decodes into `dtype` on a CPU, or read it from numba's cache: once in a process, and before its memory
+    is measured."""
+    for form in (Int8(), Int4(32)):
+        form.decode(torch.zeros(form.nbytes((1, 32)), dtype=torch.uint8), (1, 32), torch.empty(1, 32, dtype=dtype))
+
+
 def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Symmetric int8 codes (R, I) and fp32 scales (R,) of the rows of x (R, I)."""
     x = x.float()

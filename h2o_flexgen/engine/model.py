@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.formats import Format
+from h2o_flexgen.formats import Dense, Format, prepare
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer, model_name
@@ -183,6 +183,8 @@ def load_model(
         if compress_weight is not None:
             source.compress(compress_weight, layers, progress)
     formats = {name: source.format(name) for name, shape in shapes.items() if len(shape) > 1}
+    if not all(isinstance(form, Dense) for form in formats.values()):
+        prepare(dtype)
     name = model_name(model, path, weights)
     return LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight)
 
