@@ -330,8 +330,7 @@ def _compiled():
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Compile what decodes into `dtype` on a CPU, or read it from numba's cache: once in a process, and before its memory
-    is measured."""
+    """Compile what decodes into `dtype` on a CPU, or read it from numba's cache: once, before memory is measured."""
     for form in (Int8(), Int4(32)):
         form.decode(torch.zeros(form.nbytes((1, 32)), dtype=torch.uint8), (1, 32), torch.empty(1, 32, dtype=dtype))
 
