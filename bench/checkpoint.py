@@ -23,15 +23,14 @@ def write_checkpoint(model: str, folder: Path, dtype: str) -> Path:
     from safetensors.torch import save_file
 
     config, dtype = named_config(model), getattr(torch, dtype)
-    shapes = {}
-    for layer in family(config["model_type"]).tensors(spec_of(config)):
-        shapes |= layer.shapes
+    layers = family(config["model_type"]).tensors(spec_of(config))
+    shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
     needed = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize / 2**30
     free = shutil.disk_usage(folder.parent).free / 2**30
     if free < needed:
         sys.exit(f"error: the checkpoint of {model} takes {needed:.1f} GiB, {folder.parent} has {free:.1f} GiB")
     print(f"writing a random checkpoint of {model}", flush=True)
-    source = DummyCheckpoint(shapes, dtype)
+    source = DummyCheckpoint(layers, dtype)
     folder.mkdir()
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config))

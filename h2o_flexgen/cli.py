@@ -85,9 +85,11 @@ def gibibytes(text: str) -> int:
 
 
 def add_machine_options(add) -> None:
-    """Where a job runs, and what it may use of each tier; `add` is a group's `add_argument`."""
+    """In which types and where a job runs, and what it may use of each tier; `add` is a group's `add_argument`."""
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     add("--dtype", default="auto", help="auto (CUDA: fp16 or bf16; CPU: the fastest), float16, bfloat16, float32")
+    compressed = "quantise the weights, once, into a copy under the user's cache folder"
+    add("--compress-weight", choices=("int8", "int4"), help=compressed)
     add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
     add("--gpu-mem", type=gibibytes, metavar="GIB", help="use at most this much device memory (RAM without CUDA)")
     add("--cpu-mem", type=gibibytes, metavar="GIB", help="use at most this much RAM for the cpu tier, with CUDA")

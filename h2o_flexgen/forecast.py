@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from h2o_flexgen.engine.model import DUMMY
+from h2o_flexgen.formats import Format, compressed
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.kv_cache import CacheRule, rule_for
-from h2o_flexgen.models.gguf import is_gguf
-from h2o_flexgen.models.registry import named_dtype, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.gguf import GGUFFile, is_gguf
+from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, is_downloaded, load_tokenizer, model_name, weight_files
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
@@ -32,7 +33,7 @@ class Found(NamedTuple):
     Attributes:
         name: for people.
         declared: the type that the weights are in, or None where the config does not say.
-        is_gguf: they come from a GGUF file, and are converted to the type of the job where they are quantised.
+        gguf: the file that they come from, if it is a GGUF file.
         to_fetch: they are not on this machine yet.
         tokenizer: None too where the config was not read, as the sizes are built in.
     """
@@ -41,7 +42,7 @@ class Found(NamedTuple):
     spec: ModelSpec
     declared: str | None
     is_dummy: bool = False
-    is_gguf: bool = False
+    gguf: Path | None = None
     to_fetch: bool = False
     tokenizer: object = None
 
@@ -49,9 +50,23 @@ class Found(NamedTuple):
         """The type in the checkpoint, for a job that computes in `dtype`."""
         if self.is_dummy:
             return dtype_name(dummy_dtype(getattr(torch, dtype)))
-        if self.is_gguf:
+        if self.gguf:
             return self.declared or dtype
         return self.declared or "float32"  # as transformers reads a config without a type
+
+    def formats(self, compress_weight: str | None) -> tuple[dict[str, Format], int]:
+        """Of the matrices that are quantised, and the bytes of the copy that this takes; the argument as for `LLM`.
+        Raises UserError for one that the model cannot have."""
+        layers = family(self.spec.model_type).tensors(self.spec)
+        if compress_weight is not None:
+            shapes = [layer.shapes for layer in layers]
+            found = compressed(compress_weight, shapes)
+            sizes = {
+                name: form.nbytes(layer[name]) for layer in shapes for name, form in found.items() if name in layer
+            }
+            return found, 0 if self.is_dummy else sum(sizes.values())
+        in_place = GGUFFile(self.gguf).in_place(layers) if self.gguf else {}
+        return {name: form for name, (_, _, form) in in_place.items()}, 0
 
 
 def find(model: str | None, path: str | None = None) -> Found:
@@ -67,7 +82,8 @@ def find(model: str | None, path: str | None = None) -> Found:
     spec, declared, tokenizer = read_spec(folder), stored_dtype(folder), load_tokenizer(folder)
     name = model_name(model, path, weights)
     to_fetch = not is_gguf(weights) and not weight_files(weights)
-    return Found(name, spec, declared, is_gguf=is_gguf(weights), to_fetch=to_fetch, tokenizer=tokenizer)
+    gguf = weights if is_gguf(weights) else None
+    return Found(name, spec, declared, gguf=gguf, to_fetch=to_fetch, tokenizer=tokenizer)
 
 
 def this_machine(device_name: str, dtype: str, offload_dir: str | None, declared: str | None) -> Profile:
@@ -87,13 +103,13 @@ def this_machine(device_name: str, dtype: str, offload_dir: str | None, declared
 
 
 def sizes(model: ModelData, stored: str) -> dict:
-    """Of a model whose weights are of the type `stored`, as plain data."""
+    """Of a model most of whose weights are of the type `stored`, as plain data."""
     spec = model.spec
     shapes = {name: shape for layer in model.layers for name, shape in layer.shapes.items()}
-    count = sum(map(prod, shapes.values()))
+    count, nbytes = sum(map(prod, shapes.values())), sum(model.stored_bytes(*tensor) for tensor in shapes.items())
     names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "positions")
     found = {"family": spec.model_type, "parameters": count} | {name: getattr(spec, name) for name in names}
-    return found | {"stored_dtype": stored, "weight_bytes": count * model.stored_itemsize}
+    return found | {"stored_dtype": stored, "weight_bytes": nbytes}
 
 
 def kv_bytes(model: ModelData, workload: Workload, rule: CacheRule) -> dict[str, int]:

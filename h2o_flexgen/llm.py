@@ -48,6 +48,8 @@ class LLM:
         dtype: a float type's name, or "auto": on CUDA fp16, or bf16 for a checkpoint in bf16 where the GPU has it; on
             the CPU the type whose matmuls are the fastest, by measuring (`kernels.linear`).
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
+        compress_weight: "int8" or "int4": matrices are quantised, once, into a copy in the cache folder
+            (`formats.compressed`); None: they are as the checkpoint has them.
         offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
@@ -75,6 +77,7 @@ class LLM:
         dtype: str = "auto",
         *,
         path: str | None = None,
+        compress_weight: str | None = None,
         offload_dir: str | Path | None = None,
         gpu_mem: int | None = None,
         cpu_mem: int | None = None,
@@ -110,7 +113,11 @@ class LLM:
         self.report: dict = {}
 
         self.model = load_model(
-            model and str(model), path, lambda stored: _job_dtype(self.device, dtype, stored, profile), progress
+            model and str(model),
+            path,
+            lambda stored: _job_dtype(self.device, dtype, stored, profile),
+            progress,
+            compress_weight,
         )
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
@@ -119,9 +126,11 @@ class LLM:
             ModelData.of(
                 self.spec,
                 dtype_name(self.dtype),
-                map(dtype_name, self.model.stored_dtypes),
-                cuda=self.device.is_cuda,
-                dummy=self.model.is_dummy,
+                dtype_name(self.dtype),
+                self.device.is_cuda,
+                self.model.is_dummy,
+                self.model.formats,
+                self.model.source.copy_bytes,
             ),
             Constraints(
                 gpu_batch_size,

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     found.spec.check_length(length, args.gen_len, args.position_rolling)
     profile = profile_for(args, found)
     model = model_data(args, found, profile)
-    sizes = forecast.sizes(model, found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
+    sizes = forecast.sizes(model, args.compress_weight or found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
     try:
         choice = choose(args, length, model, profile, policy, budget, losses)
     except PlanError:  # a newcomer wants to know how large the model is
@@ -104,8 +104,9 @@ def model_data(args: argparse.Namespace, found, profile):
     from h2o_flexgen.planning.memory import ModelData
 
     to_come = args.search and named_spec(args.model) is not None
-    stored = [found.stored(profile.dtype)]
-    return ModelData.of(found.spec, profile.dtype, stored, profile.device == "cuda", found.is_dummy or to_come)
+    formats, copied = found.formats(args.compress_weight)
+    is_new, stored = found.is_dummy or to_come, found.stored(profile.dtype)
+    return ModelData.of(found.spec, profile.dtype, stored, profile.device == "cuda", is_new, formats, copied)
 
 
 def choose(args: argparse.Namespace, length: int, model, profile, policy, budget, losses):
@@ -201,7 +202,7 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
     options |= {**budget, "kv_rule": None if rule == DEFAULT_RULE else rule}
     options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
     options |= {"device": profile.device if args.device == "auto" else args.device, "dtype": profile.dtype}
-    options |= {"offload_dir": args.offload_dir}
+    options |= {"compress_weight": args.compress_weight, "offload_dir": args.offload_dir}
     for tier in TIERS:
         nbytes = getattr(args, f"{tier}_mem")
         options[f"{tier}_mem"] = None if nbytes is None else f"{nbytes / GIB:g}"

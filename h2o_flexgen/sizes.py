@@ -40,6 +40,8 @@ COPIED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 STREAM_CHUNK = 256
 #: bytes of weights and rows of tokens in float32 at once, where matmuls in 16 bits go through float32
 WIDEN_BYTES, WIDEN_ROWS = 4 << 20, 512
+#: bytes of a quantised head that are decoded at once
+SLICE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,11 @@ def prefill_pairs(length: int, held: int = 0) -> int:
     queries, each over all keys up to its end."""
     ends = [min(begin + QUERY_CHUNK, length) for begin in range(0, length, QUERY_CHUNK)]
     return sum((end - begin) * (held + end) for begin, end in zip([0, *ends], ends))
+
+
+def slice_rows(width: int, itemsize: int) -> int:
+    """Rows of a quantised matrix that are decoded at once."""
+    return max(1, SLICE_BYTES // (width * itemsize))
 
 
 def aligned(nbytes: int) -> int:

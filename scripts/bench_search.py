@@ -99,7 +99,7 @@ def search(
     count, length = prompts
     spec, resources = named_spec(model), Resources.of(profile, dict.fromkeys(TIERS))
     resources = replace(resources, limits=resources.limits | (limits or {}))
-    data = ModelData.of(spec, profile.dtype, [stored], cuda=profile.device == "cuda", dummy=dummy)
+    data = ModelData.of(spec, profile.dtype, stored, cuda=profile.device == "cuda", dummy=dummy)
     workload = Workload((length,) * count, gen_len)
     rule = rule_for(None if ratio is None else KVBudget.from_ratio(ratio), workload, spec)
     return Planner(data, Constraints(one_block=one_block), profile).search(rule, workload, resources)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, sizes
 from h2o_flexgen.engine.observer import Observer
+from h2o_flexgen.formats import Dense
 
 ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
 MIXED = (33, 33, 33, 33, 33, 33)
@@ -489,7 +490,7 @@ def test_norms_of_another_type_do_not_count_as_a_conversion(tiny, tmp_path):
     mixed = {name: w.float() if w.dim() == 1 else w.half() for name, w in weights.items()}
     save_file(mixed, folder / "model.safetensors")
     with LLM(str(folder), Policy(), device="cpu", dtype="float16", progress=False) as llm:
-        assert llm.model.stored_dtypes == {torch.float16}
+        assert set(llm.model.formats.values()) == {Dense(torch.float16)}
 
 
 def test_the_bar_counts_what_was_generated(tiny, tmp_path, capfd):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.formats import Dense, Format, prepare
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer, model_name
@@ -34,7 +35,8 @@ class LoadedModel:
         dtype: to compute in.
         layers: embedding, transformer blocks, head: the tensors of each.
         tokenizer: None if the model has none.
-        stored_dtypes: of the matrices in the checkpoint. Vectors do not count: they never stream.
+        formats: of the matrices in the checkpoint. Vectors do not count: they never stream.
+        compress_weight: the argument of `LLM`.
     """
 
     name: str
@@ -43,7 +45,8 @@ class LoadedModel:
     layers: list[Layer]
     source: Checkpoint | DummyCheckpoint
     tokenizer: object | None
-    stored_dtypes: set[torch.dtype]
+    formats: dict[str, Format]
+    compress_weight: str | None = None
 
     @property
     def is_dummy(self) -> bool:
@@ -143,7 +146,11 @@ def _check_unicode(text: str, what: str) -> None:
 
 
 def load_model(
-    model: str | None, path: str | None, choose_dtype: Callable[[str | None], torch.dtype], progress: bool
+    model: str | None,
+    path: str | None,
+    choose_dtype: Callable[[str | None], torch.dtype],
+    progress: bool,
+    compress_weight: str | None = None,
 ) -> LoadedModel:
     """Find a model, and check that its checkpoint holds what the model needs.
 
@@ -152,6 +159,7 @@ def load_model(
         choose_dtype: from the type that the checkpoint is stored in, such as "bfloat16", or None where that is not
             known, to the type to compute in.
         progress: show a bar if the checkpoint must be converted.
+        compress_weight: as for `LLM`.
 
     Raises:
         UserError: there is no such model, its family or its format is not known, or its files are not whole.
@@ -166,14 +174,19 @@ def load_model(
     layers = family(spec.model_type).tensors(spec)
     shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
     if path == DUMMY:
-        source = DummyCheckpoint(shapes, dtype)
+        source = DummyCheckpoint(layers, dtype, compress_weight)
     else:
         source = Checkpoint(weights, layers, dtype, progress)
         source.check(shapes)
         if spec.tied:
             source.check_tied(head_name(spec), head_name(replace(spec, tied=False)))
-    stored_dtypes = {source.stored_dtype(name) for name, shape in shapes.items() if len(shape) > 1}
-    return LoadedModel(model_name(model, path, weights), spec, dtype, layers, source, tokenizer, stored_dtypes)
+        if compress_weight is not None:
+            source.compress(compress_weight, layers, progress)
+    formats = {name: source.format(name) for name, shape in shapes.items() if len(shape) > 1}
+    if not all(isinstance(form, Dense) for form in formats.values()):
+        prepare(dtype)
+    name = model_name(model, path, weights)
+    return LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight)
 
 
 def _dummy_spec(model: str | None) -> ModelSpec:

@@ -59,6 +59,7 @@ class Report:
     bytes_moved: dict[str, int]  # by link
     stall_seconds: dict[str, float]  # that compute waited for "weights" and "cache"
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
+    compress_weight: str | None = None  # int8 or int4, if it was asked for
 
     @classmethod
     def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
@@ -81,7 +82,9 @@ class Report:
             kv_budget=rule.to_dict(),
             **phases,
             total={"seconds": seconds, "generated_tokens": generated, "tokens_per_s": _rate(generated, seconds)},
-            peak_memory_bytes=_peak_bytes(device, planned["cpu"], stores.transport.disk_bytes()),
+            peak_memory_bytes=_peak_bytes(
+                device, planned["cpu"], stores.transport.disk_bytes() + model.source.copy_bytes
+            ),
             planned_memory_bytes=planned,
             bytes_moved={link: prefill[link] + decode[link] for link in prefill},
             stall_seconds={
@@ -90,14 +93,13 @@ class Report:
                 "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
             },
             predicted=job.prediction and job.prediction.of_job(),
+            compress_weight=model.compress_weight,
         )
 
     def to_dict(self) -> dict:
-        """For JSON; "predicted" only if there is a prediction."""
-        found = asdict(self)
-        if self.predicted is None:
-            del found["predicted"]
-        return found
+        """For JSON; "predicted" and "compress_weight" only where there is something to say."""
+        found, optional = asdict(self), ("predicted", "compress_weight")
+        return {name: value for name, value in found.items() if value is not None or name not in optional}
 
 
 def _peak_bytes(device: Device, cpu_pool: int, disk: int) -> dict[str, int]:

@@ -46,7 +46,8 @@ class Runner:
     def available(self) -> dict[str, int]:
         """Bytes that may be planned for on each tier, for a job that takes over what this one's weights hold."""
         ram = int(MARGIN * memory.ram_in_all())
-        found = {"gpu": ram, "cpu": ram, "disk": int(MARGIN * memory.disk_free(self.offload_root))}
+        disk = int(MARGIN * memory.disk_free(self.offload_root)) + self.model.source.copy_bytes
+        found = {"gpu": ram, "cpu": ram, "disk": disk}
         if self.device.is_cuda:
             held = 0 if self.weights is None else self.weights.held_bytes(cuda=True)
             found["gpu"] = int(MARGIN * (self.device.free_bytes() + self.device.workspace_bytes + held))

@@ -3,8 +3,8 @@
 A text is cut into a prompt and what follows it. In one layer at a time attention behind the prompt sees only those of
 its tokens that a rule would keep, and the loss is measured: how far the probabilities of the next tokens come from
 those with full attention (Kullback-Leibler divergence). `kv_cache.layers` shares the slots of all layers out so that
-the sum of these losses is the least. That layers need different budgets is the idea of PyramidKV (arXiv 2406.02069), which gives
-the lower ones more; here it is measured.
+the sum of these losses is the least. That layers need different budgets is the idea of PyramidKV (arXiv 2406.02069),
+which gives the lower ones more; here it is measured.
 
 All is done in one sweep over the layers. A few queries behind the prompt go on from each layer in as many variants as
 there are budgets, so that each layer's weights are needed once:

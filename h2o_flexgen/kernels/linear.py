@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS
+from h2o_flexgen.formats import Quantised
+from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS, slice_rows
 
 #: rows (tokens) of the matmuls that are timed: a decode step of one sequence up to the prefill of a micro-batch
 ROWS = (1, 8, 32, 128, 512)
@@ -49,15 +50,17 @@ _HALVES = tuple(getattr(torch, name) for name in HALF_TYPES)
 _rates: KernelRates | None = None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None = None) -> Tensor:
     """`F.linear` by the fastest kernel.
 
     Args:
-        x: (..., I); weight: (O, I), as it is or from `pack`; bias: (O,). All of one dtype.
+        x: (..., I); weight: (O, I), as it is, from `pack`, or quantised; bias: (O,). All else of one dtype.
 
     Returns:
         (..., O), contiguous.
     """
+    if isinstance(weight, Quantised):
+        return sliced(x, weight, bias)
     if weight.is_mkldnn:
         return packed(x, weight, bias)
     if x.dtype not in _HALVES or x.device.type != "cpu":
@@ -103,6 +106,19 @@ def _widen(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         w = buffer[: end - begin].copy_(weight[begin:end])
         y = torch.mm(w, x).t() if weight_left else torch.mm(x, w.t())
         out[:, begin:end] = y if bias is None else y.add_(bias[begin:end])
+
+
+def sliced(x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+    """As `linear`, of a quantised weight without heads, of which SLICE_BYTES are decoded at a time."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = x.new_empty(len(rows), weight.shape[0])
+    step = slice_rows(weight.shape[1], x.dtype.itemsize)
+    buffer = x.new_empty(min(step, weight.shape[0]), weight.shape[1])
+    for begin in range(0, weight.shape[0], step):
+        end = min(begin + step, weight.shape[0])
+        weight.decode(buffer[: end - begin], begin, end)
+        out[:, begin:end] = linear(rows, buffer[: end - begin], None if bias is None else bias[begin:end])
+    return out.view(*x.shape[:-1], -1)
 
 
 def packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

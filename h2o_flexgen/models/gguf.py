@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.files import cache_root, converted
+from h2o_flexgen.formats import GGUF, Format
 from h2o_flexgen.models.registry import spec_of
 from h2o_flexgen.models.rope import frequencies
 from h2o_flexgen.models.spec import Layer, Rope
@@ -188,12 +190,31 @@ class GGUFFile:
 
     # tensors
 
+    def in_place(self, layers: Sequence[Layer]) -> dict[str, tuple[int, tuple[int, ...], Format]]:
+        """{name: (offset, shape, format)} of those tensors of a model, by their names in a Hugging Face checkpoint,
+        that lie in the file as they can be streamed."""
+        found = {}
+        for name, shape, stored, heads in self._named(layers):
+            tensor = self._tensor(stored)
+            if tensor.tensor_type.name in GGUF:
+                self._check_shape(stored, _shape(tensor), shape)
+                form = replace(GGUF[tensor.tensor_type.name], heads=heads)
+                found[name] = (int(tensor.data_offset), shape, form)
+        return found
+
     def checkpoint_tensors(self, layers: Sequence[Layer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of all tensors of a model by their names in a Hugging Face checkpoint.
+        """(name, tensor) of all tensors in `layers` by their names in a Hugging Face checkpoint.
 
         Args:
             dtype: of those that are quantised in the file.
         """
+        for name, shape, stored, heads in self._named(layers):
+            tensor = self.dequantised(stored, dtype)
+            self._check_shape(stored, tuple(tensor.shape), shape)
+            yield name, unpermuted(tensor, heads) if heads else tensor
+
+    def _named(self, layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+        """(name in a checkpoint, shape, GGUF's name, heads whose rows llama.cpp has put in its order) of tensors."""
         import gguf
 
         arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == self.architecture)
@@ -202,13 +223,12 @@ class GGUFFile:
         for layer in layers:
             for name, shape in layer.shapes.items():
                 module, _, kind = name.rpartition(".")
-                stored = f"{names.get_name(module)}.{kind}"
-                tensor = self.dequantised(stored, dtype)
-                if tensor.shape != shape:
-                    found = f"{self.path}: {stored!r} has the shape {list(tensor.shape)}"
-                    raise UserError(f"{found}, its metadata ask for {list(shape)}")
-                count = heads.get(module.rpartition(".")[2])
-                yield name, unpermuted(tensor, count) if count and self.architecture == "llama" else tensor
+                turned = heads.get(module.rpartition(".")[2], 0) if self.architecture == "llama" else 0
+                yield name, shape, f"{names.get_name(module)}.{kind}", turned
+
+    def _check_shape(self, stored: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if found != shape:
+            raise UserError(f"{self.path}: {stored!r} has the shape {list(found)}, its metadata ask for {list(shape)}")
 
     def _tensor(self, name: str):
         if name not in self.tensors:
@@ -220,7 +240,7 @@ class GGUFFile:
         import gguf
 
         found = self._tensor(name)
-        shape, kind = tuple(int(n) for n in reversed(found.shape)), found.tensor_type
+        shape, kind = _shape(found), found.tensor_type
         if kind.name in FLOATS:
             raw = torch.from_numpy(np.array(found.data).view(np.uint8).reshape(-1))
             return raw.view(FLOATS[kind.name]).view(shape)
@@ -232,6 +252,10 @@ class GGUFFile:
         except NotImplementedError:
             raise UserError(f"{self.path}: {name!r} is of the type {kind.name}, which cannot be read") from None
         return out.view(shape)
+
+
+def _shape(tensor) -> tuple[int, ...]:
+    return tuple(int(n) for n in reversed(tensor.shape))
 
 
 def unpermuted(tensor: Tensor, heads: int) -> Tensor:

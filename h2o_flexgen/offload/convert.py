@@ -28,7 +28,7 @@ def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype,
     """Safetensors copies of a GGUF file's tensors, made once and kept under the cache folder.
 
     Args:
-        layers: the tensors of the model.
+        layers: the tensors that are wanted.
         dtype: of those that are quantised in the file.
 
     Raises:
@@ -37,7 +37,7 @@ def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype,
     shapes = [shape for layer in layers for shape in layer.shapes.values()]
     needed = sum(map(prod, shapes)) * dtype.itemsize
     tensors = lambda: GGUFFile(file).checkpoint_tensors(layers, dtype)  # noqa: E731  opened when it is needed
-    return _made_once([file], f"weights in {dtype_name(dtype)}", tensors, len(shapes), needed, progress)
+    return made_once([file], f"weights but blocks in {dtype_name(dtype)}", tensors, len(shapes), needed, progress)
 
 
 def bins_to_safetensors(files: list[Path], layers: Sequence[Layer], progress: bool) -> list[Path]:
@@ -50,10 +50,10 @@ def bins_to_safetensors(files: list[Path], layers: Sequence[Layer], progress: bo
                 yield name, tensor.clone()  # tensors that share memory, as a tied head does, cannot be saved
 
     needed = sum(file.stat().st_size for file in files)
-    return _made_once(files, "weights", tensors, sum(len(layer.shapes) for layer in layers), needed, progress)
+    return made_once(files, "weights", tensors, sum(len(layer.shapes) for layer in layers), needed, progress)
 
 
-def _made_once(
+def made_once(
     files: list[Path],
     kind: str,
     tensors: Callable[[], Iterator[tuple[str, Tensor]]],

@@ -29,8 +29,6 @@ from h2o_flexgen.sizes import PAGE, aligned
 CUDA_ALIGN = 512
 #: anonymous memory of at least so many bytes is mapped by huge pages
 HUGE_PAGE = 1 << 21
-#: elements that `convert` turns from fp16 into bf16 at once, through fp32
-CONVERT_ELEMENTS = 1 << 18
 #: by the names that a user may give
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -282,15 +280,6 @@ def copy(dst: Tensor, src: Tensor) -> None:
         np.copyto(as_numpy(dst), as_numpy(src))
     else:
         dst.copy_(src, non_blocking=True)
-
-
-def convert(dst: Tensor, src: Tensor) -> None:
-    """Copy to another dtype or device on the compute device, with all threads; both contiguous, of the same shape."""
-    if dst.dtype == src.dtype or torch.float32 in (dst.dtype, src.dtype):
-        dst.copy_(src)
-        return
-    for target, part in zip(dst.view(-1).split(CONVERT_ELEMENTS), src.view(-1).split(CONVERT_ELEMENTS)):
-        target.copy_(part.float())  # twice as fast as directly between fp16 and bf16
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:

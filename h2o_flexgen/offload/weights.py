@@ -12,7 +12,9 @@ computed in one buffer, the other takes the first few layers of the next token s
     buffer 1             | layer 4 | layer 5 | layer 6 |         | head ...
 
 A checkpoint of another dtype is converted by the copy to CUDA. On the CPU compute converts a layer right before it
-uses it, with all cores: a thread that converts beside compute costs it more time than that takes.
+uses it, with all cores: a thread that converts beside compute costs it more time than that takes. Quantised matrices
+stay as they are stored on every tier, and compute decodes a layer once for all batches, on either device. The head,
+which may be as large as many layers, is decoded by its matmul, a slice at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -29,17 +30,19 @@ from torch import Tensor
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import Dense, Format, Quantised, convert, in_memory
 from h2o_flexgen.kernels.linear import pack, packs
 from h2o_flexgen.models.spec import Tensors
 from h2o_flexgen.offload.checkpoint import (
     Checkpoint,
     DummyCheckpoint,
     PagedRead,
-    Stored,
     is_finite,
     parts_of,
+    read_rows,
+    rows_of,
 )
-from h2o_flexgen.offload.device import as_numpy, convert, finish
+from h2o_flexgen.offload.device import finish
 from h2o_flexgen.offload.disk import wait
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.progress import bar
@@ -53,19 +56,24 @@ class StagingBytes(NamedTuple):
 
     device: int = 0  # of the staging buffer on the device
     host: int = 0  # (CUDA) of the buffer in RAM that is read into from disk
-    converted: int = 0  # (CPU) of weights in the dtype of the computation that are stored in another
+    converted: int = 0  # of weights in the dtype of the computation that come in another format
 
 
-def staging_bytes(tier: str, nbytes: int, stored_bytes: int, converts: bool, cuda: bool) -> StagingBytes:
-    """What one tensor takes: `nbytes` in the dtype of the computation, `stored_bytes` in the checkpoint; `converts`:
-    these dtypes differ."""
+def staging_bytes(
+    tier: str, form: Format, shape: Shape, dtype: torch.dtype, cuda: bool, is_head: bool = False
+) -> StagingBytes:
+    """What a tensor that is stored in `form` takes in a job that computes in `dtype`; `is_head`: of the last layer."""
+    dense, held = Dense(dtype), in_memory(form, dtype)
+    decoded = 0 if held == dense or is_head else aligned(dense.nbytes(shape))
     if tier == "gpu":
-        return StagingBytes()
+        return StagingBytes(converted=decoded)
     if tier == "cpu":
-        return StagingBytes(staging_span(nbytes))
+        return StagingBytes(staging_span(held.nbytes(shape)), 0, decoded)
     if cuda:
-        return StagingBytes(staging_span(nbytes), staging_span(stored_bytes))
-    return StagingBytes(staging_span(stored_bytes), 0, aligned(nbytes) if converts else 0)
+        return StagingBytes(staging_span(held.nbytes(shape)), staging_span(form.nbytes(shape)), decoded)
+    if held == dense != form:
+        decoded = aligned(dense.nbytes(shape))
+    return StagingBytes(staging_span(form.nbytes(shape)), 0, decoded)
 
 
 def largest_layer(layers: Iterable[list[StagingBytes]]) -> StagingBytes:
@@ -99,7 +107,7 @@ class _StagedLayer:
     (target, source) from RAM and reads from disk."""
 
     buffer: int
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor | Quantised] = field(default_factory=dict)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     reads: list[PagedRead] = field(default_factory=list)
     job: Future | None = None
@@ -135,13 +143,16 @@ class WeightStore:
     ):
         self.transport, self.device, self._queue = transport, transport.device, transport.queues["weights"]
         self.dtype, self.layers, self.gathered, self.tiers = dtype, layers, gathered, tiers
+        self._source = source
         shapes = {name: shape for spec in (*layers, gathered) for name, shape in spec.values()}
         on_disk = [name for name in shapes if tiers[name] == "disk"]
         self.stored = source.on_disk(on_disk, transport.file, transport.io, progress)
-        self.resident: dict[str, Tensor] = {}
+        self.resident: dict[str, Tensor | Quantised] = {}
         self._load({n: shape for n, shape in shapes.items() if tiers[n] != "disk"}, source, progress)
 
-        staging = [[self._staging_bytes(name, shape) for name, shape in spec.values()] for spec in layers]
+        staging = [
+            [self._staging_bytes(name, shape, spec is layers[-1]) for name, shape in spec.values()] for spec in layers
+        ]
         sizes = largest_layer(staging)
         self.groups, self._begin = _share_buffers(map(_sum, staging), sizes)
         count = double_buffers(transport.overlap)
@@ -152,37 +163,32 @@ class WeightStore:
         self._buffer = 0  # of the group whose layers are staged next
         self._staged: dict[int, _StagedLayer] = {}
 
-    def _nbytes(self, shape: Shape) -> int:
-        return prod(shape) * self.dtype.itemsize
+    def _form(self, name: str) -> Format:
+        """In which a tensor is on the gpu and cpu tiers."""
+        return in_memory(self._source.format(name), self.dtype)
 
-    def _view(self, buffer: Tensor, shape: Shape) -> Tensor:
-        """The beginning of a buffer as a tensor in the dtype of the computation."""
-        return buffer[: self._nbytes(shape)].view(self.dtype).view(shape)
-
-    def _staging_bytes(self, name: str, shape: Shape) -> StagingBytes:
-        stored, nbytes = self.stored.get(name), self._nbytes(shape)
-        if stored is None:
-            return staging_bytes(self.tiers[name], nbytes, nbytes, False, self.device.is_cuda)
-        return staging_bytes("disk", nbytes, stored.nbytes, stored.dtype != self.dtype, self.device.is_cuda)
+    def _staging_bytes(self, name: str, shape: Shape, is_head: bool) -> StagingBytes:
+        form = self._source.format(name)
+        return staging_bytes(self.tiers[name], form, shape, self.dtype, self.device.is_cuda, is_head)
 
     def _load(self, shapes: dict[str, Shape], source: Checkpoint | DummyCheckpoint, progress: bool) -> None:
+        sizes = {name: self._form(name).nbytes(shape) for name, shape in shapes.items()}
         on_gpu = [name for name in shapes if self.device.is_cuda and self.tiers[name] == "gpu"]
-        buffers = dict(zip(on_gpu, self.device.buffers([self._nbytes(shapes[name]) for name in on_gpu])))
+        buffers = dict(zip(on_gpu, self.device.buffers([sizes[name] for name in on_gpu])))
         packed = self._packed()
-        total = sum(map(self._nbytes, shapes.values()))
-        with bar(desc="loading weights", total=total, unit="B", show=progress) as shown:
+        with bar(desc="loading weights", total=sum(sizes.values()), unit="B", show=progress) as shown:
             for name, shape in shapes.items():
                 interrupts.check()
-                buffer = buffers[name] if name in buffers else self.device.host_buffer(self._nbytes(shape))
-                tensor = self._view(buffer, shape)
+                buffer = buffers[name] if name in buffers else self.device.host_buffer(sizes[name])
+                tensor = self._form(name).view(buffer, shape)
                 source.read(name, tensor, self.transport.io)
                 if not is_finite(tensor):
-                    narrowed = self.dtype == torch.float16 != source.stored_dtype(name)
+                    narrowed = self.dtype == torch.float16 and source.format(name) != Dense(torch.float16)
                     advice = ", or too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
                     cause = f"the weights {name!r} hold NaN or infinite numbers"
                     raise UserError(f"{cause}: the checkpoint is broken{advice}")
                 self.resident[name] = pack(tensor) if name in packed else tensor
-                shown.update(self._nbytes(shape))
+                shown.update(sizes[name])
 
     def _packed(self) -> set[str]:
         """Names of matrices that are kept as the CPU multiplies with them fastest, and are used for nothing else."""
@@ -190,7 +196,7 @@ class WeightStore:
             return set()
         matrices = {name for spec in self.layers for name, shape in spec.values() if len(shape) == 2}
         gathered = {name for name, _ in self.gathered.values()}
-        return {name for name in matrices - gathered if self.tiers[name] == "gpu"}
+        return {n for n in matrices - gathered if self.tiers[n] == "gpu" and isinstance(self._form(n), Dense)}
 
     def held_bytes(self, cuda: bool) -> int:
         """Bytes that the store holds of a GPU's memory (`cuda`) or of RAM."""
@@ -225,24 +231,27 @@ class WeightStore:
         for short, (name, shape) in self.layers[layer].items():
             if self.tiers[name] == "gpu":
                 continue
-            sizes, stored = self._staging_bytes(name, shape), self.stored.get(name)
+            is_head = layer == len(self.layers) - 1
+            sizes, stored = self._staging_bytes(name, shape, is_head), self.stored.get(name)
             span = self._buffers[index][at : at + sizes.device]
             if stored is not None and not self.device.is_cuda:
                 staged.reads.append(PagedRead(stored, span))
-                tensor = staged.reads[-1].tensor.view(shape)  # in the dtype that is stored
+                tensor = staged.reads[-1].tensor  # in the format that is stored
             else:
-                tensor = self._view(span, shape)
+                tensor = self._form(name).view(span, shape)
+                target = tensor.raw if isinstance(tensor, Quantised) else tensor
                 if stored is None:
-                    staged.copies.append((tensor, self.resident[name]))
+                    source = self.resident[name]
+                    staged.copies.append((target, source.raw if isinstance(source, Quantised) else source))
                 else:
                     host = self._hosts[index][host_at : host_at + sizes.host]
-                    staged.reads.append(PagedRead(stored, host, tensor))
+                    staged.reads.append(PagedRead(stored, host, target))
             staged.tensors[short] = tensor
             at += sizes.device
             host_at += sizes.host
         return staged
 
-    def get(self, layer: int) -> dict[str, Tensor]:
+    def get(self, layer: int) -> dict[str, Tensor | Quantised]:
         """The weights of a layer on the device by short name, until `release`; compute waits until they are loaded."""
         self._start(layer)
         staged = self._staged.get(layer)
@@ -251,9 +260,10 @@ class WeightStore:
         found, at = {}, 0
         for short, (name, shape) in self.layers[layer].items():
             tensor = self.resident[name] if self.tiers[name] == "gpu" else staged.tensors[short]
-            if tensor.dtype != self.dtype:
-                source, tensor = tensor, self._view(self._converted[at:], shape)
-                convert(tensor, source)
+            is_quantised = isinstance(tensor, Quantised)
+            if is_quantised and layer < len(self.layers) - 1 or not is_quantised and tensor.dtype != self.dtype:
+                source, tensor = tensor, Dense(self.dtype).view(self._converted[at:], shape)
+                source.decode(tensor) if is_quantised else convert(tensor, source)
                 at += aligned(tensor.nbytes)
             found[short] = tensor
         return found
@@ -285,23 +295,29 @@ class WeightStore:
         """Rows `ids` (any shape, int64, on the CPU) of a gathered tensor: ids.shape + (width,), on the device."""
         name, _ = self.gathered[short]
         device, stored = self.device.torch_device, self.stored.get(name)
-        if self.tiers[name] == "gpu":
-            return F.embedding(ids.to(device), self.resident[name])
+        held = self.resident.get(name)
+        if self.tiers[name] == "gpu" and not isinstance(held, Quantised):
+            return F.embedding(ids.to(device), held)
         unique, inverse = torch.unique(ids, return_inverse=True)
-        rows = self.resident[name][unique] if stored is None else self._read_rows(stored, unique.tolist())
-        self.transport.count("cpu_to_gpu", rows.nbytes)
+        if self.tiers[name] == "gpu":
+            rows = held.take(unique.to(device))
+        elif stored is None:
+            rows = held.take(unique) if isinstance(held, Quantised) else held[unique]
+        else:
+            with self.device.stalling("weights"):
+                raw = read_rows(stored, [range(n, n + 1) for n in unique.tolist()], self.transport.io)
+            rows = stored.format.view(raw, (len(unique), stored.shape[1]))
+        if self.tiers[name] != "gpu":
+            self.transport.count("cpu_to_gpu", rows.nbytes)
+        if isinstance(rows, Quantised):
+            out = torch.empty(rows.shape, dtype=self.dtype, device=rows.raw.device)
+            rows.decode(out)
+            rows = out
         return F.embedding(inverse.to(device), rows.to(device=device, dtype=self.dtype))
-
-    def _read_rows(self, stored: Stored, ids: list[int]) -> Tensor:
-        rows, reads = torch.empty((len(ids), stored.shape[1]), dtype=stored.dtype), []
-        for row, index in zip(as_numpy(rows), ids):
-            reads += self.transport.io.read(stored.file, row, stored.offset + index * row.nbytes)
-        with self.device.stalling("weights"):
-            wait(reads)
-        return rows
 
     def check_finite(self) -> None:
         """Raises UserError if a tensor on disk holds NaN or infinite elements; the others were checked when loaded."""
         for name, stored in self.stored.items():
-            if not all(is_finite(part) for _, part in parts_of(stored, self.transport.io)):
+            parts = rows_of if len(stored.shape) > 1 else parts_of
+            if not all(is_finite(part) for _, part in parts(stored, self.transport.io)):
                 raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")

@@ -45,7 +45,7 @@ class Part(NamedTuple):
     """What one or several decoder layers have off the device: numbers, or expressions of a linear program.
 
     Attributes:
-        weights: bytes that are fetched meanwhile, in the type of the computation.
+        weights: bytes that are fetched meanwhile, as they are in memory.
         streamed: the part of the layers' own weights, in [0, 1], that is not resident.
         cache, activations: sequences times layers.
     """
@@ -132,7 +132,7 @@ class CostModel:
     """Costs policies for one model, length of outputs and machine.
 
     Attributes:
-        streamed_bytes: weights that a step needs whole, in the type of the computation.
+        streamed_bytes: weights that a step needs whole, as they are in memory.
     """
 
     def __init__(self, profile: Profile, shapes: Shapes, gen_len: int):
@@ -141,12 +141,13 @@ class CostModel:
         # of decoder layers and head; the few that some embeddings have count with the first layer
         embedding, first, *others = ({n: s for n, s in x.items() if len(s) > 1} for x in shapes.streamed)
         self._matrices = [embedding | first, *others]
-        self._layer_bytes = [shapes.itemsize * sum(map(prod, layer.values())) for layer in self._matrices]
+        self._layer_bytes = [sum(shapes.nbytes(*tensor) for tensor in layer.items()) for layer in self._matrices]
         self.streamed_bytes = sum(self._layer_bytes)
-        # a table whose rows are looked up is not packed
-        self._gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
+        # a table whose rows are looked up is not packed, nor is what is quantised
+        gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
+        self._packed = {name for name in shapes.formats if shapes.is_dense(name)} - gathered
         self._crosses = 1 if shapes.cuda else 0  # whether disk data passes between the CPU and the GPU
-        for name in ("_matmuls_of", "_attention"):
+        for name in ("_matmuls_of", "_attention", "_decoding"):
             setattr(self, name, lru_cache(maxsize=None)(getattr(self, name)))
 
     # compute
@@ -155,7 +156,7 @@ class CostModel:
         """Seconds of `rows` rows with the matrices of a layer if all are resident, and how many more if all stream."""
         seconds, matrices = self.profile.matmul_seconds, self._matrices[layer].items()
         streamed = sum(seconds(shape, rows) for _, shape in matrices)
-        resident = sum(seconds(shape, rows, resident=name not in self._gathered) for name, shape in matrices)
+        resident = sum(seconds(shape, rows, resident=name in self._packed) for name, shape in matrices)
         return resident, max(0.0, streamed - resident)
 
     def _matmuls(self, layer: int, rows: Counter, streamed: float) -> float:
@@ -181,7 +182,13 @@ class CostModel:
     def _head_compute(self, rows: list[int], streamed: float) -> float:
         """From the last hidden states to tokens. `rows`: sequences that go through the head together."""
         parts = sum((_cut(n, HEAD_ROWS) for n in rows), Counter())
-        return self._matmuls(_HEAD, parts, streamed)
+        return self._matmuls(_HEAD, parts, streamed) + parts.total() * self._decoding(_HEAD)
+
+    def _decoding(self, layer: int) -> float:
+        """Seconds in which compute decodes the quantised matrices of a layer."""
+        shapes, matrices = self.shapes, self._matrices[layer].items()
+        quantised = [(name, shape) for name, shape in matrices if not shapes.is_dense(name)]
+        return sum(prod(shape) / self.profile.decode_rate(shapes.formats[name].bits) for name, shape in quantised)
 
     def _conversion(self, weights: Offloaded) -> float:
         """Seconds in which compute converts the weights that come from disk, about as fast as a copy in RAM."""
@@ -206,6 +213,7 @@ class CostModel:
             flops = 4 * self.shapes.spec.query_width * prefill_pairs(length, self.shapes.workload.held)
             compute += count * size * self._attention("prefill", flops)
         compute += self._matmuls(_DECODER, rows, part.streamed) + rows.total() * self.profile.step_seconds
+        compute += self._decoding(_DECODER)
         length, layout, before, crosses = batches[0][1], self.shapes.kv, self.shapes.workload.held, self._crosses
         after = min(before + self.shapes.rule.held(length, 1), layout.slots)
         old, kv, hidden = before * layout.row_bytes, after * layout.row_bytes, length * self.hidden_bytes
@@ -229,7 +237,7 @@ class CostModel:
         on_cpu = cache.cpu if policy.cpu_cache_compute else 0  # attended to where it is
         attention = (part.layers * sum(sizes) - on_cpu) * self._attention("decode", kv)
         attention += on_cpu * self._attention("cpu" if self.shapes.cuda else "decode", kv)
-        dispatch = part.layers * len(sizes) * self.profile.step_seconds
+        dispatch = part.layers * (len(sizes) * self.profile.step_seconds + self._decoding(_DECODER))
 
         def cache_in(disk: float, copied: float) -> Traffic:
             return _read(policy, disk, state.read * row) + Traffic(cpu_to_gpu=copied * kv)
@@ -271,7 +279,7 @@ class CostModel:
         """The time of a job, and of its first block. `prompt_lens`: the longest first."""
         N, size = len(prompt_lens), min(policy.block_size, len(prompt_lens))
         weights = [
-            _offloaded((placement.weights[name], prod(shape) * self.shapes.itemsize) for name, shape in layer.items())
+            _offloaded((placement.weights[name], self.shapes.nbytes(name, shape)) for name, shape in layer.items())
             for layer in self._matrices
         ]
         known = {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 import torch
 
 from h2o_flexgen.errors import PlanError
+from h2o_flexgen.formats import Dense, Format, decode_bytes, in_memory
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
@@ -35,6 +34,7 @@ from h2o_flexgen.sizes import (
     double_buffers,
     matmul_rows,
     micro_tokens,
+    slice_rows,
 )
 
 #: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
@@ -63,25 +63,37 @@ class ModelData:
     Attributes:
         layers: the tensors of embedding, transformer blocks and head (`tensors` of the family).
         dtype: name of the type of the computation.
-        stored_itemsize: bytes of the widest element in the checkpoint; converts: whether it has other types than dtype.
+        formats: in which every tensor is stored.
         cuda: whether the compute device is one of CUDA.
         dummy: random weights, which are written to disk first.
+        copy_bytes: of a copy of the checkpoint in the cache folder.
     """
 
     spec: ModelSpec
     layers: list[Layer]
     dtype: str
-    stored_itemsize: int
-    converts: bool
+    formats: dict[str, Format]
     cuda: bool
     dummy: bool = False
+    copy_bytes: int = 0
 
     @classmethod
-    def of(cls, spec: ModelSpec, dtype: str, stored: Iterable[str], cuda: bool, dummy: bool = False) -> ModelData:
-        """`dtype` and `stored`: names of the type of the computation, and of those in the checkpoint."""
-        layers, stored = family(spec.model_type).tensors(spec), set(stored)
-        widest = max(getattr(torch, name).itemsize for name in stored)
-        return cls(spec, layers, dtype, widest, stored != {dtype}, cuda, dummy)
+    def of(
+        cls,
+        spec: ModelSpec,
+        dtype: str,
+        stored: str,
+        cuda: bool,
+        dummy: bool = False,
+        formats: dict[str, Format] | None = None,
+        copy_bytes: int = 0,
+    ) -> ModelData:
+        """`dtype` and `stored`: names of the type of the computation, and of that in the checkpoint, for matrices that
+        `formats` does not name."""
+        layers = family(spec.model_type).tensors(spec)
+        types = {1: Dense(getattr(torch, dtype)), 2: Dense(getattr(torch, stored))}  # vectors are never streamed
+        found = {name: types[min(2, len(shape))] for layer in layers for name, shape in layer.shapes.items()}
+        return cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, copy_bytes)
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """With the cache of a job."""
@@ -98,19 +110,36 @@ class ModelData:
         return [layer.streamed_shapes for layer in self.layers]
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def nbytes(self, name: str, shape: tuple[int, ...]) -> int:
+        """Of a tensor on the gpu and cpu tiers."""
+        return in_memory(self.formats[name], self.torch_dtype).nbytes(shape)
+
+    def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int:
+        """Of a tensor in the checkpoint."""
+        return self.formats[name].nbytes(shape)
+
+    def is_dense(self, name: str) -> bool:
+        return isinstance(self.formats[name], Dense)
+
+    @property
     def converts_by_compute(self) -> bool:
-        """Whether weights from disk are on the device as they are stored, and compute converts a layer to use it."""
-        return self.converts and not self.cuda
+        """Whether floats from disk are on the device as they are stored, and compute converts a layer to use it."""
+        dense = {form for form in self.formats.values() if isinstance(form, Dense)}
+        return dense != {Dense(self.torch_dtype)} and not self.cuda
 
     @property
     def may_widen(self) -> bool:
         """Whether matmuls go through float32 where the CPU has none in 16 bits (kernels/linear.py)."""
         return not self.cuda and self.itemsize == 2
 
-    @property
+    @cached_property
     def stored_ratio(self) -> float:
-        """Bytes in the checkpoint per byte of the computation."""
-        return self.stored_itemsize / self.itemsize
+        """Bytes in the checkpoint per byte in memory, of what streams."""
+        tensors = [item for layer in self.streamed for item in layer.items()]
+        return sum(self.stored_bytes(*t) for t in tensors) / sum(self.nbytes(*t) for t in tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +259,7 @@ def _parts(tier: str) -> tuple[str, ...]:
 def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: Resources) -> tuple[Placement, Plan]:
     """Where everything goes under a policy, and the bytes it takes at its peak against the limits."""
     batches = batch_sizes(len(workload.prompt_lens), policy)
-    placement = Placement.of(policy, [layer.shapes for layer in shapes.layers], len(batches))
+    placement = Placement.of(policy, [layer.shapes for layer in shapes.layers], len(batches), shapes.nbytes)
     plan = Plan(limits=resources.limits, shared=not shapes.cuda)
     host = "cpu" if shapes.cuda else "gpu"  # the tier whose RAM the process itself takes
     plan.add(host, "the process itself", resources.baseline)
@@ -251,27 +280,27 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
-    head = (min(rows, HEAD_ROWS) * shapes.itemsize + chosen) * shapes.spec.vocab
+    head = (min(rows, HEAD_ROWS) * shapes.itemsize + chosen) * shapes.spec.vocab + _sliced(shapes, min(rows, HEAD_ROWS))
     return max(prefill, decode, head)
 
 
 def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: bool) -> None:
-    size, stored = shapes.itemsize, shapes.stored_itemsize
-    counts = {name: prod(shape) for layer in shapes.layers for name, shape in layer.shapes.items()}
-    elements = dict.fromkeys(TIERS, 0)
-    for name, n in counts.items():
-        elements[placement.weights[name]] += n
-    plan.add("gpu", "weights", elements["gpu"] * size)
-    plan.add("cpu", "weights", elements["cpu"] * size)
+    tensors = {name: shape for layer in shapes.layers for name, shape in layer.shapes.items()}
+    nbytes = dict.fromkeys(TIERS, 0)
+    for name, shape in tensors.items():
+        tier = placement.weights[name]
+        nbytes[tier] += shapes.stored_bytes(name, shape) if tier == "disk" else shapes.nbytes(name, shape)
+    plan.add("gpu", "weights", nbytes["gpu"])
+    plan.add("cpu", "weights", nbytes["cpu"])
     if shapes.dummy:  # a real checkpoint is on disk already
-        plan.add("disk", "random weights", elements["disk"] * stored)
+        plan.add("disk", "random weights", nbytes["disk"])
+    plan.add("disk", "compressed weights", shapes.copy_bytes)
 
+    dtype, cuda, head = shapes.torch_dtype, shapes.cuda, shapes.streamed[-1]
     buffers = largest_layer(
         [
-            staging_bytes(
-                placement.weights[name], counts[name] * size, counts[name] * stored, shapes.converts, shapes.cuda
-            )
-            for name in layer
+            staging_bytes(placement.weights[name], shapes.formats[name], shape, dtype, cuda, layer is head)
+            for name, shape in layer.items()
         ]
         for layer in shapes.streamed
     )
@@ -279,9 +308,15 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: boo
     plan.add("gpu", "weight staging buffers", count * buffers.device)
     plan.add("cpu", "weight host buffers", count * buffers.host)
     plan.add("gpu", "weight conversion", buffers.converted)
-    if shapes.cuda and shapes.converts:  # a copy to CUDA changes the dtype there
-        on_disk = [n for name, n in counts.items() if placement.weights[name] == "disk"]
-        plan.add("gpu", "weight conversion", max(on_disk, default=0) * stored)
+    if shapes.cuda:  # a copy to CUDA changes the dtype there
+        converted = [
+            shapes.stored_bytes(name, shape)
+            for name, shape in tensors.items()
+            if placement.weights[name] == "disk" and shapes.is_dense(name) and shapes.formats[name] != Dense(dtype)
+        ]
+        plan.add("gpu", "weight conversion", max(converted, default=0))
+    if not all(map(shapes.is_dense, tensors)):
+        plan.add("gpu", "decoding of weights", decode_bytes(dtype, cuda))
 
 
 def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int]) -> None:
@@ -363,6 +398,16 @@ def _widened(shapes: Shapes, tokens: int) -> int:
     """Of a matmul's operands and its result, what is in float32 at once."""
     widest = max(shapes.spec.inner, shapes.spec.hidden)
     return (min(tokens, WIDEN_ROWS) * widest * 4 + 2 * WIDEN_BYTES) * shapes.may_widen
+
+
+def _sliced(shapes: Shapes, rows: int) -> int:
+    """Of a quantised head, a slice that is decoded, and its part of the logits."""
+    sizes = [0]
+    for name, shape in shapes.streamed[-1].items():
+        if not shapes.is_dense(name):
+            step = min(shape[0], slice_rows(shape[1], shapes.itemsize))
+            sizes.append(step * (shape[1] + rows) * shapes.itemsize)
+    return max(sizes)
 
 
 def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:

@@ -6,6 +6,7 @@ They are not split: a percentage is met by spreading them, with what one layer c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -28,9 +29,16 @@ class Placement:
     activations: list[str]
 
     @classmethod
-    def of(cls, policy: Policy, layers: list[dict[str, tuple[int, ...]]], batches: int) -> Placement:
-        """`layers`: {name: shape} of everything each layer needs, embedding first, head last."""
-        matrices = [{n: prod(s) for n, s in layer.items() if len(s) > 1} for layer in layers]
+    def of(
+        cls,
+        policy: Policy,
+        layers: list[dict[str, tuple[int, ...]]],
+        batches: int,
+        nbytes: Callable[[str, tuple[int, ...]], int] = lambda name, shape: prod(shape),
+    ) -> Placement:
+        """`layers`: {name: shape} of everything each layer needs, embedding first, head last; `nbytes`: of a tensor in
+        memory, or anything in proportion to that."""
+        matrices = [{n: nbytes(n, s) for n, s in layer.items() if len(s) > 1} for layer in layers]
         weights = {n: "gpu" for layer in layers for n, s in layer.items() if len(s) == 1}
         weights |= place_weights(matrices, policy.fractions("weights"))
         blocks = [(layer, k) for layer in range(len(layers) - 2) for k in range(batches)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
@@ -83,6 +83,7 @@ class Profile:
             over its output (norm, activation or sum), or the choice of tokens; "resident" likewise, where resident
             matrices are packed.
         attention: "prefill", "decode", and "cpu" for decode steps on the CPU beside a CUDA device -> cache rule.
+        decode: {bits of a code: elements per second} of quantised matrices.
         step_seconds: what a step of one batch through one layer costs whatever its size.
         baseline_bytes: RAM of the process before it holds anything; workspace_bytes: of the device, by its libraries.
         crowded: part of the time that the process waited for a core while this was measured.
@@ -99,6 +100,7 @@ class Profile:
     links: dict[str, Link]
     matmul: dict[str, dict[Shape, Rates]]
     attention: dict[str, dict[str, AttentionRates]]
+    decode: dict[int, float] = field(default_factory=dict)
     step_seconds: float = 0.0
     baseline_bytes: int = 0
     workspace_bytes: int = 0
@@ -113,6 +115,10 @@ class Profile:
         out, width = shape
         nearest = min(tables, key=lambda s: math.hypot(math.log(s[0] / out), math.log(s[1] / width)))
         return 2 * out * width * rows / between(tables[nearest], rows)
+
+    def decode_rate(self, bits: int) -> float:
+        """Elements per second, of quantised matrices; where it was not measured, as fast as a copy in 16 bits."""
+        return self.decode.get(bits) or self.links["cpu_to_gpu"].bytes_per_s / 2
 
     def to_json(self) -> str:
         data = asdict(self)
@@ -136,6 +142,7 @@ class Profile:
                 phase: {name: _attention(rates) for name, rates in by_rule.items()}
                 for phase, by_rule in data["attention"].items()
             }
+            values["decode"] = _rates(data.get("decode", {}))
             if data.get("kernels") is not None:
                 values["kernels"] = KernelRates.from_dict(data["kernels"])
             profile = cls(**values)
@@ -159,6 +166,7 @@ class Profile:
             raise ValueError("a table of rates is empty")
         positive = [x for table in tables for entry in table.items() for x in entry]
         positive += [x for shapes in self.matmul.values() for shape in shapes for x in shape]
+        positive += self.decode.values()
         positive += [link.bytes_per_s for link in self.links.values()] + [rates.grouped for rates in attention]
         others = [x for link in self.links.values() for x in astuple(link)] + [
             rates.head_seconds for rates in attention

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.engine.sampling import SamplingParams, sample
+from h2o_flexgen.formats import Format, Int4, Int8
 from h2o_flexgen.kernels.linear import linear, pack, packs
 from h2o_flexgen.kv_cache import MEASURED, CacheRule, KVLayout
 from h2o_flexgen.offload import memory
@@ -81,6 +82,7 @@ def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
     return {
         "step_seconds": tiny + max(attention),
         "matmul": matmul_rates(device, dtype, scale, tiny / LAYER_MATMULS),
+        "decode": {form.bits: decode_rate(device, dtype, form, scale) for form in (Int8(), Int4(64))},
         "attention": {
             phase: {
                 rule: attention_rates(on, dtype, phase, rule, scale if on is device else Scale()) for rule in MEASURED
@@ -131,6 +133,15 @@ def matmul_rates(
                 found[kind][out, width][rows] = 2 * out * width * rows / beyond(seconds, dispatch)
         del weights
     return found
+
+
+def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale) -> float:
+    """Elements per second of a quantised matrix that are decoded."""
+    shape = scale.shapes[0]
+    count = 1 + scale.weight_bytes // form.nbytes(shape)
+    turn = cycle([form.view(device.buffer(form.nbytes(shape)).fill_(1), shape) for _ in range(count)])
+    out = torch.empty(shape, dtype=dtype, device=device.torch_device)
+    return shape[0] * shape[1] / call_seconds(device, lambda: next(turn).decode(out), scale)
 
 
 def is_head(shape: Shape) -> bool:

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile
 from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.source import find_model
@@ -194,9 +193,9 @@ def test_a_big_endian_file(tmp_path):
         GGUFFile(path)
 
 
-def test_no_room_for_the_conversion(quantised, refused, monkeypatch):
+def test_no_room_for_the_conversion(to_convert, refused, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    message = refused("--model", quantised.folder, early=False)
+    message = refused("--model", to_convert.folder, early=False)
     assert "converting model.gguf takes" in message and "H2O_FLEXGEN_HOME" in message
 
 
@@ -236,16 +235,28 @@ ON_DISK = {"percent": (0, 0, 0, 0, 0, 0)}
 IN_RAM = {"percent": (100, 0, 100, 0, 100, 0)}
 
 
-@pytest.fixture(scope="module", params=[Type.Q8_0, Type.Q4_0], ids=lambda kind: kind.name)
-def quantised(request, tmp_path_factory) -> zoo.Tiny:
+SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+
+
+def quantised_llama(folder: Path, kind: Type) -> zoo.Tiny:
     """A random llama in a GGUF file, as transformers reads it."""
     from transformers import AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("quantised")
-    sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    path = write_gguf(folder / "model.gguf", zoo.build("llama", folder / "checkpoint", **sizes), request.param)
+    path = write_gguf(folder / "model.gguf", zoo.build("llama", folder / "checkpoint", **SIZES), kind)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
     return zoo.Tiny("llama", model, path)
+
+
+@pytest.fixture(scope="module", params=[Type.Q8_0, Type.Q4_0, Type.Q4_1], ids=lambda kind: kind.name)
+def quantised(request, tmp_path_factory) -> zoo.Tiny:
+    """Of a type that is read in place."""
+    return quantised_llama(tmp_path_factory.mktemp("quantised"), request.param)
+
+
+@pytest.fixture(scope="module")
+def to_convert(tmp_path_factory) -> zoo.Tiny:
+    """Of a type that is converted."""
+    return quantised_llama(tmp_path_factory.mktemp("to_convert"), Type.Q5_0)
 
 
 @pytest.mark.parametrize("where", [IN_RAM, ON_DISK], ids=["in_ram", "on_disk"])
@@ -256,11 +267,31 @@ def test_a_quantised_llama_gives_the_tokens_of_transformers(quantised, run, wher
     assert [o.token_ids for o in outputs] == [t.tokens for t in quantised.references(prompts, 8, *budget)]
 
 
-def test_it_is_converted_once_for_each_type_of_a_job(quantised, tmp_path, monkeypatch):
+def test_its_matrices_are_read_in_place(quantised, tmp_path):
+    with LLM(str(quantised.folder), device="cpu", dtype="float32", progress=False) as llm:
+        source = llm.model.source
+        stored = {name: source.find(name) for name in llm.model.formats}
+    assert {(s.file.path, s.format.name) for s in stored.values()} == {(quantised.folder, source_type(quantised))}
+    (copy,) = (tmp_path / "home" / "converted").glob("*/*.safetensors")
+    assert all(tensor.dim() == 1 for tensor in load_file(copy).values())
+
+
+def source_type(tiny: zoo.Tiny) -> str:
+    return GGUFFile(tiny.folder).tensors["token_embd.weight"].tensor_type.name
+
+
+@pytest.mark.parametrize("where", [IN_RAM, ON_DISK], ids=["in_ram", "on_disk"])
+def test_another_type_gives_the_tokens_of_transformers(to_convert, run, where):
+    prompts = to_convert.clear_cut_prompts([9, 4], 8)
+    outputs = run(to_convert, prompts, 8, gpu_batch_size=2, **where)
+    assert [o.token_ids for o in outputs] == [t.tokens for t in to_convert.references(prompts, 8)]
+
+
+def test_another_type_is_converted_once_for_each_type_of_a_job(to_convert, tmp_path):
     folders = []
     for dtype in ("float32", "bfloat16", "float32"):
-        with LLM(str(quantised.folder), device="cpu", dtype=dtype, progress=False) as llm:
-            assert dtype_name(*llm.model.stored_dtypes) == dtype
+        with LLM(str(to_convert.folder), device="cpu", dtype=dtype, progress=False) as llm:
+            assert {form.name for form in llm.model.formats.values()} == {dtype}
         folders.append(len(list((tmp_path / "home" / "converted").glob("*/*.safetensors"))))
     assert folders == [1, 2, 2]
 
@@ -290,10 +321,9 @@ def test_a_file_that_is_not_whole_and_one_that_is_not_there(quantised, refused, 
     assert "is it model.gguf?" in refused("--model", tmp_path / "modell.gguf")
 
 
-def test_a_type_that_cannot_be_read(quantised, refused, monkeypatch):
-    for kind in (Type.Q8_0, Type.Q4_0):
-        monkeypatch.delitem(gguf.quants._type_traits, kind)
-    message = refused("--model", quantised.folder, early=False)
+def test_a_type_that_cannot_be_read(to_convert, refused, monkeypatch):
+    monkeypatch.delitem(gguf.quants._type_traits, Type.Q5_0)
+    message = refused("--model", to_convert.folder, early=False)
     assert "is of the type Q" in message and "cannot be read" in message
 
 

@@ -14,6 +14,7 @@ from cli_tools import ON_CPU, ON_DISK, ON_GPU, TINY, percent, tiny_state, write_
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import Dense
 from h2o_flexgen.offload import checkpoint, convert
 from h2o_flexgen.offload.checkpoint import Checkpoint
 from h2o_flexgen.offload.disk import DiskIO
@@ -174,7 +175,7 @@ def test_a_tensor_is_found_whatever_module_was_saved(tmp_path, stored, asked):
     save_file({stored: torch.ones(2, 3), "weight": torch.ones(1)}, tmp_path / "model.safetensors")
     found = Checkpoint(tmp_path)
     found.check({asked: (2, 3)})
-    assert found.find(asked) == found.tensors[stored] and found.stored_dtype(asked) == torch.float32
+    assert found.find(asked) == found.tensors[stored] and found.format(asked) == Dense(torch.float32)
 
 
 def test_a_tensor_that_is_missing_is_told_as_it_was_asked_for(tmp_path):

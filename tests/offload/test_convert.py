@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from h2o_flexgen.offload.device import convert
+from h2o_flexgen.formats import convert
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -1,0 +1,399 @@
+"""How the elements of a tensor lie in bytes: the only place that knows bits.
+
+    Dense(dtype)        floats
+    Int8()              of a matrix: int8 codes, one fp32 scale for each row
+    Int4(group)         blocks along a row: fp16 scale and minimum of a group, then its codes of 4 bits (as Q4_1)
+    Q8_0, Q4_0, Q4_1    GGUF's blocks of 32 elements, as they lie in the file
+
+A code stands for code * scale + minimum. Scale and minimum are of a row, or of a group of neighbours in a row, so that
+rows can be read and decoded alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.errors import UserError
+
+Shape = tuple[int, ...]
+
+#: elements that are decoded at once: by threads, and where that takes buffers of several times their size
+PART, BUFFERED_PART = 1 << 24, 1 << 22
+#: elements that are not worth a second thread
+SMALL = 1 << 18
+#: of codes in int8: -127 to 127
+MOST = 127
+#: sizes of groups for `Int4`, the best first: a larger one takes fewer bytes
+GROUPS = (64, 32)
+
+
+class Codes(NamedTuple):
+    """A matrix of R rows and G groups a row as a decoder reads it.
+
+    Attributes:
+        codes: (R, bytes of a row); int8, or uint8 with two codes each.
+        scale, minimum: (R, G), fp32.
+        first, step: where in a row the codes of the first group begin, and how far apart those of two groups are.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+    first: int
+    step: int
+
+
+class Format:
+    """Of the tensors of one kind.
+
+    Attributes:
+        name: for people and files.
+        dtype: of the bytes as they are moved: a float type, or uint8.
+        alignment: of the address of the first byte.
+        heads: of queries or keys whose rows are in llama.cpp's order (`Quantised.order`); 0 for any other tensor.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.uint8
+    alignment: int = 1
+    heads: int = 0
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        """A tensor is one or several arrays, one after the other: bytes of a row of `width` elements in each."""
+        raise NotImplementedError
+
+    def nbytes(self, shape: Shape) -> int:
+        """Of a tensor."""
+        return prod(shape[:-1]) * sum(self.row_bytes(shape[-1]))
+
+    def arrays(self, shape: Shape) -> list[tuple[int, int]]:
+        """[(offset, bytes of a row)] of each array of a tensor."""
+        sizes = self.row_bytes(shape[-1])
+        return list(zip(accumulate((prod(shape[:-1]) * size for size in sizes), initial=0), sizes))
+
+    def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
+        """Rows `begin` to `end` of the matrix in a buffer, for a decoder."""
+        raise NotImplementedError
+
+    def view(self, buffer: Tensor, shape: Shape) -> Tensor | Quantised:
+        """The tensor whose bytes begin a buffer (uint8, aligned)."""
+        return Quantised(self, buffer[: self.nbytes(shape)], shape)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        """Write a float tensor into a buffer of its bytes (uint8, aligned)."""
+        raise NotImplementedError
+
+    def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
+        """Write the tensor in a buffer into `out`, of any float type, on the same device."""
+        self.view(buffer, shape).decode(out)
+
+
+@dataclass(frozen=True)
+class Dense(Format):
+    """Floats as they are."""
+
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def alignment(self) -> int:
+        return self.dtype.itemsize
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        return (width * self.dtype.itemsize,)
+
+    def view(self, buffer: Tensor, shape: Shape) -> Tensor:
+        return buffer[: self.nbytes(shape)].view(self.dtype).view(shape)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        self.view(buffer, tensor.shape).copy_(tensor)
+
+    def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
+        convert(out, self.view(buffer, shape))
+
+
+@dataclass(frozen=True)
+class Int8(Format):
+    """A matrix (O, I) as `scale` (O,) in fp32 and then `codes` (O, I) in int8; the largest of a row is 127 or -127."""
+
+    name = "int8"
+    bits = 8
+    alignment = 4
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        return 4, width
+
+    def parts(self, buffer: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        """(codes, scale), views of a buffer."""
+        rows, width = shape
+        scale, codes = buffer[: self.nbytes(shape)].split([4 * rows, rows * width])
+        return codes.view(torch.int8).view(shape), scale.view(torch.float32)
+
+    def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
+        codes, scale = (x[begin:end] for x in self.parts(buffer, shape))
+        return Codes(codes, scale[:, None], torch.zeros_like(scale)[:, None], 0, 0)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        codes, scale = self.parts(buffer, tuple(tensor.shape))
+        quantise_rows(tensor, codes, scale)
+
+
+@dataclass(frozen=True)
+class Blocks(Format):
+    """Each row is cut into groups of neighbours, each a block: its scale in fp16, its minimum in fp16 if it has one,
+    and its codes. Of 4 bits the first half of a group are the lower ones of its bytes. Without a minimum the codes are
+    centred: those of 4 bits stand for code - 8.
+
+    The types Q8_0, Q4_0 and Q4_1 of GGUF; https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h."""
+
+    name: str
+    bits: int
+    group: int
+    has_minimum: bool
+    heads: int = 0
+
+    alignment = 2
+
+    @property
+    def _head(self) -> int:
+        """Bytes of a block before its codes."""
+        return 4 if self.has_minimum else 2
+
+    @property
+    def _block(self) -> int:
+        return self._head + self.group * self.bits // 8
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        return (width // self.group * self._block,)
+
+    def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
+        rows, width = shape
+        raw = buffer[: self.nbytes(shape)].view(rows, width // self.group, self._block)[begin:end]
+        scale = raw[..., :2].view(torch.float16)[..., 0].float()
+        if self.has_minimum:
+            minimum = raw[..., 2:4].view(torch.float16)[..., 0].float()
+        else:
+            minimum = scale * (-8.0 if self.bits == 4 else 0.0)
+        codes = raw.view(len(raw), -1)
+        return Codes(codes if self.bits == 4 else codes.view(torch.int8), scale, minimum, self._head, self._block)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        """Of 4 bits with a minimum only; the others come from files."""
+        raw = buffer[: self.nbytes(tensor.shape)].view(len(tensor), -1, self._block)
+        x = tensor.float().view(len(tensor), -1, self.group)
+        least, most = x.aminmax(dim=-1, keepdim=True)
+        scale, least = ((most - least) / 15).half(), least.half()
+        raw[..., :2].view(torch.float16).copy_(scale)
+        raw[..., 2:4].view(torch.float16).copy_(least)
+        q = x.sub(least.float()).div_(scale.float()).nan_to_num_(0.0).round_().clamp_(0, 15).to(torch.uint8)
+        low, high = q.split(self.group // 2, dim=-1)
+        raw[..., 4:].copy_(low | (high << 4))
+
+
+def Int4(group: int) -> Blocks:  # noqa: N802  a format, as the others
+    """Codes of 4 bits with scale and minimum for each group of 64 or 32 inputs: 4.5 or 5 bits an element."""
+    return Blocks("int4", 4, group, True)
+
+
+#: by GGUF's names
+GGUF = {f.name: f for f in (Blocks("Q8_0", 8, 32, False), Blocks("Q4_0", 4, 32, False), Blocks("Q4_1", 4, 32, True))}
+#: what `compress_weight` may be
+COMPRESSED = ("int8", "int4")
+
+
+@dataclass
+class Quantised:
+    """A matrix (O, I) as it is stored.
+
+    Attributes:
+        raw: its bytes (uint8), on any device.
+    """
+
+    format: Format
+    raw: Tensor
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.raw.nbytes
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.raw.is_cuda
+
+    @property
+    def order(self) -> Tensor:
+        """Which row of the matrix each stored row is: llama.cpp lays the two elements of a head that RoPE rotates
+        together side by side, where a checkpoint has them half a head apart."""
+        rows, heads = torch.arange(self.shape[0]), self.format.heads
+        return rows.view(heads, 2, -1).transpose(1, 2).reshape(-1) if heads else rows
+
+    def take(self, ids: Tensor) -> Quantised:
+        """Some of the rows, of a matrix without heads; `ids` (n,), on the same device."""
+        arrays = self.format.arrays(self.shape)
+        rows = [self.raw[at : at + self.shape[0] * size].view(-1, size)[ids] for at, size in arrays]
+        return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
+
+    def is_finite(self) -> bool:
+        codes = self.format.codes(self.raw, self.shape, 0, self.shape[0])
+        return all(bool(x.isfinite().all()) for x in (codes.scale, codes.minimum))
+
+    def decode(self, out: Tensor, begin: int = 0, end: int | None = None) -> None:
+        """Write rows `begin` to `end` into `out`, (rows, I) contiguous, of any float type, on the same device; of a
+        matrix with `heads` all of them."""
+        order = self.order[: len(out)]
+        compiled = None if out.is_cuda else _compiled()
+        is_direct = compiled is not None and out.dtype != torch.float16  # which numba does not know
+        most = PART if is_direct or out.is_cuda else BUFFERED_PART
+        step = max(1, most // self.shape[1])
+        for at in range(0, len(out), step):
+            rows = order[at : at + step]
+            codes = self.format.codes(self.raw, self.shape, begin + at, begin + at + len(rows))
+            if is_direct:
+                _by_numba(compiled, codes, rows, out)
+            elif compiled is not None:
+                buffer = torch.empty(len(rows), self.shape[1])
+                _by_numba(compiled, codes, torch.arange(len(rows)), buffer)
+                _put(out, rows, buffer)
+            else:
+                _put(out, rows, _by_torch(codes, self.shape[1]))
+
+
+def _put(out: Tensor, order: Tensor, rows: Tensor) -> None:
+    """Rows into their places; most are neighbours."""
+    first, last = int(order[0]), int(order[-1])
+    if last - first + 1 == len(order) and bool((order[1:] > order[:-1]).all()):
+        out[first : last + 1] = rows
+    else:
+        out[order.to(out.device)] = rows.to(out.dtype)
+
+
+def _by_torch(codes: Codes, width: int) -> Tensor:
+    """Decode by torch's operators, on any device: (R, width), fp32."""
+    rows, groups = codes.scale.shape
+    q = codes.codes.view(rows, groups, -1)[..., codes.first :]
+    if q.dtype == torch.uint8:
+        q = torch.cat([q & 15, q >> 4], dim=-1)
+    return q.float().mul_(codes.scale[..., None]).add_(codes.minimum[..., None]).view(rows, width)
+
+
+def _by_numba(kernels, codes: Codes, order: Tensor, out: Tensor) -> None:
+    """Decode by compiled loops on the CPU, with all threads; `out` in fp32 or bf16."""
+    is_half = out.dtype == torch.bfloat16
+    kernel = kernels.to_bfloat16 if is_half else kernels.to_float32
+    target = out.view(torch.uint16).numpy() if is_half else out.numpy()
+    half = 0 if codes.codes.dtype == torch.int8 else out.shape[1] // codes.scale.shape[1] // 2
+    arrays = [x.contiguous().numpy() for x in (codes.codes, codes.scale, codes.minimum, order)]
+
+    def part(begin: int, end: int) -> None:
+        kernel(*(x[begin:end] for x in arrays), codes.first, codes.step, half, target)
+
+    in_threads(part, len(order), out.numel())
+
+
+def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
+    """work(begin, end) for parts of range(count), one a thread, if their `size` is worth it."""
+    threads = torch.get_num_threads() if size > SMALL else 1
+    cuts = [count * n // threads for n in range(threads + 1)]
+    jobs = [_pool(threads - 1).submit(work, *ends) for ends in zip(cuts[1:], cuts[2:])]
+    work(0, cuts[1])
+    for job in jobs:
+        job.result()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads that decode beside the one that asks. They sleep when they wait, unlike those of OpenMP."""
+    return ThreadPoolExecutor(threads, "decode")
+
+
+@cache
+def _compiled():
+    """The compiled loops; None without numba, which follows new versions of Python months later."""
+    try:
+        from h2o_flexgen import unpack
+    except ImportError:
+        return None
+    return unpack
+
+
+def prepare(dtype: torch.dtype) -> None:
+    """Compile what decodes into `dtype` on a CPU, or read it from numba's cache: once, before memory is measured."""
+    for form in (Int8(), Int4(32)):
+        form.decode(torch.zeros(form.nbytes((1, 32)), dtype=torch.uint8), (1, 32), torch.empty(1, 32, dtype=dtype))
+
+
+def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Symmetric int8 codes (R, I) and fp32 scales (R,) of the rows of x (R, I)."""
+    x = x.float()
+    scale.copy_(x.abs().amax(dim=1)).div_(MOST)
+    codes.copy_(x.div(scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_())
+
+
+def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]], buffer: Tensor) -> None:
+    """Write a matrix into a buffer of its bytes, part by part: (first row, rows)."""
+    for begin, part in parts:
+        piece = torch.empty(form.nbytes(tuple(part.shape)), dtype=torch.uint8)
+        form.encode(part, piece)
+        for (offset, size), (at, _) in zip(form.arrays(shape), form.arrays(tuple(part.shape))):
+            nbytes = len(part) * size
+            buffer[offset + begin * size :][:nbytes] = piece[at : at + nbytes]
+
+
+def in_memory(form: Format, dtype: torch.dtype) -> Format:
+    """In which a tensor is kept in RAM and on a GPU, for a job that computes in `dtype`."""
+    return Dense(dtype) if isinstance(form, Dense) else form
+
+
+def decode_bytes(dtype: torch.dtype, cuda: bool) -> int:
+    """What decoding takes besides its result in `dtype`: codes and floats of a part."""
+    return BUFFERED_PART * (9 if cuda else 4 if dtype == torch.float16 else 0)
+
+
+def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:
+    """{name: format} of the matrices of a model under `compress_weight`: int8, or int4 but for those of embedding and
+    head, the first and the last layer.
+
+    Raises:
+        UserError: another kind, or inputs that no group divides.
+    """
+    if kind not in COMPRESSED:
+        raise UserError(f"`compress_weight` is one of {', '.join(COMPRESSED)}, not {kind!r}")
+    ends = {**layers[0], **layers[-1]}
+    found = {}
+    for name, shape in {name: shape for layer in layers for name, shape in layer.items()}.items():
+        if len(shape) < 2:
+            continue
+        groups = [group for group in GROUPS if shape[1] % group == 0]
+        if kind == "int4" and name not in ends and not groups:
+            raise UserError(
+                f"`compress_weight` int4 is for groups of {' or '.join(map(str, GROUPS))} inputs, and the {shape[1]} "
+                f"of {name!r} cannot be cut into them: use int8"
+            )
+        found[name] = Int4(groups[0]) if kind == "int4" and name not in ends else Int8()
+    return found
+
+
+#: elements that `convert` turns from fp16 into bf16 at once, through fp32
+_CONVERT_ELEMENTS = 1 << 18
+
+
+def convert(dst: Tensor, src: Tensor) -> None:
+    """Copy to another dtype or device on the compute device, with all threads; both contiguous, of the same shape."""
+    if dst.dtype == src.dtype or torch.float32 in (dst.dtype, src.dtype):
+        dst.copy_(src)
+        return
+    for target, part in zip(dst.view(-1).split(_CONVERT_ELEMENTS), src.view(-1).split(_CONVERT_ELEMENTS)):
+        target.copy_(part.float())  # twice as fast as directly between fp16 and bf16

@@ -1,0 +1,184 @@
+"""Weights in 8 and 4 bits: the engine gives what the same numbers give in fp32, wherever they are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import Int4, Int8, Quantised
+from h2o_flexgen.models.registry import family, read_spec
+
+#: widths that groups of 32 divide
+WIDE = dict(hidden_size=64, num_attention_heads=4)
+SIZES = {
+    "opt": WIDE | dict(word_embed_proj_dim=64, ffn_dim=96),
+    "gpt_neox": WIDE | dict(intermediate_size=96),
+    "qwen3": WIDE | dict(intermediate_size=96, head_dim=16),
+    "mistral": WIDE | dict(intermediate_size=96, head_dim=16),
+}
+PLACES = {
+    "gpu": (100, 0, 100, 0, 100, 0),
+    "cpu": (0, 100, 0, 100, 0, 100),
+    "disk": (0, 0, 0, 0, 0, 0),
+    "mixed": (30, 30, 40, 20, 50, 0),
+}
+
+
+def quantised(tiny: zoo.Tiny, kind: str, folder) -> zoo.Tiny:
+    """The model whose weights are what those of a compressed one stand for, in fp32."""
+    spec, state = read_spec(tiny.folder), load_file(tiny.folder / "model.safetensors")
+    layers = family(spec.model_type).tensors(spec)
+    ends = {*layers[0].shapes, *layers[-1].shapes}
+    for name in [name for layer in layers for name in layer.shapes]:
+        stored = next(n for n in (name, *(name.partition(".")[2],)) if n in state)
+        w = state[stored]
+        if w.dim() == 2:
+            form = Int8() if kind == "int8" or name in ends else Int4(64 if w.shape[1] % 64 == 0 else 32)
+            raw = torch.empty(form.nbytes(tuple(w.shape)), dtype=torch.uint8)
+            form.encode(w, raw)
+            Quantised(form, raw, tuple(w.shape)).decode(w)
+    shutil.copytree(tiny.folder, folder)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    from transformers import AutoModelForCausalLM
+
+    return zoo.Tiny(tiny.name, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """models(name, kind) -> a tiny model, and that of the numbers that its compressed weights stand for."""
+    made = {}
+
+    def get(name: str, kind: str) -> tuple[zoo.Tiny, zoo.Tiny]:
+        root = tmp_path_factory.getbasetemp() / "compressed"
+        if name not in made:
+            default = WIDE | dict(intermediate_size=96)
+            made[name] = zoo.build(name, root / name, **SIZES.get(zoo.FAMILY[name], default))
+        if (name, kind) not in made:
+            made[name, kind] = quantised(made[name], kind, root / f"{name}_{kind}")
+        return made[name], made[name, kind]
+
+    return get
+
+
+def generate(folder, prompts, kind=None, budget=None, dtype="float32", max_tokens=8, **policy) -> list[list[int]]:
+    params, budget = SamplingParams(max_tokens=max_tokens, ignore_eos=True), budget and KVBudget.from_size(*budget)
+    options = dict(device="cpu", dtype=dtype, compress_weight=kind, progress=False)
+    with LLM(str(folder), Policy(**policy), budget, **options) as llm:
+        return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", zoo.FIRST.values())
+def test_every_family_gives_the_tokens_of_the_quantised_numbers(models, name, kind):
+    tiny, oracle = models(name, kind)
+    prompts = oracle.clear_cut_prompts([9, 4], 8)
+    expected = [t.tokens for t in oracle.references(prompts, 8)]
+    assert generate(tiny.folder, prompts, kind, gpu_batch_size=2, percent=PLACES["disk"]) == expected
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("budget", [None, (3, 3)], ids=["full", "h2o"])
+def test_the_tokens_do_not_depend_on_the_placement(models, kind, place, budget):
+    tiny, oracle = models("llama_no_groups_tied", kind)
+    prompts = oracle.clear_cut_prompts([9, 4, 12], 8, (budget or (None, None),))
+    expected = [t.tokens for t in oracle.references(prompts, 8, *(budget or ()))]
+    sizes = dict(gpu_batch_size=2, num_gpu_batches=2)
+    for overlap in (True, False):
+        found = generate(tiny.folder, prompts, kind, budget, percent=PLACES[place], overlap=overlap, **sizes)
+        assert found == expected
+
+
+def test_opt_with_projections_around_its_blocks(models, tmp_path):
+    name = "350m_style"
+    tiny, oracle = models(name, "int8")
+    prompts = oracle.clear_cut_prompts([9, 4], 8)
+    expected = [t.tokens for t in oracle.references(prompts, 8)]
+    for place in ("gpu", "disk"):
+        assert generate(tiny.folder, prompts, "int8", percent=PLACES[place]) == expected
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_the_placement_does_not_matter_either(models, kind, dtype):
+    tiny, oracle = models("llama", kind)
+    prompts = tiny.prompts([9, 4])
+    found = [generate(tiny.folder, prompts, kind, dtype=dtype, percent=percent) for percent in PLACES.values()]
+    assert found == found[:1] * len(found)
+
+
+def copies(home) -> list[str]:
+    return sorted(os.listdir(home / "converted")) if (home / "converted").exists() else []
+
+
+def test_the_copy_is_made_once_and_anew_when_the_checkpoint_changes(models, tmp_path):
+    tiny, _ = models("llama", "int8")
+    folder, home = shutil.copytree(tiny.folder, tmp_path / "model"), tmp_path / "home"
+    prompts = tiny.prompts([5])
+    before = generate(folder, prompts, "int8")
+    made = copies(home)
+    assert generate(folder, prompts, "int8") == before and copies(home) == made
+    state = load_file(folder / "model.safetensors")
+    save_file({name: w.flip(0) for name, w in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert generate(folder, prompts, "int8") != before and len(copies(home)) == len(made) + 1
+
+
+def test_a_copy_that_was_half_written_is_made_again(models, tmp_path, monkeypatch):
+    tiny, _ = models("llama", "int8")
+    home, prompts = tmp_path / "home", tiny.prompts([5])
+    (home / "converted" / "partial").mkdir(parents=True)
+    (home / "converted" / "partial" / "00000.safetensors").write_bytes(b"half")
+    expected = generate(tiny.folder, prompts, "int8")
+    assert "partial" not in copies(home)
+    assert generate(tiny.folder, prompts, "int8") == expected
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(models, tmp_path, bad):
+    tiny, _ = models("llama", "int8")
+    folder = shutil.copytree(tiny.folder, tmp_path / "model")
+    state, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    state[name][3, 3] = bad
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    for kind in ("int8", "int4"):
+        with pytest.raises(UserError, match=f"the weights '{name}' hold NaN or infinite numbers"):
+            LLM(str(folder), compress_weight=kind, device="cpu", dtype="float32", progress=False)
+    assert copies(tmp_path / "home") == ["lock"]
+
+
+def test_a_cache_folder_without_room(models, monkeypatch):
+    from types import SimpleNamespace
+
+    tiny, _ = models("llama", "int8")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match="converting model.safetensors takes .* H2O_FLEXGEN_HOME"):
+        LLM(str(tiny.folder), compress_weight="int8", device="cpu", dtype="float32", progress=False)
+
+
+def test_a_format_that_the_model_cannot_have(tiny):
+    with pytest.raises(UserError, match="int4 is for groups of 64 or 32 inputs, and the 24 of .* use int8"):
+        LLM(str(tiny("llama").folder), compress_weight="int4", device="cpu", dtype="float32", progress=False)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_random_weights_are_compressed_too(kind, tmp_path):
+    found, sizes = [], []
+    for percent in (PLACES["gpu"], PLACES["disk"]):
+        options = dict(path="_DUMMY_", compress_weight=kind, device="cpu", dtype="float32", progress=False)
+        with LLM("facebook/opt-125m", Policy(percent=percent), **options) as llm:
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            found.append(llm.generate([[5, 6, 7, 8]], params)[0].outputs[0].token_ids)
+            sizes.append(
+                llm.report["planned_memory_bytes"]["disk"] / llm.report["peak_memory_bytes"]["disk"]
+                if percent[0] == 0
+                else 1
+            )
+    assert found[0] == found[1] and 0.9 < sizes[1] < 1.1

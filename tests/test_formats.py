@@ -1,0 +1,154 @@
+"""What bytes stand for: formats against plain arithmetic in fp32, and GGUF's types against the package `gguf`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from h2o_flexgen import formats
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import GGUF, Dense, Int4, Int8, compressed
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SHAPE = (24, 192)
+
+
+@pytest.fixture(params=["numba", "torch"])
+def decoder(request, monkeypatch):
+    """Both decoders: compiled loops, and torch's operators, which CUDA has."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(formats, "_compiled", lambda: None)
+    for name in ("PART", "BUFFERED_PART"):
+        monkeypatch.setattr(formats, name, 5 * SHAPE[1])  # several parts
+
+
+def matrix(shape=SHAPE, seed=0) -> torch.Tensor:
+    found = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    found[3] = 0.0
+    found[5] *= 1e-3
+    return found
+
+
+def encoded(form, x: torch.Tensor) -> torch.Tensor:
+    buffer = torch.zeros(form.nbytes(tuple(x.shape)) + 64, dtype=torch.uint8)
+    form.encode(x, buffer)
+    assert not buffer[form.nbytes(tuple(x.shape)) :].any()
+    return buffer
+
+
+def decoded(form, buffer: torch.Tensor, shape=SHAPE, dtype=torch.float32) -> torch.Tensor:
+    out = torch.full(shape, torch.nan, dtype=dtype)
+    form.decode(buffer, shape, out)
+    return out
+
+
+def int8_oracle(x: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for row in x:
+        scale = np.float32(row.abs().max()) / np.float32(127)
+        rows.append(torch.round(row / max(scale, np.finfo(np.float32).tiny)) * scale)
+    return torch.stack(rows)
+
+
+def int4_oracle(x: torch.Tensor, group: int) -> torch.Tensor:
+    out = torch.empty_like(x)
+    for r, row in enumerate(x):
+        for at in range(0, len(row), group):
+            part = row[at : at + group]
+            scale, least = ((part.max() - part.min()) / 15).half().float(), part.min().half().float()
+            codes = torch.round((part - least) / scale).clamp(0, 15) if scale > 0 else torch.zeros(group)
+            out[r, at : at + group] = codes * scale + least
+    return out
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_int8_has_a_scale_for_each_row(decoder, dtype):
+    x = matrix()
+    assert torch.equal(decoded(Int8(), encoded(Int8(), x), dtype=dtype), int8_oracle(x).to(dtype))
+
+
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_int4_has_scale_and_minimum_for_each_group(decoder, dtype, group):
+    x, form = matrix(), Int4(group)
+    assert torch.equal(decoded(form, encoded(form, x), dtype=dtype), int4_oracle(x, group).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", GGUF)
+def test_a_gguf_type_is_what_the_package_reads(decoder, name, dtype):
+    raw = gguf.quantize(matrix().numpy(), gguf.GGMLQuantizationType[name])
+    expected = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[name]))
+    assert GGUF[name].nbytes(SHAPE) == raw.nbytes
+    assert torch.equal(decoded(GGUF[name], torch.from_numpy(raw).view(-1), dtype=dtype), expected.to(dtype))
+
+
+@pytest.mark.parametrize("form", [Int8(), Int4(32), *GGUF.values()], ids=lambda form: form.name)
+def test_rows_are_decoded_alone(decoder, form):
+    raw = torch.randint(0, 60, (form.nbytes(SHAPE),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    tensor, whole = form.view(raw, SHAPE), decoded(form, raw)
+    part = torch.empty(7, SHAPE[1])
+    tensor.decode(part, 11, 18)
+    assert torch.equal(part, whole[11:18])
+    ids = torch.tensor([4, 0, 23, 4])
+    part = torch.empty(4, SHAPE[1])
+    tensor.take(ids).decode(part)
+    assert torch.equal(part, whole[ids])
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_the_rows_of_heads_are_put_in_order(decoder, name):
+    raw = torch.randint(0, 60, (GGUF[name].nbytes(SHAPE),), dtype=torch.uint8)
+    whole, turned = decoded(GGUF[name], raw), decoded(replace(GGUF[name], heads=3), raw)
+    assert torch.equal(turned, whole.view(3, 4, 2, -1).transpose(1, 2).reshape(SHAPE))
+
+
+def test_threads_share_the_rows_of_a_large_matrix(monkeypatch):
+    monkeypatch.setattr(formats, "SMALL", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x = matrix()
+    assert torch.equal(decoded(Int8(), encoded(Int8(), x)), int8_oracle(x))
+
+
+@pytest.mark.parametrize("form", [Dense(torch.bfloat16), Int8(), Int4(64), *GGUF.values()], ids=lambda form: form.name)
+def test_the_arrays_of_a_tensor_are_all_its_bytes(form):
+    arrays = form.arrays(SHAPE)
+    ends = [offset + SHAPE[0] * size for offset, size in arrays]
+    assert [offset for offset, _ in arrays] == [0, *ends[:-1]] and ends[-1] == form.nbytes(SHAPE)
+
+
+def test_bits_of_an_element():
+    shape = (64, 4096)
+    bits = {form.name: 8 * form.nbytes(shape) / (64 * 4096) for form in (Int8(), *GGUF.values())}
+    assert bits == {"int8": 8 + 32 / 4096, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5.0}
+    assert [8 * Int4(group).nbytes(shape) / (64 * 4096) for group in (64, 32)] == [4.5, 5.0]
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("form", [Int8(), Int4(32)], ids=lambda form: form.name)
+def test_what_is_not_finite_is_seen(form, bad):
+    x = matrix()
+    assert form.view(encoded(form, x), SHAPE).is_finite()
+    x[7, 9] = bad
+    assert not form.view(encoded(form, x), SHAPE).is_finite()
+
+
+LAYERS = [{"words": (96, 20)}, {"q": (32, 64), "norm": (64,), "down": (64, 96)}, {"norm2": (64,), "head": (96, 20)}]
+
+
+def test_embedding_and_head_are_int8_and_vectors_stay():
+    assert compressed("int4", LAYERS) == {"words": Int8(), "q": Int4(64), "down": Int4(32), "head": Int8()}
+    assert compressed("int8", LAYERS) == dict.fromkeys(("words", "q", "down", "head"), Int8())
+
+
+def test_a_format_that_a_model_cannot_have():
+    with pytest.raises(UserError, match="the 40 of 'q' cannot be cut into them: use int8"):
+        compressed("int4", [{}, {"q": (8, 40)}, {}])
+    with pytest.raises(UserError, match="is one of int8, int4, not 'int2'"):
+        compressed("int2", LAYERS)
