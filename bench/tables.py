@@ -153,6 +153,7 @@ KILLS = (
 )
 #: of one result: a line above the table, where its rows are, the header, and the columns
 TABLES = {
+    "rule_ideas": ("", "rows", "idea | prose | code", "{idea} | {handbook} | {stdlib}"),
     "frontier": (
         "",
         "points",

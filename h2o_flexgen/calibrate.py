@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from h2o_flexgen import forecast
+    from h2o_flexgen.analysis import calibration
     from h2o_flexgen.analysis.model import ResidentModel, fits
     from h2o_flexgen.analysis.windows import windows_of
     from h2o_flexgen.engine.model import load_model
-    from h2o_flexgen.evaluation import calibration
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.evaluation.passages import BUILTIN
     from h2o_flexgen.jobs.input import builtin_text

@@ -181,9 +181,8 @@ def make_budget(args: argparse.Namespace, losses: Losses | None = None) -> KVBud
     given = (args.hh_ratio, args.recent_ratio, args.hh_size, args.recent_size)
     if args.position_rolling and (args.hh_ratio == "auto" or losses is not None):
         raise UserError(
-            "--position-rolling needs a KV budget in numbers: --hh-ratio auto may take the full cache, which cannot roll"
-            ", "
-            "and --quality has been measured without"
+            "--position-rolling needs a KV budget in numbers: --hh-ratio auto may take the full cache, which cannot "
+            "roll, and --quality has been measured without"
         )
     if args.hh_ratio == "auto":
         if any(value is not None for value in given[1:]):

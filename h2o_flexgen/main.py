@@ -13,6 +13,7 @@ COMMANDS = {
     "status": ("status", "say how far a job is that writes an output file"),
     "stream": ("stream", "go through turns or a text without end, over a KV cache of a fixed size"),
     "quality": ("quality", "measure what KV budgets cost in quality on your own texts"),
+    "calibrate": ("calibrate", "measure how many KV slots each layer of a model needs"),
     "plan": ("plan", "show what generate would run, before anything is loaded"),
     "search": ("policy_search", "find the policy with the highest predicted throughput, for any machine"),
     "analyse": ("analyse", "show how a model's attention is spread over a text, as in the H2O paper"),

@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from datetime import date
 from typing import NamedTuple
 
 from h2o_flexgen import cli
@@ -19,8 +18,7 @@ from h2o_flexgen.policy import DEFAULT_RULE, MIB
 
 #: options that LLM takes as they are
 PASSED = "model device dtype compress_weight path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
-#: packages whose versions stand in a result, and those of some tasks
-PACKAGES = ("torch", "transformers", "h2o_flexgen")
+#: packages whose versions stand in the results of some tasks
 MORE_PACKAGES = {"summarize": ("rouge", "rouge-score"), "compare": ("sacrebleu",)}
 
 
@@ -78,12 +76,13 @@ def run(args: argparse.Namespace) -> None:
     settings = settings_of(args)
     sources = sources_of(args)
 
+    from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.llm import LLM
 
     options = {name: getattr(args, name) for name in PASSED}
     with LLM(progress=False, **options) as llm:
         workload, rows = begin(args, llm, sources, settings)
-        result = origin(args) | {"workload": workload, "rows": []}
+        result = origin(args, MORE_PACKAGES.get(args.task, ())) | {"workload": workload, "rows": []}
         try:
             for row in rows:
                 result["rows"].append(row)
@@ -191,20 +190,6 @@ def gathered(found: Iterator[tuple[list, list[str]]]) -> tuple[list, list[str]]:
     if not items:
         raise UserError(f"none of the {len(errors)} rows can be measured; {errors[0]}")
     return items, errors
-
-
-def origin(args: argparse.Namespace) -> dict:
-    """How, when and where a result is made."""
-    from h2o_flexgen.profiling.machine import described, installed
-
-    found = installed(*PACKAGES, *MORE_PACKAGES.get(args.task, ()))
-    versions = {name: version for name, version in found.items() if name != "python"}
-    return {
-        "command": args.command,
-        "date": date.today().isoformat(),
-        "machine": described(),
-        "versions": versions,
-    }
 
 
 def finish(args: argparse.Namespace, result: dict) -> None:

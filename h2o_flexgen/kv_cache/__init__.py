@@ -35,8 +35,8 @@ __all__ += ["ValueNormCache", "check_rule", "make_rule", "rule_for"]
 MEASURED = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
 #: the rules of a KV budget
 _BUDGET_RULES = (
-    SmoothedCache,
     HeavyHitterCache,
+    SmoothedCache,
     MeanAttentionCache,
     DecayedCache,
     ValueNormCache,

@@ -12,7 +12,7 @@ from h2o_flexgen.kv_cache.rule import FixedRule, Tokens
 
 @dataclass(frozen=True)
 class SmoothedCache(FixedRule):
-    """H2O with a smoothed mean instead of the sum, times the value's norm: the default, our own.
+    """H2O with a smoothed mean instead of the sum, times the value's norm: our own.
 
     A sum of attention favours old tokens. A mean favours new ones, whose few observations are mostly their own, which
     is large. So the mean of `queries` more observations is taken, in which a token received what each of the cache's

@@ -150,7 +150,7 @@ def test_a_label_names_the_options_that_are_not_defaults(text, label):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("best", "unknown `kv_rule` 'best'; known: smoothed, h2o, mean, "),
+        ("best", "unknown `kv_rule` 'best'; known: h2o, smoothed, "),
         ("", "unknown `kv_rule` ''; known: "),
         ("H2O", "unknown `kv_rule` 'H2O'"),
         ("h2o:sinks=4", "cannot take the option 'sinks=4'; known: first=0, last=0"),

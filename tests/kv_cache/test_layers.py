@@ -1,0 +1,79 @@
+"""Slots by layer: as many in all, more where few cost most; the engine keeps what the oracle keeps with them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
+from h2o_flexgen.kv_cache import check_rule
+from h2o_flexgen.kv_cache.layers import LayerLosses
+
+BUDGETS = [0.05, 0.1, 0.2, 0.5]
+STEEP, FLAT = [8.0, 4.0, 1.0, 0.0], [0.1, 0.05, 0.02, 0.0]
+
+
+@given(
+    losses=st.lists(st.lists(st.floats(0, 9), min_size=4, max_size=4), min_size=1, max_size=9),
+    heavy=st.integers(1, 200),
+    recent=st.integers(0, 200),
+)
+def test_all_layers_together_have_the_slots_of_the_budget(losses, heavy, recent):
+    slots = LayerLosses(tuple(BUDGETS), tuple(map(tuple, losses))).slots(heavy, recent, 1000)
+    total = sum(h + r for h, r in slots)
+    assert abs(total - len(losses) * (heavy + recent)) <= 1
+    assert all(h >= 0 and r >= 0 and h + r >= 1 for h, r in slots)
+
+
+def test_the_layer_whose_loss_falls_most_gets_most():
+    few, many = LayerLosses(tuple(BUDGETS), (tuple(FLAT), tuple(STEEP))).slots(75, 75, 1000)
+    assert sum(few) + sum(many) == 300 and sum(many) > 2 * sum(few)
+    assert many[0] == pytest.approx(many[1], abs=1)
+
+
+def test_where_nothing_was_measured_all_layers_are_alike():
+    known = LayerLosses(tuple(BUDGETS), (tuple(FLAT), tuple(STEEP)))
+    assert known.slots(300, 300, 1000) == ((300, 300),) * 2 and known.slots(20, 20, 1000) == ((20, 20),) * 2
+
+
+@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0)], ids=["ram", "disk"])
+@pytest.mark.parametrize("name", ["smoothed", "h2o"])
+def test_tokens_are_those_of_the_oracle_with_the_slots_of_each_layer(tiny, tmp_path, name, percent):
+    model, path = tiny(), tmp_path / "layers.json"
+    layers = model.oracle.layers
+    path.write_text(json.dumps({"budgets": BUDGETS, "losses": [FLAT, STEEP, FLAT, STEEP][:layers]}))
+    budget = KVBudget.from_size(4, 4, f"{name}:layers={path}")
+    slots = LayerLosses.from_file(str(path)).slots(4, 4, 30 + 12)
+    assert len({*slots}) > 1
+    each = tuple(zip(*slots))
+    prompts = model.clear_cut_prompts([30, 11], 12, [(*each, name)])
+    policy = Policy(gpu_batch_size=1, num_gpu_batches=2, percent=percent)
+    with LLM(str(model.folder), policy, budget, device="cpu", dtype="float32", progress=False) as llm:
+        found = llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+        assert llm.report["kv_budget"]["layers"] == [h + r for h, r in slots]
+    expected = model.references(prompts, 12, *each, name)
+    assert [o.outputs[0].token_ids for o in found] == [trace.tokens for trace in expected]
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"budgets": [0.2, 0.1], "losses": [[1, 0]]}', '{"budgets": [0.1], "losses": [[1]]}']
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, text):
+    path = tmp_path / "layers.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="kv_rule"):
+        check_rule(f"h2o:layers={path}")
+
+
+def test_calibrate_writes_what_generate_takes(tiny, tmp_path):
+    model, text, path = tiny(), tmp_path / "text.txt", tmp_path / "layers.json"
+    text.write_text("to be or not to be, that is the question. " * 200)
+    from h2o_flexgen import calibrate
+
+    options = [str(text), "--model", str(model.folder), "--windows", "2", "--window", "128", "--output", str(path)]
+    assert calibrate.main(options) == 0
+    known = LayerLosses.from_file(str(path))
+    assert len(known.losses) == model.oracle.layers and min(map(min, known.losses)) > -1e-6
