@@ -41,7 +41,7 @@ EVERY, QUERIES = 16, 15
 #: variants that go through a layer at once
 VARIANTS = 16
 #: tokens of the shortest text
-LEAST = 128
+LEAST = 64
 
 
 def check(length: int) -> None:

@@ -75,7 +75,7 @@ def test_calibrate_writes_what_generate_takes(texts, tmp_path):
     text.write_text("to be or not to be, that is the question. " * 200)
     from h2o_flexgen import calibrate
 
-    options = [str(text), "--model", str(texts), "--windows", "1", "--window", "128", "--output", str(path)]
+    options = [str(text), "--model", str(texts), "--windows", "1", "--window", "64", "--output", str(path)]
     assert calibrate.main(options) == 0
     known = LayerLosses.from_file(str(path))
     assert known.losses and min(map(min, known.losses)) > -1e-6
