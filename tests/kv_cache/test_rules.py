@@ -160,7 +160,7 @@ def test_a_label_names_the_options_that_are_not_defaults(text, label):
         ("h2o:first=1.5", "cannot take the option 'first=1.5'"),
         ("h2o:heavy=3", "cannot take the option 'heavy=3'"),
         ("h2o:first=-1", "first and last must be 0 or more"),
-        ("decayed:decay=x", "known: first=0, last=0, decay=0.95"),
+        ("decayed:decay=x", "known: first=0, last=0, layers=, decay=0.95"),
         ("decayed:decay=0", "decay must lie in (0, 1]"),
         ("decayed:decay=1.01", "decay must lie in (0, 1]"),
         ("decayed:decay=nan", "decay must lie in (0, 1]"),
@@ -185,7 +185,7 @@ def test_the_same_on_the_command_line(refused, model):
     def said(rule, *budget):
         return refused("--model", model, *SHORT, *budget, "--kv-rule", rule)
 
-    assert "unknown --kv-rule 'best'; known: h2o, mean" in said("best", "--hh-ratio", 0.2)
+    assert "unknown --kv-rule 'best'; known: h2o, smoothed" in said("best", "--hh-ratio", 0.2)
     assert "--kv-rule mean: cannot take the option 'decay=1'" in said("mean:decay=1", "--hh-ratio", 0.2)
     assert "--kv-rule decayed:decay=2.0: decay must lie in (0, 1]" in said("decayed:decay=2", "--hh-size", 4)
     assert "--kv-rule vatp protects 20 + 0 tokens, but the KV budget has only 4 slots" in said("vatp", "--hh-size", 4)
