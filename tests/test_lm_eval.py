@@ -293,7 +293,7 @@ BAD = [
     (dict(hh_ratio=20), "for 20 % give 0.2"),
     (dict(hh_size=True), "`hh_size` must be a number"),
     (dict(kv_rule="mean"), "`kv_rule` says which tokens a KV budget keeps"),
-    (dict(kv_rule="meen", hh_size=4), "unknown `kv_rule` 'meen'; known: h2o, mean"),
+    (dict(kv_rule="meen", hh_size=4), "unknown `kv_rule` 'meen'; known: h2o, smoothed"),
     (dict(gpu_mem=0), "`gpu_mem` must be more than 0 GiB, not 0"),
     (dict(max_length=161), "`max_length` must be a whole number up to 160, which"),
     (dict(max_length=0), "`max_length` must be a whole number"),
