@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.evaluation.passages import BUILTIN
     from h2o_flexgen.jobs.input import builtin_text
     from h2o_flexgen.kv_cache import check_rule
+    from h2o_flexgen.kv_cache.layers import LayerLosses
 
     check_rule(args.kv_rule)
     calibration.check(args.window)
@@ -75,14 +76,12 @@ def run(args: argparse.Namespace) -> None:
         "losses": losses,
     }
     write_text("--output", args.output, to_json(rounded(result, 3)) + "\n")
-    cli.say(describe(args, args.window // 5))
+    cli.say(describe(args, LayerLosses(calibration.GRID, losses), args.window // 5))
 
 
-def describe(args: argparse.Namespace, mean: int) -> str:
+def describe(args: argparse.Namespace, losses, mean: int) -> str:
     """What comes of it, for people: the slots of each layer, `mean` on average."""
-    from h2o_flexgen.kv_cache.layers import LayerLosses
-
-    slots = LayerLosses.from_file(args.output).slots(mean - mean // 2, mean // 2, args.window)
+    slots = losses.slots(mean - mean // 2, mean // 2, args.window)
     each = " ".join(str(heavy + recent) for heavy, recent in slots)
     use = f"--hh-ratio 0.2 --kv-rule {args.kv_rule}:layers={args.output}"
     return f"with {mean} slots on average, the layers would have\n{each}\nuse it     {use}"

@@ -19,7 +19,7 @@ Shapes: B texts of N tokens, H query heads, KV heads, D elements of a head, Q qu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from h2o_flexgen.progress import bar
 GRID = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 #: parts of the text that serve as its prompt
 PROMPTS = (0.5, 0.75)
-#: behind a prompt every so manieth token is a query, and so many are
+#: distance of the queries behind a prompt, and their number
 EVERY, QUERIES = 16, 15
 #: variants that go through a layer at once
 VARIANTS = 16
@@ -61,16 +61,12 @@ class Probe:
 
     model: ResidentModel
     prompt: int
-    length: int
     rules: list[BudgetRule]
-    hidden: Tensor = field(init=False)
+    hidden: Tensor  # at first (B, N, E) of all tokens, behind the embedding
 
     def __post_init__(self):
-        self.at = torch.arange(self.prompt, min(self.length, self.prompt + EVERY * QUERIES), EVERY)
-
-    def begin(self, hidden: Tensor) -> None:
-        """With all hidden states (B, N, E) behind the embedding."""
-        self.hidden = hidden[None, :, self.at]
+        self.at = torch.arange(self.prompt, min(self.hidden.shape[1], self.prompt + EVERY * QUERIES), EVERY)
+        self.hidden = self.hidden[None, :, self.at]
 
     def step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Take all variants, and one more for each rule, through a layer; q (B, H, N, D), k and v (B, KV, N, D) of all
@@ -78,10 +74,12 @@ class Probe:
         end = int(self.at[-1]) + 1
         k, v = k[:, :, :end], v[:, :, :end]
         before = torch.arange(end, device=k.device) < self.at.to(k.device)[:, None]  # (Q, N)
-        seen = [self._seen(rule, before, kept) for rule, kept in zip(self.rules, self._kept(q, k, v))]
         full = before.expand(*k.shape[:2], *before.shape)
         parts = [self._block(layer, part, Behind(k, v, full)) for part in self.hidden.split(VARIANTS)]
-        parts += [self._block(layer, self.hidden[:1], Behind(k, v, mask)) for mask in seen]
+        for kept in self._kept(q, k, v):
+            seen = full.clone()
+            seen[..., : self.prompt] &= kept[:, :, None]
+            parts.append(self._block(layer, self.hidden[:1], Behind(k, v, seen)))
         self.hidden = torch.cat(parts)
 
     def _kept(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -96,12 +94,6 @@ class Probe:
             kept = torch.zeros(score.shape, dtype=torch.bool, device=k.device)
             found.append(kept.scatter_(2, rule.chosen(tokens, min(rule.slots, self.prompt)).long(), True))
         return found
-
-    def _seen(self, rule: BudgetRule, before: Tensor, kept: Tensor) -> Tensor:
-        """(B, KV, Q, N) bool."""
-        seen = before.repeat(*kept.shape[:2], 1, 1)
-        seen[..., : self.prompt] &= kept[:, :, None]
-        return seen
 
     def _block(self, layer: int, hidden: Tensor, attend: Attend) -> Tensor:
         """Hidden states (V, B, Q, E) behind a layer."""
@@ -158,11 +150,9 @@ def measure(model: ResidentModel, ids: Tensor, rule: str, progress: bool = True)
     N, spec = ids.shape[1], model.spec
     slots = [int(part * N) for part in GRID]
     rules = [replace(make_rule(rule, n - n // 2, n // 2), groups=spec.groups) for n in slots]
-    probes = [Probe(model, int(part * N), N, rules) for part in PROMPTS]
     positions = torch.arange(N).expand(ids.shape)
     hidden = model.embed(ids, positions)
-    for probe in probes:
-        probe.begin(hidden)
+    probes = [Probe(model, int(part * N), rules, hidden) for part in PROMPTS]
     for layer in bar(range(spec.layers), "calibrating", unit="layers", show=progress):
         attention = Watched()
         following = model.block(layer, hidden, positions, attention)

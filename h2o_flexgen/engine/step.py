@@ -230,8 +230,8 @@ class BlockRun:
         """Attention of one batch. Its KV block is stored again, or about to be, when this returns."""
         i, j, k = step
         interrupts.check()
-        batch, before, after = self.batches[k], *(self.prefetch.held(j, k, n) for n in (i, i + 1))
-        cache = self.caches.get(j - 1, k, before)
+        batch, after = self.batches[k], self.prefetch.held(j, k, i + 1)
+        cache = self.caches.get(j - 1, k, self.prefetch.held(j, k, i))
         # with attention on the CPU the cache stays in RAM, and the query goes to it
         q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
         with cache.rows(batch.rows) as few:

@@ -40,12 +40,7 @@ class Stores:
 
     def layouts(self, batches: list[tuple[int, int]]) -> dict[Key, KVLayout]:
         """The KV blocks of batches, (sequences, tokens of the longest prompt) of each."""
-        spec, dtype, gen_len = self.model.spec, self.model.dtype, self.job.workload.gen_len
-        return {
-            (layer, k): rule.layout(spec, dtype, *batch, gen_len)
-            for layer, rule in enumerate(self.rules)
-            for k, batch in enumerate(batches)
-        }
+        return self.job.rule.layouts(self.model.spec, self.model.dtype, batches, self.job.workload.gen_len)
 
     def clear_caches(self) -> None:
         """Begin with caches that hold nothing, for streams."""

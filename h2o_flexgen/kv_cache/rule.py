@@ -6,6 +6,7 @@ head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
@@ -67,6 +68,14 @@ class CacheRule:
         """The KV block of a layer for a batch of so many sequences."""
         segments = self.segments(prompt_len, gen_len)
         return KVLayout(batch, spec.kv_heads, segments, spec.head_dim, dtype, self.slot_fields, self.growth)
+
+    def layouts(
+        self, spec: ModelSpec, dtype: torch.dtype, batches: Sequence[tuple[int, int]], gen_len: int
+    ) -> dict[tuple[int, int], KVLayout]:
+        """The KV blocks of every (layer, batch); of each batch the sequences, and the tokens of the longest prompt."""
+        rules = [self.in_layer(layer) for layer in range(spec.layers)]
+        made = {rule: [rule.layout(spec, dtype, *batch, gen_len) for batch in batches] for rule in dict.fromkeys(rules)}
+        return {(layer, k): layout for layer, rule in enumerate(rules) for k, layout in enumerate(made[rule])}
 
     @property
     def slot_fields(self) -> tuple[tuple[str, torch.dtype], ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from h2o_flexgen.kv_cache.rule import FixedRule, Tokens
+from h2o_flexgen.kv_cache.rule import Tokens
+from h2o_flexgen.kv_cache.value_norm import ValueNormCache
 
 
 @dataclass(frozen=True)
-class SmoothedCache(FixedRule):
+class SmoothedCache(ValueNormCache):
     """H2O with a smoothed mean instead of the sum, times the value's norm: our own.
 
     A sum of attention favours old tokens. A mean favours new ones, whose few observations are mostly their own, which
@@ -24,10 +24,10 @@ class SmoothedCache(FixedRule):
         queries: how many observations the average counts for.
     """
 
+    first: int = 0
     queries: int = 16
 
     name = "smoothed"
-    metadata = (*FixedRule.metadata, ("value_norm", torch.float32))
 
     def __post_init__(self):
         super().__post_init__()
@@ -36,9 +36,6 @@ class SmoothedCache(FixedRule):
     @property
     def recent_window(self) -> int:
         return min(self.recent, -(-self.slots // 4)) if self.heavy else self.recent
-
-    def remember(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        return {"value_norm": v.abs().float().sum(-1)}
 
     def rank(self, tokens: Tokens) -> Tensor:
         observations = self.queries + tokens.newest + 1 - tokens.position

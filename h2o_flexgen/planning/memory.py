@@ -149,18 +149,16 @@ class Shapes(ModelData):
     rule: CacheRule
     workload: Workload
 
-    def _layout(self, rule: CacheRule, batch: int) -> KVLayout:
-        return rule.layout(self.spec, getattr(torch, self.dtype), batch, self.workload.longest, self.workload.gen_len)
-
     def layouts(self, batches: list[int]) -> dict[tuple[int, int], KVLayout]:
         """The cache of every (layer, batch), for batches of these sizes."""
-        rules = [self.rule.in_layer(layer) for layer in range(self.spec.layers)]
-        return {(j, k): self._layout(rule, n) for j, rule in enumerate(rules) for k, n in enumerate(batches)}
+        longest, gen_len = self.workload.longest, self.workload.gen_len
+        return self.rule.layouts(self.spec, getattr(torch, self.dtype), [(n, longest) for n in batches], gen_len)
 
     @cached_property
     def kv(self) -> KVLayout:
         """The cache of one sequence in the average layer."""
-        return self._layout(self.rule, 1)
+        longest, gen_len = self.workload.longest, self.workload.gen_len
+        return self.rule.layout(self.spec, getattr(torch, self.dtype), 1, longest, gen_len)
 
     @cached_property
     def most_slots(self) -> int:
