@@ -90,6 +90,8 @@ def add_machine_options(add) -> None:
     add("--dtype", default="auto", help="auto (CUDA: fp16 or bf16; CPU: the fastest), float16, bfloat16, float32")
     compressed = "quantise the weights, once, into a copy under the user's cache folder"
     add("--compress-weight", choices=("int8", "int4"), help=compressed)
+    quantised = "keep K and V of each token in 8 bits, or K in 8 and V in 4"
+    add("--compress-cache", choices=("int8", "int4"), help=quantised)
     add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
     add("--gpu-mem", type=gibibytes, metavar="GIB", help="use at most this much device memory (RAM without CUDA)")
     add("--cpu-mem", type=gibibytes, metavar="GIB", help="use at most this much RAM for the cpu tier, with CUDA")
@@ -236,15 +238,25 @@ def check_not_written(args: argparse.Namespace, reads: Iterable[str], writes: tu
 # output
 
 
-def describe_job(model: str, dtype: str, machine: str, workload: dict, policy: Policy, kv_budget: dict | None) -> str:
+def describe_job(
+    model: str,
+    dtype: str,
+    machine: str,
+    workload: dict,
+    policy: Policy,
+    kv_budget: dict | None,
+    compress_cache: str | None = None,
+) -> str:
     """What a job is, for people.
 
     Args:
         workload: num_prompts, prompt_len and gen_len.
         kv_budget: slots, "heavy" and "recent", and "rule"; None for a full cache.
+        compress_cache: int8, int4 or None.
     """
     prompts = f"{workload['num_prompts']} prompts of up to {workload['prompt_len']} tokens"
     percent = " ".join(f"{x:g}" for x in policy.percent)
+    cache = describe_budget(kv_budget) + (f", in {compress_cache}" if compress_cache else "")
     switches = f"overlap {'on' if policy.overlap else 'off'}"
     if policy.cpu_cache_compute:
         switches += ", attention on the CPU"
@@ -252,7 +264,7 @@ def describe_job(model: str, dtype: str, machine: str, workload: dict, policy: P
         f"model      {model}, {dtype} on {machine}\n"
         f"workload   {prompts}, {workload['gen_len']} tokens each\n"
         f"policy     {policy.gpu_batch_size} x {policy.num_gpu_batches}, percent {percent}, {switches}\n"
-        f"KV cache   {describe_budget(kv_budget)}"
+        f"KV cache   {cache}"
     )
 
 

@@ -18,7 +18,8 @@ from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.policy import Policy, gib
 
 #: options that LLM takes as they are
-PASSED = "model device dtype compress_weight path offload_dir gpu_mem cpu_mem disk_mem hardware max_latency".split()
+PASSED = "model device dtype compress_weight compress_cache path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
+PASSED.append("max_latency")
 #: options of a search, and of the policy that --percent makes
 SEARCHED = "gpu_batch_size num_gpu_batches overlap cpu_cache_compute".split()
 
@@ -63,7 +64,8 @@ def describe(report: dict) -> str:
     """The report for people."""
     policy, predicted = Policy(**report["policy"]), report.get("predicted")
     model, dtype, device = report["model"], report["dtype"], report["device"]
-    lines = [cli.describe_job(model, dtype, device, report["workload"], policy, report["kv_budget"])]
+    cache = (report["kv_budget"], report.get("compress_cache"))
+    lines = [cli.describe_job(model, dtype, device, report["workload"], policy, *cache)]
     for name in ("prefill", "decode"):
         forecast = f" (predicted {predicted[f'{name}_seconds']:.2f} s)" if predicted else ""
         phase = report[name]

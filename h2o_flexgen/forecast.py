@@ -113,7 +113,6 @@ def sizes(model: ModelData, stored: str) -> dict:
 
 
 def kv_bytes(model: ModelData, workload: Workload, rule: CacheRule) -> dict[str, int]:
-    """Bytes of a sequence's KV cache in all layers at its end: full, and by the rule of the job."""
-
-    full = rule_for(None, workload, model.spec)
-    return {name: model.shapes(each, workload).kv_bytes for name, each in (("full", full), ("job", rule))}
+    """Bytes of a sequence's KV cache in all layers at its end: full and as floats, and as the job has it."""
+    full = replace(model, compress_cache=None).shapes(rule_for(None, workload, model.spec), workload)
+    return {"full": full.kv_bytes, "job": model.shapes(rule, workload).kv_bytes}

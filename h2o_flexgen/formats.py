@@ -28,6 +28,8 @@ Shape = tuple[int, ...]
 
 #: elements that are decoded at once: by threads, and where that takes buffers of several times their size
 PART, BUFFERED_PART = 1 << 24, 1 << 22
+#: elements of a cache that are encoded at once: what stays in a CPU's cache
+ENCODED_PART = 1 << 16
 #: elements that are not worth a second thread
 SMALL = 1 << 18
 #: of codes in int8: -127 to 127
@@ -95,6 +97,16 @@ class Format:
     def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
         """Write the tensor in a buffer into `out`, of any float type, on the same device."""
         self.view(buffer, shape).decode(out)
+
+    # vectors of a cache
+
+    def stored(self, x: Tensor) -> Tensor:
+        """Floats x (..., D) as a cache stores them: (..., W) of `dtype`, each vector by itself."""
+        return x
+
+    def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """What `stored` stands for: (..., D)."""
+        return stored.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -190,10 +202,15 @@ class Blocks(Format):
         return Codes(codes if self.bits == 4 else codes.view(torch.int8), scale, minimum, self._head, self._block)
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
-        """Of 4 bits with a minimum only; the others come from files."""
+        """Of 4 bits with a minimum, and of 8 bits without; the others come from files."""
         raw = buffer[: self.nbytes(tensor.shape)].view(len(tensor), -1, self._block)
         x = tensor.float().view(len(tensor), -1, self.group)
         least, most = x.aminmax(dim=-1, keepdim=True)
+        if not self.has_minimum:
+            scale = (torch.maximum(most, -least) / MOST).half()
+            raw[..., :2].view(torch.float16).copy_(scale)
+            raw[..., 2:].view(torch.int8).copy_(x.div(scale.float()).nan_to_num_(0.0).round_().clamp_(-MOST, MOST))
+            return
         scale, least = ((most - least) / 15).half(), least.half()
         raw[..., :2].view(torch.float16).copy_(scale)
         raw[..., 2:4].view(torch.float16).copy_(least)
@@ -201,15 +218,72 @@ class Blocks(Format):
         low, high = q.split(self.group // 2, dim=-1)
         raw[..., 4:].copy_(low | (high << 4))
 
+    def stored(self, x: Tensor) -> Tensor:
+        vectors = x.reshape(-1, x.shape[-1])
+        found = torch.empty(len(vectors), *self.row_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
+        step = max(1, ENCODED_PART // x.shape[-1])
+        for few, target in zip(vectors.split(step), found.split(step)):
+            self.encode(few, target.view(-1))
+        return found.view(*x.shape[:-1], -1)
+
+    def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        width = stored.shape[-1] // self._block * self.group
+        out = torch.empty(*stored.shape[:-1], width, dtype=dtype, device=stored.device)
+        rows = out.numel() // width
+        Quantised(self, stored.reshape(-1), (rows, width)).decode(out.view(rows, width))
+        return out
+
+
+class KVFormat(NamedTuple):
+    """Of K and of V in a cache."""
+
+    k: Format
+    v: Format
+
+    @classmethod
+    def dense(cls, dtype: torch.dtype) -> KVFormat:
+        """Floats."""
+        return cls(Dense(dtype), Dense(dtype))
+
+    @property
+    def is_dense(self) -> bool:
+        return isinstance(self.k, Dense)
+
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, as `Format.stored`."""
+        return self.k.stored(k), self.v.stored(v)
+
 
 def Int4(group: int) -> Blocks:  # noqa: N802  a format, as the others
     """Codes of 4 bits with scale and minimum for each group of 64 or 32 inputs: 4.5 or 5 bits an element."""
     return Blocks("int4", 4, group, True)
 
 
+def cache_format(kind: str | None, dtype: torch.dtype, head_dim: int) -> KVFormat:
+    """Of a cache under `compress_cache`, for a job that computes in `dtype`. A vector of K or V, one token's in one
+    head, has one scale, in fp16, and of 4 bits one minimum. K is in 8 bits in both: a model bears 4 bits in V, and not
+    in K (docs/formats.md).
+
+    Raises:
+        UserError: another kind, or a head size that leaves odd bytes, where fp16 would not be aligned.
+    """
+    if kind is None:
+        return KVFormat.dense(dtype)
+    if kind not in COMPRESSED:
+        raise UserError(f"`compress_cache` is one of {', '.join(COMPRESSED)}, not {kind!r}")
+    step = 16 // int(kind.removeprefix("int"))
+    if head_dim % step:
+        other = " or int8" if kind == "int4" and head_dim % 2 == 0 else ""
+        raise UserError(
+            f"`compress_cache` {kind} is for head sizes that {step} divides, not {head_dim}: leave it out{other}"
+        )
+    eight = Blocks("int8", 8, head_dim, False)
+    return KVFormat(eight, eight if kind == "int8" else Int4(head_dim))
+
+
 #: by GGUF's names
 GGUF = {f.name: f for f in (Blocks("Q8_0", 8, 32, False), Blocks("Q4_0", 4, 32, False), Blocks("Q4_1", 4, 32, True))}
-#: what `compress_weight` may be
+#: what `compress_weight` and `compress_cache` may be
 COMPRESSED = ("int8", "int4")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import cache_format
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.offload.device import Device
@@ -50,6 +52,8 @@ class LLM:
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
         compress_weight: "int8" or "int4": matrices are quantised, once, into a copy in the cache folder
             (`formats.compressed`); None: they are as the checkpoint has them.
+        compress_cache: "int8" or "int4": what is cached of K and V is quantised, a token at a time
+            (`formats.cache_format`); None: it is in the type of the computation.
         offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
@@ -78,6 +82,7 @@ class LLM:
         *,
         path: str | None = None,
         compress_weight: str | None = None,
+        compress_cache: str | None = None,
         offload_dir: str | Path | None = None,
         gpu_mem: int | None = None,
         cpu_mem: int | None = None,
@@ -96,7 +101,7 @@ class LLM:
         self.device = Device(device)
         if dtype != "auto":
             self.device.dtype(dtype)  # raises for one that is not known
-        self.policy, self.kv_budget = given_policy(policy, kv_budget)
+        self.policy, self.kv_budget, compress_cache = given_policy(policy, kv_budget, compress_cache)
         searched = dict(gpu_batch_size=gpu_batch_size, num_gpu_batches=num_gpu_batches, overlap=overlap)
         searched |= dict(cpu_cache_compute=cpu_cache_compute, max_latency=max_latency)
         given = [f"`{name}`" for name, value in searched.items() if value is not None]
@@ -145,6 +150,7 @@ class LLM:
             lambda: load_or_measure(self.device, self.dtype, self.offload_root, progress),
             progress,
         )
+        self.compress_cache = compress_cache
 
     def __enter__(self) -> LLM:
         return self
@@ -162,6 +168,16 @@ class LLM:
         return Resources.capped(
             runner.available(), self.caps, device.is_cuda, runner.baseline(), device.workspace_bytes
         )
+
+    @property
+    def compress_cache(self) -> str | None:
+        """In which format the cache of the next job is. Raises UserError for one that the model cannot have."""
+        return self.planner.model.compress_cache
+
+    @compress_cache.setter
+    def compress_cache(self, kind: str | None) -> None:
+        cache_format(kind, self.dtype, self.spec.head_dim)
+        self.planner.model = replace(self.planner.model, compress_cache=kind)
 
     @property
     def position_rolling(self) -> bool:

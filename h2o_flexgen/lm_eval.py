@@ -42,6 +42,7 @@ class HarnessLM(TemplateLM):
         hh_ratio, recent_ratio: the KV budget as fractions of the longest context of a call.
         hh_size, recent_size: the KV budget in slots.
         kv_rule: which tokens have the slots.
+        compress_weight, compress_cache: as for `LLM`.
         gpu_mem, cpu_mem, disk_mem: GiB of a tier to use at most.
         max_length: tokens of a context and what follows; longer contexts lose their beginning. Default: the model's
             positions, or its sliding window.
@@ -69,6 +70,8 @@ class HarnessLM(TemplateLM):
         hh_size: int | None = None,
         recent_size: int | None = None,
         kv_rule: str | None = None,
+        compress_weight: str | None = None,
+        compress_cache: str | None = None,
         gpu_mem: float | None = None,
         cpu_mem: float | None = None,
         disk_mem: float | None = None,
@@ -100,6 +103,8 @@ class HarnessLM(TemplateLM):
             device,
             dtype,
             path=path,
+            compress_weight=compress_weight,
+            compress_cache=compress_cache,
             offload_dir=offload_dir,
             **{name: _bytes(name, gib) for name, gib in caps.items()},
         )

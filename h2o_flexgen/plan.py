@@ -106,7 +106,8 @@ def model_data(args: argparse.Namespace, found, profile):
     to_come = args.search and named_spec(args.model) is not None
     formats, copied = found.formats(args.compress_weight)
     is_new, stored = found.is_dummy or to_come, found.stored(profile.dtype)
-    return ModelData.of(found.spec, profile.dtype, stored, profile.device == "cuda", is_new, formats, copied)
+    cuda = profile.device == "cuda"
+    return ModelData.of(found.spec, profile.dtype, stored, cuda, is_new, formats, copied, args.compress_cache)
 
 
 def choose(args: argparse.Namespace, length: int, model, profile, policy, budget, losses):
@@ -144,6 +145,7 @@ def result_of(choice, sizes: dict, command: str) -> dict:
         "model": sizes,
         "policy": asdict(choice.policy),
         "kv_budget": rule.to_dict(),
+        **({"compress_cache": choice.compress_cache} if choice.compress_cache else {}),
         "predicted": {
             "prefill_seconds": p.prefill_seconds,
             "decode_seconds": p.decode_seconds,
@@ -171,11 +173,14 @@ def tell(name: str, choice, profile, workload: dict, result: dict) -> None:
     if choice.curve:
         cli.say(cli.describe_curve(choice.curve) + "\n")
     machine = profile.machine.get("gpu" if profile.device == "cuda" else "cpu", "the profile's machine")
-    job = cli.describe_job(name, profile.dtype, machine, workload, choice.policy, result["kv_budget"])
+    cache = (result["kv_budget"], choice.compress_cache)
+    job = cli.describe_job(name, profile.dtype, machine, workload, choice.policy, *cache)
     nbytes = result["model"]["kv_bytes_per_sequence"]
     each = f"each       {gib(nbytes['full'])} of KV cache for a sequence"
-    if result["kv_budget"] is not None:
-        each += f" if it were full, {gib(nbytes['job'])} with {result['kv_budget']['rule']}"
+    kept = [result["kv_budget"]["rule"]] if result["kv_budget"] else []
+    kept += [f"K and V in {choice.compress_cache}"] if choice.compress_cache else []
+    if kept:
+        each += f" if it were full, {gib(nbytes['job'])} with {' and '.join(kept)}"
     cli.say(f"{describe_sizes(result['model'])}\n{job}\n{each}\n{describe(choice)}\nrun it     {result['command']}")
 
 
@@ -202,7 +207,8 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
     options |= {**budget, "kv_rule": None if rule == DEFAULT_RULE else rule}
     options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
     options |= {"device": profile.device if args.device == "auto" else args.device, "dtype": profile.dtype}
-    options |= {"compress_weight": args.compress_weight, "offload_dir": args.offload_dir}
+    options |= {"compress_weight": args.compress_weight, "compress_cache": choice.compress_cache}
+    options |= {"offload_dir": args.offload_dir}
     for tier in TIERS:
         nbytes = getattr(args, f"{tier}_mem")
         options[f"{tier}_mem"] = None if nbytes is None else f"{nbytes / GIB:g}"

@@ -60,6 +60,7 @@ class Report:
     stall_seconds: dict[str, float]  # that compute waited for "weights" and "cache"
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
     compress_weight: str | None = None  # int8 or int4, if it was asked for
+    compress_cache: str | None = None
 
     @classmethod
     def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
@@ -94,11 +95,12 @@ class Report:
             },
             predicted=job.prediction and job.prediction.of_job(),
             compress_weight=model.compress_weight,
+            compress_cache=job.compress_cache,
         )
 
     def to_dict(self) -> dict:
-        """For JSON; "predicted" and "compress_weight" only where there is something to say."""
-        found, optional = asdict(self), ("predicted", "compress_weight")
+        """For JSON; some only where there is something to say."""
+        found, optional = asdict(self), ("predicted", "compress_weight", "compress_cache")
         return {name: value for name, value in found.items() if value is not None or name not in optional}
 
 

@@ -236,7 +236,7 @@ class BlockRun:
         q, key, v = (x.to(cache.k[0].device) for x in (q, key, v))
         with cache.rows(batch.rows) as few:
             context, slots = self.rules[j - 1].decode(few, q, key, v, batch.ends, i)
-        self.caches.store_step(j - 1, k, after, *cache.token_of_all(batch.rows, slots, key[:, :, 0], v[:, :, 0]))
+        self.caches.store_step(j - 1, k, after, cache, slots, batch.rows)
         self.prefetch.caches(step)  # a staging buffer is free now
         return context.to(self.device.torch_device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from h2o_flexgen.engine.batch import Batch
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.schedule import Step, ZigZag
+from h2o_flexgen.formats import cache_format
 from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.kv_store import Key, KVStore
@@ -40,7 +41,8 @@ class Stores:
 
     def layouts(self, batches: list[tuple[int, int]]) -> dict[Key, KVLayout]:
         """The KV blocks of batches, (sequences, tokens of the longest prompt) of each."""
-        return self.job.rule.layouts(self.model.spec, self.model.dtype, batches, self.job.workload.gen_len)
+        form = cache_format(self.job.compress_cache, self.model.dtype, self.model.spec.head_dim)
+        return self.job.rule.layouts(self.model.spec, form, batches, self.job.workload.gen_len)
 
     def clear_caches(self) -> None:
         """Begin with caches that hold nothing, for streams."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.linear import is_slow
 from h2o_flexgen.sizes import CHUNK_ELEMENTS, COPIED_ELEMENTS, QUERY_CHUNK
 
@@ -106,22 +107,29 @@ def _chunked(
 
 
 def cached_attention(
-    q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, rotate: Rotate | None = None
+    q: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    empty: Tensor | None,
+    rotate: Rotate | None = None,
+    form: KVFormat | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query per sequence and head over the slots of a cache.
 
     Args:
-        q: (B, H, 1, D); k, v: per segment (B, KV, S, D), contiguous.
+        q: (B, H, 1, D); k, v: per segment (B, KV, S, W), contiguous, as they are stored.
         empty: (B, KV, sum of S) or (B, 1, sum of S) bool, slots that hold no token; None if there are none.
         rotate: what the keys become before they are used, if they are cached unrotated.
+        form: in which vectors are stored; None: as floats of D elements.
 
     Returns:
         context (B, H, 1, D), and per KV head the attention that each slot receives from the heads of its group
         (B, KV, sum of S) in fp32.
     """
     # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
-    if rotate is not None or (q.device.type == "cpu" and q.dtype == torch.float16):
-        return _cached_attention_by_parts(q, k, v, empty, rotate)
+    form = form or KVFormat.dense(q.dtype)
+    if rotate is not None or not form.is_dense or (q.device.type == "cpu" and q.dtype == torch.float16):
+        return _cached_attention_by_parts(q, k, v, empty, rotate, form)
     B, H, _, D = q.shape
     KV = k[0].shape[1]
     q = q.reshape(B * KV, H // KV, D) * D**-0.5
@@ -139,21 +147,21 @@ def cached_attention(
 
 
 def _cached_attention_by_parts(
-    q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, rotate: Rotate | None
+    q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, rotate: Rotate | None, form: KVFormat
 ) -> tuple[Tensor, Tensor]:
     """The same with copies of what is cached, on a CPU in fp32: a few KV heads at a time, which stay in its caches."""
     B, H, _, D = q.shape
     KV, S = k[0].shape[1], sum(segment.shape[2] for segment in k)
     # every KV head as a sequence of its own
     queries = q.reshape(B * KV, H // KV, 1, D)
-    k, v = ([x.view(B * KV, 1, -1, D) for x in segments] for segments in (k, v))
+    k, v = ([x.view(B * KV, 1, -1, x.shape[-1]) for x in segments] for segments in (k, v))
     empty = None if empty is None else empty.expand(B, KV, S).reshape(B * KV, 1, S)
     few = max(1, COPIED_ELEMENTS[q.device.type] // (S * D))
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
     context, received = torch.empty_like(queries), torch.empty(B * KV, 1, S, dtype=torch.float32, device=q.device)
     for begin in range(0, B * KV, few):
         part = slice(begin, begin + few)
-        few_k, few_v = ([x[part].to(dtype) for x in segments] for segments in (k, v))
+        few_k, few_v = ([each.floats(x[part], dtype) for x in xs] for each, xs in zip(form, (k, v)))
         if rotate is not None:
             few_k = [rotate(x, part) for x in few_k]
         few_empty = None if empty is None else empty[part]

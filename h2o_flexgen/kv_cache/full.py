@@ -39,8 +39,7 @@ class FullCache(CacheRule):
 
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         T = k.shape[2]
-        cache.k[0][:, :, :T] = k
-        cache.v[0][:, :, :T] = v
+        cache.k[0][:, :, :T], cache.v[0][:, :, :T] = cache.form.stored(k, v)
         cache.v[0][:, :, T:] = 0  # masked, but 0 * NaN left by another prompt would spread
         return causal_attention(q, k, v)
 
@@ -57,5 +56,5 @@ class FullCache(CacheRule):
         cache.write(slots, k[:, :, 0], v[:, :, 0])
         last = at.to(k.device, non_blocking=True)[:, None]
         empty = (torch.arange(ends[used - 1], device=k.device) > last)[:, None]
-        context, _ = cached_attention(q, cache.k[:used], cache.v[:used], empty)
+        context, _ = cached_attention(q, cache.k[:used], cache.v[:used], empty, form=cache.form)
         return context, slots

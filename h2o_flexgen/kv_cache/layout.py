@@ -1,18 +1,21 @@
 """How the cache of one (layer, batch), a KV block, lies in memory, and its tensors.
 
-Shapes: B sequences, H KV heads, S slots of a segment, D head size.
+Shapes: B sequences, H KV heads, S slots of a segment, D head size. A vector, K or V of one token and head, is stored as
+W numbers: D floats, or the bytes of one that is quantised, of which K and V may have different ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from h2o_flexgen.formats import KVFormat
 
 
 @dataclass
@@ -20,9 +23,10 @@ class KVTensors:
     """The cache of one (layer, batch), on whatever device its bytes are. A matmul is fast only over a whole, contiguous
     tensor, hence a cache that grows does so by segments. Slots are numbered through all segments."""
 
-    k: list[Tensor]  # per segment (B, H, S, D)
+    k: list[Tensor]  # per segment (B, H, S, W)
     v: list[Tensor]
-    metadata: dict[str, Tensor] = field(default_factory=dict)  # (B, H, S) by name; only of caches with one segment
+    metadata: dict[str, Tensor]  # (B, H, S) by name; only of caches with one segment
+    form: KVFormat
 
     @property
     def score(self) -> Tensor:
@@ -35,32 +39,50 @@ class KVTensors:
         return self.metadata["position"]
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put one token per sequence and head, k and v (B, H, D), into slots (B, H). With several segments, the
+        """Put one token per sequence and head, k and v (B, H, D) floats, into slots (B, H). With several segments, the
         slots of a sequence are the same for all heads, and lie on the CPU."""
+        k, v = self.form.stored(k, v)
+        for at, rows, n in self._places(slots):
+            for segments, new in ((self.k, k), (self.v, v)):
+                W = new.shape[-1]
+                segments[n].view(-1, W).index_copy_(0, at, (new if rows is None else new[rows]).reshape(-1, W))
+
+    def token(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V as they are stored in slots (B, H), as for `write`: (B, H, W) each."""
+        found = []
+        for segments in (self.k, self.v):
+            B, H, _, W = segments[0].shape
+            token = segments[0].new_empty(B, H, W)
+            for at, rows, n in self._places(slots):
+                vectors = segments[n].view(-1, W).index_select(0, at).view(-1, H, W)
+                token = vectors if rows is None else token.index_copy_(0, rows, vectors)
+            found.append(token)
+        return tuple(found)
+
+    def joined(self, k: Tensor, v: Tensor, stored_k: Tensor, stored_v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """What is held here in one segment, and behind it new tokens: K and V as floats, and both as they are stored.
+        The new ones come as both, (B, H, T, D) and (B, H, T, W)."""
+        held = (self.k[0], self.v[0])
+        stored = [torch.cat(pair, 2) for pair in zip(held, (stored_k, stored_v))]
+        if self.form.is_dense:
+            return *stored, stored
+        floats = [form.floats(old, new.dtype) for form, old, new in zip(self.form, held, (k, v))]
+        return *(torch.cat(pair, 2) for pair in zip(floats, (k, v))), stored
+
+    def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:
+        """(places among the vectors of segment n, the sequences that these are of or None for all, n)."""
+        B, H = slots.shape
+        heads, device = torch.arange(B * H, device=self.k[0].device).view(B, H), self.k[0].device
         if len(self.k) == 1:
-            B, H, S, D = self.k[0].shape
-            at = torch.arange(B * H, device=slots.device) * S + slots.reshape(-1)
-            self.k[0].view(-1, D).index_copy_(0, at, k.reshape(-1, D))
-            self.v[0].view(-1, D).index_copy_(0, at, v.reshape(-1, D))
+            yield (heads * self.k[0].shape[2] + slots).view(-1), None, 0
             return
         column, begins = slots[:, 0], list(accumulate((x.shape[2] for x in self.k), initial=0))
         segments = torch.bucketize(column, torch.tensor(begins), right=True) - 1
         for n in segments.unique().tolist():
             rows = (segments == n).nonzero()[:, 0]
-            local = column[rows] - begins[n]
-            rows, local = (x.to(k.device, non_blocking=True) for x in (rows, local))
-            self.k[n][rows, :, local] = k[rows]
-            self.v[n][rows, :, local] = v[rows]
-
-    def token_of_all(self, rows: list[int], slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For the sequences `rows` the token that they have been given, its slots (rows, H), k and v (rows, H, D); for
-        the others one that stays as it is. (B, H), (B, H, D) and (B, H, D)."""
-        shape = self.k[0].shape
-        if len(rows) == shape[0]:
-            return slots, k, v
-        at = torch.tensor(rows, device=slots.device)
-        k, v = (x[0][:, :, 0].index_copy(0, at, new) for x, new in ((self.k, k), (self.v, v)))
-        return slots.new_zeros(shape[:2]).index_copy_(0, at, slots), k, v
+            local = (column[rows] - begins[n]).to(device, non_blocking=True)
+            rows = rows.to(device, non_blocking=True)
+            yield (heads[rows] * self.k[n].shape[2] + local[:, None]).view(-1), rows, n
 
     @contextmanager
     def rows(self, rows: list[int]) -> Iterator[KVTensors]:
@@ -75,7 +97,8 @@ class KVTensors:
             index = torch.tensor(rows, device=whole[0].device)
             parts = [x.index_select(0, index) for x in whole]
         count = len(self.k)
-        yield KVTensors(parts[:count], parts[count : 2 * count], dict(zip(self.metadata, parts[2 * count :])))
+        metadata = dict(zip(self.metadata, parts[2 * count :]))
+        yield KVTensors(parts[:count], parts[count : 2 * count], metadata, self.form)
         if index is not None:
             for x, part in zip(whole, parts):
                 x.index_copy_(0, index, part)
@@ -90,7 +113,7 @@ class KVLayout:
     heads: int
     segments: tuple[int, ...]
     head_dim: int
-    dtype: torch.dtype
+    form: KVFormat
     metadata: tuple[tuple[str, torch.dtype], ...] = ()  # as the rule has it, like `growth`
     growth: str = "append"
 
@@ -99,9 +122,14 @@ class KVLayout:
         return sum(self.segments)
 
     @property
+    def vector_bytes(self) -> tuple[int, int]:
+        """Of K and V of one token and head."""
+        return tuple(form.nbytes((self.head_dim,)) for form in self.form)
+
+    @property
     def row_bytes(self) -> int:
         """K and V of one token for the whole batch: what a decode step adds."""
-        return 2 * self.batch * self.heads * self.head_dim * self.dtype.itemsize
+        return self.batch * self.heads * sum(self.vector_bytes)
 
     @property
     def kv_bytes(self) -> int:
@@ -124,30 +152,38 @@ class KVLayout:
         """Bytes of the segments before that of a slot."""
         return self.row_bytes * max(end for end in (0, *self.ends[:-1]) if end <= slot)
 
-    def vectors(self, kv: np.ndarray) -> np.ndarray:
-        """Bytes of a cache, or of tokens k and v (..., 2, B, H, D), as one array of their vectors of D elements."""
-        return kv.view(np.dtype((np.void, self.head_dim * self.dtype.itemsize)))
-
-    def places(self, slots: np.ndarray) -> np.ndarray:
-        """Where a token's k and v (2, B, H, D) lie among the `vectors` of a cache if it is in slots (..., B, H):
-        (..., 2 B H)."""
+    def put(self, kv: np.ndarray, rows: np.ndarray, slots: np.ndarray) -> None:
+        """Put tokens, rows (n, row_bytes) of K and then V of all sequences and heads, into slots (n, B, H) of a cache's
+        bytes `kv`; of several for one slot the last one stays."""
         ends = np.cumsum(self.segments)
         segment = np.searchsorted(ends, slots, side="right")
         size = np.array(self.segments)[segment]
-        begin = ends[segment] - size
-        count = self.batch * self.heads
-        k = (2 * count - 1) * begin + slots + np.arange(count).reshape(self.batch, self.heads) * size
-        v = k + count * size
-        return np.stack((k, v), axis=-3).reshape(*slots.shape[:-2], -1)
+        begin, count = ends[segment] - size, self.batch * self.heads
+        place = np.arange(count).reshape(self.batch, self.heads) * size + slots - begin  # in its segment's K or V
+        before, read = begin * self.row_bytes, 0
+        for nbytes in self.vector_bytes:
+            vector = np.dtype((np.void, nbytes))
+            anywhere = np.ndarray(len(kv) - nbytes + 1, vector, kv, 0, (1,))  # what begins at each byte
+            anywhere[(before + place * nbytes).reshape(-1)] = (
+                np.ascontiguousarray(rows[:, read : read + count * nbytes]).view(vector).reshape(-1)
+            )
+            before, read = before + count * size * nbytes, read + count * nbytes
 
     def view(self, kv: Tensor, meta: Tensor | None = None) -> KVTensors:
         """Buffers of bytes, at least `kv_bytes` and `meta_bytes` long, seen as a cache."""
-        parts = kv[: self.kv_bytes].split([self.row_bytes * slots for slots in self.segments])
-        shapes = [(2, self.batch, self.heads, slots, self.head_dim) for slots in self.segments]
-        ks, vs = zip(*(part.view(self.dtype).view(shape) for part, shape in zip(parts, shapes)))
+        count = self.batch * self.heads
+        sizes = [count * slots * nbytes for slots in self.segments for nbytes in self.vector_bytes]
+        parts = kv[: self.kv_bytes].split(sizes)
+        ks, vs = (
+            [
+                part.view(form.dtype).view(self.batch, self.heads, slots, nbytes // form.dtype.itemsize)
+                for part, slots in zip(parts[n::2], self.segments)
+            ]
+            for n, (form, nbytes) in enumerate(zip(self.form, self.vector_bytes))
+        )
         found, begin = {}, 0
         for name, dtype in self.metadata:
             end = begin + self.batch * self.heads * self.slots * dtype.itemsize
             found[name] = meta[begin:end].view(dtype).view(self.batch, self.heads, self.slots)
             begin = end
-        return KVTensors(list(ks), list(vs), found)
+        return KVTensors(ks, vs, found, self.form)

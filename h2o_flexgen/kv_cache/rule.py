@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.attention import cached_attention, causal_attention_with_scores
 from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
 from h2o_flexgen.models.rope import rotate_to
@@ -64,17 +65,17 @@ class CacheRule:
         """Slots in use before a decode step, for prompts of up to `prompt_len`, if the cache grows."""
         return prompt_len + step - 1
 
-    def layout(self, spec: ModelSpec, dtype: torch.dtype, batch: int, prompt_len: int, gen_len: int) -> KVLayout:
-        """The KV block of a layer for a batch of so many sequences."""
+    def layout(self, spec: ModelSpec, form: KVFormat, batch: int, prompt_len: int, gen_len: int) -> KVLayout:
+        """The KV block of a layer for a batch of so many sequences, with vectors in a format."""
         segments = self.segments(prompt_len, gen_len)
-        return KVLayout(batch, spec.kv_heads, segments, spec.head_dim, dtype, self.slot_fields, self.growth)
+        return KVLayout(batch, spec.kv_heads, segments, spec.head_dim, form, self.slot_fields, self.growth)
 
     def layouts(
-        self, spec: ModelSpec, dtype: torch.dtype, batches: Sequence[tuple[int, int]], gen_len: int
+        self, spec: ModelSpec, form: KVFormat, batches: Sequence[tuple[int, int]], gen_len: int
     ) -> dict[tuple[int, int], KVLayout]:
         """The KV blocks of every (layer, batch); of each batch the sequences, and the tokens of the longest prompt."""
         rules = [self.in_layer(layer) for layer in range(spec.layers)]
-        made = {rule: [rule.layout(spec, dtype, *batch, gen_len) for batch in batches] for rule in dict.fromkeys(rules)}
+        made = {rule: [rule.layout(spec, form, *batch, gen_len) for batch in batches] for rule in dict.fromkeys(rules)}
         return {(layer, k): layout for layer, rule in enumerate(rules) for k, layout in enumerate(made[rule])}
 
     @property
@@ -83,7 +84,7 @@ class CacheRule:
         return self.metadata + ((("rank", torch.int32),) if self.rope else ())
 
     def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        """Causal attention over the prompts, and fill the cache with what is kept of them.
+        """Causal attention over the prompts as they are, and fill the cache with what is kept of them, in its format.
 
         q (B, H, T, D), k and v (B, KV, T, D), lengths (B,) int64 on the CPU: sequence b has lengths[b] tokens, what
         follows is padding. Returns the context (B, H, T, D), of padding nothing of use.
@@ -93,7 +94,7 @@ class CacheRule:
     def decode(
         self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
-        """Attention of one new token per sequence, and put it in the cache.
+        """Put one new token per sequence in the cache, and then let it attend to what the cache holds.
 
         q (B, H, 1, D), k and v (B, KV, 1, D), lengths (B,) int64 of the prompts, on the CPU. `step` is 1 for the first
         decode step; the new token's position is lengths + step - 1. Returns the context (B, H, 1, D), and the slots
@@ -255,10 +256,10 @@ class BudgetRule(CacheRule):
         position = torch.where(position <= newest[:, None], position, -1)[:, None]
         new = {"position": position.to(k.device, torch.int32).expand(k.shape[:3]), **self.remember(k, v)}
         held, newest = _column(held, k.device), _column(newest, k.device)
-        empty = None
+        empty, stored = None, cache.form.stored(k, v)
         if before:
             old = self._held(cache, past, before)
-            k, v = torch.cat([old.k[0], k], 2), torch.cat([old.v[0], v], 2)
+            k, v, stored = old.joined(k, v, *stored)
             new = {name: torch.cat([old.metadata[name], values], 2) for name, values in new.items()}
             empty = torch.arange(before, device=k.device) >= held[:, 0] if is_ragged else None
         rotated = self._rolled(q, k, held, before) if self.rope else (q, k)
@@ -266,7 +267,7 @@ class BudgetRule(CacheRule):
         if before:
             count = _column(lengths, k.device)
             score[:, :, :before] = self.prompt_step_scores(old.score, score[:, :, :before], count)
-        self._keep(cache, k, v, Tokens({"score": score, **new}, newest, newest + 1))
+        self._keep(cache, *stored, Tokens({"score": score, **new}, newest, newest + 1))
         return context
 
     def _query_weights(self, position: Tensor, newest: Tensor) -> Tensor:
@@ -275,13 +276,10 @@ class BudgetRule(CacheRule):
         return real.float() if weights is None else torch.where(real, weights, 0.0)
 
     def _keep(self, cache: KVTensors, k: Tensor, v: Tensor, tokens: Tokens) -> None:
-        """Fill the cache with those of these tokens, k and v (B, KV, N, D), that stay."""
-        B, KV, N, D = k.shape
-        kept = min(self.slots, N)
+        """Fill the cache with those of these tokens, k and v (B, KV, N, W) as they are stored, that stay."""
+        kept = min(self.slots, k.shape[2])
         best = self.chosen(tokens, kept)
-        at = best[..., None].expand(B, KV, kept, D)
-        cache.k[0][:, :, :kept] = k.gather(2, at)
-        cache.v[0][:, :, :kept] = v.gather(2, at)
+        cache.k[0][:, :, :kept], cache.v[0][:, :, :kept] = gather(best, k, v)
         cache.v[0][:, :, kept:] = 0  # masked, but 0 * NaN left by another prompt would spread
         for name, _ in self.metadata:
             cache.metadata[name][:, :, kept:] = -1
@@ -368,8 +366,8 @@ class FixedRule(BudgetRule):
         order, at = (x[..., :count] for x in order.sort(-1))
         metadata = {name: values.gather(2, at) for name, values in cache.metadata.items()}
         metadata["position"] = torch.where(order < _LATEST, order, -1)
-        at = at[..., None].expand(*at.shape, cache.k[0].shape[3])
-        return KVTensors([cache.k[0].gather(2, at)], [cache.v[0].gather(2, at)], metadata)
+        k, v = gather(at, cache.k[0], cache.v[0])
+        return KVTensors([k], [v], metadata, cache.form)
 
     def _rolled(self, q: Tensor, k: Tensor, held: Tensor, before: int) -> tuple[Tensor, Tensor]:
         """Queries and keys at their ranks: of the keys the first `before` are of held tokens, `held` (B, 1, 1) of each
@@ -404,7 +402,7 @@ class FixedRule(BudgetRule):
             q = rotate_to(self.rope, q, rank, S)
             ranks = cache.metadata["rank"].view(-1, 1, S)
             rotate = lambda keys, part: rotate_to(self.rope, keys, ranks[part], S)
-        context, received = cached_attention(q, cache.k, cache.v, empty, rotate)
+        context, received = cached_attention(q, cache.k, cache.v, empty, rotate, cache.form)
         cache.score.copy_(self.step_scores(cache.score, received))
         return context, slots
 
@@ -426,3 +424,8 @@ class FixedRule(BudgetRule):
 def _column(lengths: Tensor, device: torch.device) -> Tensor:
     """(B,) on the CPU as (B, 1, 1) int32 on a device."""
     return lengths.to(torch.int32).to(device, non_blocking=True)[:, None, None]
+
+
+def gather(at: Tensor, *stored: Tensor) -> list[Tensor]:
+    """Vectors (B, KV, N, W) at places (B, KV, n): (B, KV, n, W) of each."""
+    return [x.gather(2, at[..., None].expand(*at.shape, x.shape[3])) for x in stored]

@@ -15,13 +15,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
 from h2o_flexgen.offload.device import finish
 from h2o_flexgen.offload.queues import StagingBuffers
 from h2o_flexgen.offload.transport import Transport
-from h2o_flexgen.offload.wal import LoggedBlock, file_bytes, put_tokens, slots_bytes
+from h2o_flexgen.offload.wal import LoggedBlock, file_bytes, slots_bytes
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.sizes import aligned, kv_buffers
 
@@ -190,21 +191,25 @@ class KVStore:
         block.loading = None
         return self._view(block)
 
-    def store_step(self, layer: int, batch: int, held: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write back what a decode step changed: the scores, and the token k and v (B, H, D) in `slots` (B, H).
-        `held` slots are in use after the step."""
+    def store_step(self, layer: int, batch: int, held: int, cache: KVTensors, slots: Tensor, rows: list[int]) -> None:
+        """Write back what a decode step changed in the `cache` of `get`: the scores, and the new token of the sequences
+        `rows` in `slots` (rows, H). `held` slots are in use after the step."""
         if not self.streams(layer, batch):
             return
+        B, H = cache.k[0].shape[:2]
+        if len(rows) < B:  # of the others one that stays as it is
+            slots = slots.new_zeros(B, H).index_copy_(0, torch.tensor(rows, device=slots.device), slots)
         block = self.blocks[layer, batch]
         if block.disk is not None and block.disk.is_due(held):
             self.store_all(layer, batch, held, slots)
             return
         index, block.staged = block.staged, None
+        token = cache.token(slots)
         computed, scores = self.device.record(), None
         if self.device.is_cuda:  # a job of its own: the buffer is free while the token is still being written
             scores = self._store_queue.submit(lambda: self.store_scores(block, index), after=computed)
         self._staging.give_back(index, scores)
-        block.stored = self._store_queue.submit(lambda: self.store_token(block, scores, slots, k, v), after=computed)
+        block.stored = self._store_queue.submit(lambda: self.store_token(block, scores, slots, token), after=computed)
         self.storing.append(block.stored)
 
     def load_block(self, block: _KVBlock, last_job: Future | None, held: int) -> None:
@@ -243,18 +248,19 @@ class KVStore:
             meta_bytes = block.layout.meta_bytes
             self.transport.to_cpu(block.meta[:meta_bytes], self._meta[index][:meta_bytes])
 
-    def store_token(self, block: _KVBlock, scores: Future | None, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write back the token of a decode step."""
+    def store_token(self, block: _KVBlock, scores: Future | None, slots: Tensor, token: tuple[Tensor, Tensor]) -> None:
+        """Write back the token of a decode step, K and V (B, H, W) each."""
         if scores is not None:
             scores.result()  # their error is the block's error too
         layout = block.layout
         row = self._row[: layout.row_bytes]
-        for target, source in zip(row.view(layout.dtype).view(2, *k.shape), (k, v)):
-            self.transport.to_cpu(target, source)
+        sizes = [x.nbytes for x in token]
+        for target, source in zip(row.split(sizes), token):
+            self.transport.to_cpu(target, source.view(torch.uint8).view(-1))
         slots = slots.to("cpu").numpy()
         finish(self.device.record())
         if block.disk is None:
-            put_tokens(layout, block.kv[: layout.kv_bytes].numpy(), row.numpy(), slots)
+            layout.put(block.kv[: layout.kv_bytes].numpy(), row.numpy()[None], slots[None])
         else:
             block.disk.append(self._row[: aligned(layout.row_bytes)].numpy(), slots)
 

@@ -33,12 +33,6 @@ def slots_bytes(layout: KVLayout) -> int:
     return 4 * wal_rows(layout.segments) * layout.batch * layout.heads
 
 
-def put_tokens(layout: KVLayout, kv: np.ndarray, rows: np.ndarray, slots: np.ndarray) -> None:
-    """Put tokens, rows (n, row_bytes), into slots (n, B, H) of a cache's bytes `kv`; of several for one slot the
-    last one stays."""
-    layout.vectors(kv)[layout.places(slots).reshape(-1)] = layout.vectors(rows).reshape(-1)
-
-
 class LoggedBlock:
     """One KV block in `file` from `offset`. Calls return when their reads or writes have ended."""
 
@@ -88,4 +82,4 @@ class LoggedBlock:
         kv[self.written :] = 0  # a segment of which only the log has tokens
         if self.rows:
             rows = buffer[self._log_begin : log_end].reshape(self.rows, -1)[:, : self.layout.row_bytes]
-            put_tokens(self.layout, kv, rows, self._slots[: self.rows])
+            self.layout.put(kv, rows, self._slots[: self.rows])

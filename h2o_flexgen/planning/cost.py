@@ -179,6 +179,14 @@ class CostModel:
         rolled = ROLLED if self.shapes.rule.rope and phase != "prefill" else 1.0
         return rolled * rates.seconds(work, heads, spec.head_dim, group)
 
+    def _cached_attention(self, phase: str, slots: float) -> float:
+        """Seconds of one sequence in one layer, of as many slots: they become floats first."""
+        spec, form = self.shapes.spec, self.shapes.kv_format
+        seconds = self._attention(phase, 2 * slots * spec.kv_width * self.shapes.itemsize)
+        if not form.is_dense:
+            seconds += slots * spec.kv_width * sum(1 / self.profile.decode_rate(each.bits) for each in form)
+        return seconds
+
     def _head_compute(self, rows: list[int], streamed: float) -> float:
         """From the last hidden states to tokens. `rows`: sequences that go through the head together."""
         parts = sum((_cut(n, HEAD_ROWS) for n in rows), Counter())
@@ -235,8 +243,8 @@ class CostModel:
         groups, kv, cache = matmul_rows(sizes), state.slots * row, part.cache
         matmuls = part.layers * self._matmuls(_DECODER, Counter(groups), part.streamed)
         on_cpu = cache.cpu if policy.cpu_cache_compute else 0  # attended to where it is
-        attention = (part.layers * sum(sizes) - on_cpu) * self._attention("decode", kv)
-        attention += on_cpu * self._attention("cpu" if self.shapes.cuda else "decode", kv)
+        attention = (part.layers * sum(sizes) - on_cpu) * self._cached_attention("decode", state.slots)
+        attention += on_cpu * self._cached_attention("cpu" if self.shapes.cuda else "decode", state.slots)
         dispatch = part.layers * (len(sizes) * self.profile.step_seconds + self._decoding(_DECODER))
 
         def cache_in(disk: float, copied: float) -> Traffic:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.formats import Dense, Format, decode_bytes, in_memory
+from h2o_flexgen.formats import Dense, Format, KVFormat, cache_format, decode_bytes, in_memory
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
@@ -65,6 +65,7 @@ class ModelData:
         dtype: name of the type of the computation.
         formats: in which every tensor is stored.
         cuda: whether the compute device is one of CUDA.
+        compress_cache: as for `LLM`.
         dummy: random weights, which are written to disk first.
         copy_bytes: of a copy of the checkpoint in the cache folder.
     """
@@ -76,6 +77,7 @@ class ModelData:
     cuda: bool
     dummy: bool = False
     copy_bytes: int = 0
+    compress_cache: str | None = None
 
     @classmethod
     def of(
@@ -87,17 +89,23 @@ class ModelData:
         dummy: bool = False,
         formats: dict[str, Format] | None = None,
         copy_bytes: int = 0,
+        compress_cache: str | None = None,
     ) -> ModelData:
         """`dtype` and `stored`: names of the type of the computation, and of that in the checkpoint, for matrices that
         `formats` does not name."""
         layers = family(spec.model_type).tensors(spec)
         types = {1: Dense(getattr(torch, dtype)), 2: Dense(getattr(torch, stored))}  # vectors are never streamed
         found = {name: types[min(2, len(shape))] for layer in layers for name, shape in layer.shapes.items()}
-        return cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, copy_bytes)
+        return cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, copy_bytes, compress_cache)
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """With the cache of a job."""
         return Shapes(**vars(self), rule=rule, workload=workload)
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """Of K and V in the cache."""
+        return cache_format(self.compress_cache, self.torch_dtype, self.spec.head_dim)
 
     @property
     def itemsize(self) -> int:
@@ -152,13 +160,13 @@ class Shapes(ModelData):
     def layouts(self, batches: list[int]) -> dict[tuple[int, int], KVLayout]:
         """The cache of every (layer, batch), for batches of these sizes."""
         longest, gen_len = self.workload.longest, self.workload.gen_len
-        return self.rule.layouts(self.spec, getattr(torch, self.dtype), [(n, longest) for n in batches], gen_len)
+        return self.rule.layouts(self.spec, self.kv_format, [(n, longest) for n in batches], gen_len)
 
     @cached_property
     def kv(self) -> KVLayout:
         """The cache of one sequence in the average layer."""
         longest, gen_len = self.workload.longest, self.workload.gen_len
-        return self.rule.layout(self.spec, getattr(torch, self.dtype), 1, longest, gen_len)
+        return self.rule.layout(self.spec, self.kv_format, 1, longest, gen_len)
 
     @cached_property
     def most_slots(self) -> int:
@@ -369,6 +377,8 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int
         attention += 6 * (tokens * held // P) * KV * size
     if shapes.rule.rope:
         attention += tokens * Q * size + tokens * (P + held) // P * KV * _rotating(shapes)
+    if not shapes.kv_format.is_dense:  # heads side by side, as they are stored, and those that stay
+        attention += tokens * KV * size + 2 * (tokens * (P + held) // P) * shapes.kv.row_bytes
     if shapes.may_widen:  # queries, keys, values and the context of a few heads
         few = max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P))
         attention += 16 * spec.head_dim * min(tokens * spec.heads, few)
@@ -415,7 +425,9 @@ def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     scores = batch * spec.heads * slots
     # a few heads in float32, or rotated
     few = max(slots * spec.head_dim, COPIED_ELEMENTS["cuda" if shapes.cuda else "cpu"])
-    copies = 8 * shapes.may_widen + (_rotating(shapes) if shapes.rule.rope else 0)
+    quantised = not shapes.kv_format.is_dense
+    copies = 8 * (shapes.may_widen or quantised) + (_rotating(shapes) if shapes.rule.rope else 0)
+    copies += 2 * size * (quantised and shapes.cuda)
     cache = min(batch * spec.kv_width * slots, few) * copies
     inner = spec.inner * (2 + spec.gated)
     matmuls = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size

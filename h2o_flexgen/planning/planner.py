@@ -26,6 +26,7 @@ class Choice:
 
     Attributes:
         rule: the cache rule of `kv_budget`.
+        compress_cache: as for `LLM`.
         plan: the bytes it needs. A policy that was given may need more than there is (`plan.check`).
         prediction: what it costs; None while this machine has not been measured.
         curve: for the KV budget "auto" the trade of slots for throughput, the fewest slots first; else empty.
@@ -38,6 +39,7 @@ class Choice:
     placement: Placement
     plan: Plan
     prediction: Prediction | None
+    compress_cache: str | None = None
     curve: list[BudgetPoint] = field(default_factory=list)
 
 
@@ -111,7 +113,7 @@ class Planner:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
             prediction = cost.predict(policy, placement, planned.prompt_lens)
-        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction)
+        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, self.model.compress_cache)
 
     def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.engine.sampling import SamplingParams, sample
-from h2o_flexgen.formats import Format, Int4, Int8
+from h2o_flexgen.formats import Format, Int4, Int8, KVFormat
 from h2o_flexgen.kernels.linear import linear, pack, packs
 from h2o_flexgen.kv_cache import MEASURED, CacheRule, KVLayout
 from h2o_flexgen.offload import memory
@@ -197,7 +197,8 @@ class Attention:
     def layout(self, dtype: torch.dtype) -> KVLayout:
         """Of a cache that has grown, if it does, behind the prompt."""
         segments = self.rule.segments(self.tokens, 2)
-        return KVLayout(self.batch, self.heads, segments, self.head_dim, dtype, self.rule.metadata, self.rule.growth)
+        fields = (self.rule.metadata, self.rule.growth)
+        return KVLayout(self.batch, self.heads, segments, self.head_dim, KVFormat.dense(dtype), *fields)
 
     def work(self, phase: str, dtype: torch.dtype) -> int:
         """Flops, or bytes of K and V, of one head of one sequence."""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen import sizes
+from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.offload.wal import file_bytes
 from h2o_flexgen.sizes import PAGE
@@ -34,7 +35,7 @@ def test_every_token_is_attended_to_and_nothing_else(B, KV, group, D, segment, s
     rule = FullCache()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizes, "SEGMENT", segment)
-        layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, torch.float32)
+        layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, KVFormat.dense(torch.float32))
         assert layout.slots == T + steps
         cache = layout.view(torch.zeros(layout.kv_bytes, dtype=torch.uint8))
         for tensor in (*cache.k, *cache.v):
@@ -70,7 +71,7 @@ def test_slots_are_those_of_the_text_without_its_last_token(prompt, gen):
 @given(prompt=st.integers(1, 1500), more=st.integers(0, 500), gen=st.integers(1, 1500))
 def test_a_shorter_block_finds_room_on_disk(prompt, more, gen):
     segments = (FullCache().segments(n, gen) for n in (prompt, prompt + more))
-    short, long = (KVLayout(1, 1, each, 512, torch.float32) for each in segments)
+    short, long = (KVLayout(1, 1, each, 512, KVFormat.dense(torch.float32)) for each in segments)
     assert short.row_bytes == PAGE and file_bytes(short) <= file_bytes(long)
 
 
@@ -84,7 +85,7 @@ def test_a_shorter_block_finds_room_on_disk(prompt, more, gen):
 )
 def test_a_layout_covers_its_bytes_once(batch, heads, segments, head_dim, held, scored):
     segments = tuple(segments[:1] if scored else segments)
-    layout = KVLayout(batch, heads, segments, head_dim, torch.float32, *(FIXED if scored else ()))
+    layout = KVLayout(batch, heads, segments, head_dim, KVFormat.dense(torch.float32), *(FIXED if scored else ()))
     kv, meta = torch.zeros(layout.kv_bytes, dtype=torch.uint8), torch.zeros(layout.meta_bytes, dtype=torch.uint8)
     cache = layout.view(kv, meta)
     for tensor in (*cache.k, *cache.v):

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
+from h2o_flexgen.formats import KVFormat, cache_format
 from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
 
-DTYPES = [torch.float32, torch.bfloat16]
+FORMS = [KVFormat.dense(torch.float32), KVFormat.dense(torch.bfloat16)]
+FORMS += [cache_format(kind, torch.float32, 4) for kind in ("int8", "int4")]
+NAMES = ["fp32", "bf16", "int8", "int4"]
 
 #: metadata and growth of a cache with a fixed number of slots
 FIXED = HeavyHitterCache.metadata, HeavyHitterCache.growth
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def floats(form: KVFormat) -> torch.dtype:
+    """Of what it stores."""
+    return form.k.dtype if form.is_dense else torch.float32
+
+
+def as_row(token):
+    return torch.cat([x.contiguous().view(torch.uint8).reshape(-1) for x in token])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
 @pytest.mark.parametrize("segments", [(7,), (3, 4), (2, 1, 5)])
-def test_places_are_where_write_puts_a_token(segments, dtype):
+def test_a_token_is_put_where_write_puts_it_and_read_from_there(segments, form):
     B, H, D = 3, 2, 4
-    layout = KVLayout(B, H, segments, D, dtype)
+    layout = KVLayout(B, H, segments, D, form)
     for slot in range(layout.slots):
         slots = ((torch.arange(B) + slot) % layout.slots)[:, None].expand(B, H)
         if len(segments) == 1:
             slots = (slots + torch.arange(H)) % layout.slots  # heads need not agree
-        row = torch.randn(2, B, H, D).to(dtype)
+        k, v = torch.randn(2, B, H, D).to(floats(form))
         expected, found = (torch.zeros(layout.kv_bytes, dtype=torch.uint8) for _ in range(2))
-        layout.view(expected).write(slots, row[0], row[1])
-        layout.vectors(found.numpy())[layout.places(slots.numpy())] = layout.vectors(
-            row.view(torch.uint8).numpy().reshape(-1)
-        )
+        cache = layout.view(expected)
+        cache.write(slots, k, v)
+        token = cache.token(slots)
+        assert all(torch.equal(a, b) for a, b in zip(token, form.stored(k, v)))
+        layout.put(found.numpy(), as_row(token).numpy()[None], slots.numpy()[None])
         assert torch.equal(found, expected)
 
 
-def test_of_two_tokens_in_one_slot_the_later_stays():
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
+def test_of_two_tokens_in_one_slot_the_later_stays(form):
     """What replaying a write-ahead log relies on."""
-    layout = KVLayout(2, 3, (5,), 4, torch.float32, *FIXED)
-    slots = [np.full((2, 3), slot) for slot in (1, 3, 1)]
-    rows = torch.arange(3.0).view(3, 1).expand(3, 2 * 2 * 3 * 4).contiguous()
-    kv = np.zeros(layout.kv_bytes, np.uint8)
-    places = np.concatenate([layout.places(s) for s in slots])
-    layout.vectors(kv)[places] = layout.vectors(rows.view(torch.uint8).numpy().reshape(-1))
-    k = layout.view(torch.from_numpy(kv), torch.zeros(layout.meta_bytes, dtype=torch.uint8)).k[0]
-    assert (k[:, :, 1] == 2).all() and (k[:, :, 3] == 1).all()
+    layout = KVLayout(2, 3, (5,), 4, form, *FIXED)
+    slots = torch.tensor([1, 3, 1])[:, None, None].expand(3, 2, 3)
+    tokens = [form.stored(*torch.full((2, 2, 3, 4), float(n)).to(floats(form))) for n in range(3)]
+    kv, meta = (torch.zeros(n, dtype=torch.uint8) for n in (layout.kv_bytes, layout.meta_bytes))
+    layout.put(kv.numpy(), torch.stack([as_row(token) for token in tokens]).numpy(), slots.numpy())
+    cache = layout.view(kv, meta)
+    for slot, n in ((1, 2), (3, 1)):
+        assert all(torch.equal(x[0][:, :, slot], y) for x, y in zip((cache.k, cache.v), tokens[n]))

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from oracle import H2O
 from oracle import make_rule as oracle_rule
 
+from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kv_cache import RULES, HeavyHitterCache, KVLayout, make_rule
 
 
 def make_cache(rule, B, KV, T, D, steps, used_before=True):
-    layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, torch.float32, rule.metadata, rule.growth)
+    layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, KVFormat.dense(torch.float32), rule.metadata, rule.growth)
     kv, meta = torch.zeros(layout.kv_bytes, dtype=torch.uint8), torch.zeros(layout.meta_bytes, dtype=torch.uint8)
     cache = layout.view(kv, meta)
     if used_before:  # what another batch or block may have left behind

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.kv_store import KVStore
@@ -16,7 +17,7 @@ from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.sizes import KV_BUFFERS, PAGE
 
 BLOCKS, SLOTS, HELD = 8, 16, 4
-LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, dtype=torch.float32)
+LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, form=KVFormat.dense(torch.float32))
 
 
 @pytest.fixture
@@ -58,9 +59,10 @@ def number(cache) -> set[float]:
 
 def step(store, k: int) -> None:
     """Use a block, and put a token into its last slot but one."""
-    store.get(0, k, HELD)
+    cache = store.get(0, k, HELD)
     slots, token = torch.full((2, 2), SLOTS - 2), torch.full((2, 2, 8), 100.0 + k)
-    store.store_step(0, k, HELD, slots, token, -token)
+    cache.write(slots, token, -token)
+    store.store_step(0, k, HELD, cache, slots, [0, 1])
 
 
 def test_as_many_blocks_are_loaded_at_once_as_there_are_staging_buffers(store, gates):
@@ -120,7 +122,7 @@ def test_a_staging_buffer_is_free_again_once_its_reads_have_ended(store, gates):
 def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment_once(tmp_path, lag):
     """`lag`: by so many tokens the second sequence is shorter; its first ones go into the prompts' segment."""
     segments = (6, 4, 4, 3)
-    layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, dtype=torch.float32)
+    layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, form=KVFormat.dense(torch.float32))
     assert layout.row_bytes == PAGE
     transport = Transport(Device("cpu"), tmp_path / "offload")
     store, io = KVStore(transport, {(0, 0): layout}, {(0, 0): "disk"}), transport.io
@@ -144,7 +146,7 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
         slots = torch.tensor([[held], [held - lag]])
         token = slots.float()[..., None].expand(2, 1, 256)
         cache.write(slots, token, 100 + token)
-        store.store_step(0, 0, held + 1, slots, token, 100 + token)
+        store.store_step(0, 0, held + 1, cache, slots, [0, 1])
         store.drain()
         written = (io.written_bytes - before[1]) // PAGE
         if held + 1 not in (10, 14):

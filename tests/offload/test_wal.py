@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from h2o_flexgen.formats import cache_format
 from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
 from h2o_flexgen.offload.device import host_memory
 from h2o_flexgen.offload.disk import DiskIO, File
@@ -15,6 +16,7 @@ from h2o_flexgen.sizes import PAGE
 
 HEADS, HEAD_DIM = 2, 4
 OFFSET = 3 * PAGE
+FORMS = st.sampled_from([cache_format(kind, torch.float32, HEAD_DIM) for kind in (None, "int8", "int4")])
 
 #: metadata and growth of a cache with a fixed number of slots
 FIXED = HeavyHitterCache.metadata, HeavyHitterCache.growth
@@ -50,7 +52,8 @@ def replay(file: File, layout: KVLayout, steps: list[tuple[int, torch.Tensor]]) 
             compacted += 1
         else:
             row = host_memory(layout.row_bytes)
-            row.view(torch.float32).view(2, *k.shape)[:] = torch.stack((k, -k))
+            token = layout.view(wanted, host_memory(layout.meta_bytes)).token(slots)
+            row[:] = torch.cat([x.view(torch.uint8).view(-1) for x in token])
             whole_pages = torch.nn.functional.pad(row, (0, -len(row) % PAGE)).numpy()
             block.append(whole_pages, slots.numpy())
     io.close()
@@ -58,9 +61,9 @@ def replay(file: File, layout: KVLayout, steps: list[tuple[int, torch.Tensor]]) 
 
 
 @settings(max_examples=30)
-@given(batch=st.integers(1, 3), slots=st.integers(1, 40), seed=st.integers(0, 100))
-def test_a_cache_of_fixed_size(file, batch, slots, seed):
-    layout = KVLayout(batch, HEADS, (slots,), HEAD_DIM, torch.float32, *FIXED)
+@given(form=FORMS, batch=st.integers(1, 3), slots=st.integers(1, 40), seed=st.integers(0, 100))
+def test_a_cache_of_fixed_size(file, form, batch, slots, seed):
+    layout = KVLayout(batch, HEADS, (slots,), HEAD_DIM, form, *FIXED)
     generator = torch.Generator().manual_seed(seed)
     victims = [torch.randint(0, slots, (batch, HEADS), generator=generator) for _ in range(30)]
     assert replay(file, layout, [(slots, victim) for victim in victims]) > 0  # a slot may be logged twice
@@ -68,12 +71,13 @@ def test_a_cache_of_fixed_size(file, batch, slots, seed):
 
 @settings(max_examples=30)
 @given(
+    form=FORMS,
     segments=st.tuples(st.integers(3, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
     lags=st.lists(st.integers(0, 6), min_size=1, max_size=3),
 )
-def test_a_cache_that_grows_by_segments(file, segments, lags):
+def test_a_cache_that_grows_by_segments(file, form, segments, lags):
     """`lags`: by so many tokens each sequence is shorter than the longest; those go into an earlier segment."""
-    layout = KVLayout(len(lags), HEADS, segments, HEAD_DIM, torch.float32)
+    layout = KVLayout(len(lags), HEADS, segments, HEAD_DIM, form)
     steps = []
     for held in range(segments[0], sum(segments)):
         slots = torch.tensor([max(0, held - lag + min(lags)) for lag in lags])
