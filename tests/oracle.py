@@ -22,6 +22,7 @@ class Trace:
         greedy: the most likely token in the place of each of `tokens`.
         margins: per token, how far its logit is above the second best.
         slack: the smallest difference in score that decided which token stays or goes.
+        rounding: the smallest gap that decided how a number in the cache was rounded (`rounded`).
         kept: per step (0 is prefill), layer and KV head: the positions kept at the end of the step.
         evicted: per layer and KV head: how many tokens were dropped.
     """
@@ -31,6 +32,7 @@ class Trace:
     greedy: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     slack: float = float("inf")
+    rounding: float = float("inf")
     kept: list[list[list[frozenset[int]]]] = field(default_factory=list)
     evicted: list[list[int]] = field(default_factory=list)
 
@@ -301,6 +303,49 @@ def make_rule(text: str, heavy: int, recent: int, head: int = 0) -> H2O:
     return RULES[name](heavy, recent, head, **options)
 
 
+def quantised(kind: str | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What a cache of 8 or 4 bits makes of K and V (..., D), one vector after the other: K has 8 bits in both."""
+    return rounded(kind, k, v)[:2]
+
+
+def rounded(kind: str | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, float]:
+    """The same, and how near the nearest rounding was to going the other way, in units of what fp32 may be off."""
+    if kind is None:
+        return k, v, float("inf")
+    found, gaps = [], []
+    for each, y in ((rounded8, k), (rounded8 if kind == "int8" else rounded4, v)):
+        vectors, near = zip(*map(each, y.reshape(-1, y.shape[-1])))
+        found.append(torch.stack(vectors).view_as(y))
+        gaps += near
+    return *found, min(gaps)
+
+
+def rounded8(x: Tensor) -> tuple[Tensor, float]:
+    """One of -127 to 127 steps, of which the largest is the largest element."""
+    step, gap = half(float(x.abs().max()) / 127)
+    codes = x / step if step else x * 0
+    return torch.round(codes) * step, min(gap, between(codes))
+
+
+def rounded4(x: Tensor) -> tuple[Tensor, float]:
+    """One of 16 values from the least element to the largest."""
+    (least, gap), (step, other) = half(float(x.min())), half(float(x.max() - x.min()) / 15)
+    codes = (x - least) / step if step else x * 0
+    return torch.round(codes).clamp(0, 15) * step + least, min(gap, other, between(codes))
+
+
+def half(x: float) -> tuple[float, float]:
+    """In fp16; the gap in units of 0.002 of its last place."""
+    found = np.float16(x)
+    place = float(np.spacing(np.abs(found)))
+    return float(found), abs(abs(x - float(found)) - place / 2) / (2e-3 * place)
+
+
+def between(codes: Tensor) -> float:
+    """The gap of numbers that are rounded to whole ones, in units of 0.0003."""
+    return float((codes - torch.floor(codes) - 0.5).abs().min()) / 3e-4
+
+
 def fresh_rotary(model):
     """A new rotary module of a transformers model, None if it has none: with dynamic RoPE a used one remembers the
     longest text that it has seen."""
@@ -367,11 +412,13 @@ class Oracle:
         heavy: int | None = None,
         recent: int | None = None,
         rule: str = "h2o",
+        cache: str | None = None,
         forced: list[int] | None = None,
     ) -> Trace:
         """The most likely tokens, or those of `forced`; `margins` are then how far each is above the best other. The
-        slots may be a tuple, with those of each layer."""
+        slots may be a tuple, with those of each layer. `cache`: "int8" or "int4"."""
         L, KV = self.layers, self.kv_heads
+        self.cache = cache
         self.trace = Trace(evicted=[[0] * KV for _ in range(L)])
         slots = [n if isinstance(n, tuple) else (n,) * L for n in (heavy, recent)]
         budget = heavy is not None
@@ -412,15 +459,20 @@ class Oracle:
         self.scale = self.rotary.attention_scaling
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (n, H, D), k and v (n, KV, D) of new tokens -> (n, H * D)."""
+        """q (n, H, D), k and v (n, KV, D) of new tokens -> (n, H * D). A prompt sees its tokens as they are; what is
+        cached of them is rounded, and a later token sees all so, itself too."""
         is_prompt = self.k[layer] is None
-        self.k[layer] = k if is_prompt else torch.cat([self.k[layer], k])
-        self.v[layer] = v if is_prompt else torch.cat([self.v[layer], v])
-        step = self._prompt_heads if is_prompt else self._token_heads
+        stored_k, stored_v, gap = rounded(self.cache, k, v)
+        self.trace.rounding = min(self.trace.rounding, gap)
+        self.k[layer] = stored_k if is_prompt else torch.cat([self.k[layer], stored_k])
+        self.v[layer] = stored_v if is_prompt else torch.cat([self.v[layer], stored_v])
         contexts = []
         for h in range(self.kv_heads):
             group = [q[:, g] for g in range(h * self.group, (h + 1) * self.group)]
-            contexts += step(layer, h, group, self.k[layer][:, h], self.v[layer][:, h])
+            if is_prompt:
+                contexts += self._prompt_heads(layer, h, group, k[:, h], v[:, h])
+            else:
+                contexts += self._token_heads(layer, h, group, self.k[layer][:, h], self.v[layer][:, h], v[0, h])
         return torch.cat(contexts, -1)
 
     def _prompt_heads(self, layer: int, h: int, group: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
@@ -438,14 +490,17 @@ class Oracle:
             self.trace.evicted[layer][h] += n - len(self.kept[layer][h])
         return [p @ v for p in each]
 
-    def _token_heads(self, layer: int, h: int, group: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
+    def _token_heads(
+        self, layer: int, h: int, group: list[Tensor], k: Tensor, v: Tensor, newest: Tensor
+    ) -> list[Tensor]:
+        """`newest`: the value of the new token as it is."""
         now, rule, kept = len(k) - 1, self.rules[layer][h], self.kept[layer][h]
         kept.add(now)
         gone = torch.tensor([j not in kept for j in range(now + 1)])
         each = [torch.softmax((q[0] @ k.T / q.shape[-1] ** 0.5).masked_fill(gone, float("-inf")), -1) for q in group]
         if rule is not None:
             row = sum(each).tolist()
-            rule.see_token(now, v[-1].tolist())
+            rule.see_token(now, newest.tolist())
             rule.see_query(now, {j: row[j] for j in kept})
             goes, gap = rule.evict(kept, now)
             if goes is not None:

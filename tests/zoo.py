@@ -164,10 +164,10 @@ class Tiny:
         rng = random.Random(f"{self.name} {seed}")
         return [[rng.randrange(self.vocab_size) for _ in range(n)] for n in lengths]
 
-    def reference(self, prompt: list[int], max_tokens: int, heavy=None, recent=None, rule="h2o") -> Trace:
-        key = (tuple(prompt), max_tokens, heavy, recent, rule)
+    def reference(self, prompt: list[int], max_tokens: int, heavy=None, recent=None, rule="h2o", cache=None) -> Trace:
+        key = (tuple(prompt), max_tokens, heavy, recent, rule, cache)
         if key not in self._references:
-            self._references[key] = self.oracle.generate(prompt, max_tokens, heavy, recent, rule)
+            self._references[key] = self.oracle.generate(prompt, max_tokens, heavy, recent, rule, cache)
         return self._references[key]
 
     def references(self, prompts, max_tokens: int, *budget) -> list[Trace]:
@@ -175,7 +175,7 @@ class Tiny:
 
     def clear_cut_prompts(self, lengths, max_tokens: int, budgets=((None, None),)) -> list[list[int]]:
         """Prompts of these lengths for which no decision of the reference is a close call, under any of the
-        (heavy, recent) or (heavy, recent, rule) budgets."""
+        budgets (heavy, recent), (heavy, recent, rule) or (heavy, recent, rule, format of the cache)."""
         return [self._clear_cut(n, place, max_tokens, budgets) for place, n in enumerate(lengths)]
 
     def _clear_cut(self, length: int, place: int, max_tokens: int, budgets) -> list[int]:
@@ -183,7 +183,7 @@ class Tiny:
             (prompt,) = self.prompts([length], seed=1000 * place + seed)
             traces = [self.reference(prompt, max_tokens, *budget) for budget in budgets]
             varied = all(len(set(t.tokens)) > min(3, max_tokens // 4) for t in traces)
-            clear = varied and all(t.margin > MARGIN and t.slack > SLACK for t in traces)
+            clear = varied and all(t.margin > MARGIN and t.slack > SLACK and t.rounding > 1 for t in traces)
             if clear and self._noise(prompt, max_tokens) < NOISE:
                 return prompt
         raise AssertionError(f"{self.name}: no clear-cut prompt of {length} tokens")

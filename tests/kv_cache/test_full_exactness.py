@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import quantised
 
 from h2o_flexgen import sizes
-from h2o_flexgen.formats import KVFormat
+from h2o_flexgen.formats import KVFormat, cache_format
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.offload.wal import file_bytes
 from h2o_flexgen.sizes import PAGE
@@ -18,6 +19,7 @@ FIXED = HeavyHitterCache.metadata, HeavyHitterCache.growth
 
 
 @given(
+    kind=st.sampled_from([None, "int8", "int4"]),
     B=st.integers(1, 3),
     KV=st.integers(1, 3),
     group=st.sampled_from([1, 3, 8]),
@@ -26,7 +28,9 @@ FIXED = HeavyHitterCache.metadata, HeavyHitterCache.growth
     steps=st.integers(0, 15),
     data=st.data(),
 )
-def test_every_token_is_attended_to_and_nothing_else(B, KV, group, D, segment, steps, data):
+def test_every_token_is_attended_to_and_nothing_else(kind, B, KV, group, D, segment, steps, data):
+    """As it is stored, in a step."""
+    D = {None: D, "int8": 2 * D, "int4": 4 * D}[kind]
     T = data.draw(st.integers(1, 9), "T")
     lengths = [T] + [data.draw(st.integers(1, T), "length") for _ in range(B - 1)]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
@@ -35,23 +39,24 @@ def test_every_token_is_attended_to_and_nothing_else(B, KV, group, D, segment, s
     rule = FullCache()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizes, "SEGMENT", segment)
-        layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, KVFormat.dense(torch.float32))
+        layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, cache_format(kind, torch.float32, D))
         assert layout.slots == T + steps
         cache = layout.view(torch.zeros(layout.kv_bytes, dtype=torch.uint8))
         for tensor in (*cache.k, *cache.v):
-            tensor.fill_(float("nan"))  # what another job left behind
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 255)  # what another job left behind
         ragged = [torch.zeros(B, H, T, D).uniform_(-9, 9, generator=generator) for H in heads]
         for b, n in enumerate(lengths):
             for padded, x in zip(ragged, (q, k, v)):
                 padded[b, :, :n] = x[b, :, :n]
         rule.prefill(cache, *ragged, torch.tensor(lengths))
+        stored = quantised(kind, k, v)
         for step in range(1, steps + 1):
             now = [n + step - 1 for n in lengths]
             new = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (q, k, v))
             context, slots = rule.decode(cache, *new, torch.tensor(lengths), step)
             assert slots.tolist() == [[t] * KV for t in now]
             for b, t in enumerate(now):
-                seen_k, seen_v = (x[b, :, : t + 1].double().repeat_interleave(group, 0) for x in (k, v))
+                seen_k, seen_v = (x[b, :, : t + 1].double().repeat_interleave(group, 0) for x in stored)
                 logits = torch.einsum("hd,hsd->hs", q[b, :, t].double(), seen_k) / D**0.5
                 expected = torch.einsum("hs,hsd->hd", torch.softmax(logits, -1), seen_v)
                 torch.testing.assert_close(context[b, :, 0].double(), expected, atol=1e-5, rtol=1e-4)

@@ -9,20 +9,21 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import H2O
+from oracle import H2O, quantised
 from oracle import make_rule as oracle_rule
 
-from h2o_flexgen.formats import KVFormat
+from h2o_flexgen.formats import cache_format
 from h2o_flexgen.kv_cache import RULES, HeavyHitterCache, KVLayout, make_rule
 
 
-def make_cache(rule, B, KV, T, D, steps, used_before=True):
-    layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, KVFormat.dense(torch.float32), rule.metadata, rule.growth)
+def make_cache(rule, B, KV, T, D, steps, used_before=True, kind=None):
+    form = cache_format(kind, torch.float32, D)
+    layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, form, rule.metadata, rule.growth)
     kv, meta = torch.zeros(layout.kv_bytes, dtype=torch.uint8), torch.zeros(layout.meta_bytes, dtype=torch.uint8)
     cache = layout.view(kv, meta)
     if used_before:  # what another batch or block may have left behind
         for tensor in (*cache.k, *cache.v):
-            tensor.fill_(float("nan"))
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 255)  # a scale of NaN too
         for tensor in cache.metadata.values():
             tensor.fill_(float("nan") if tensor.is_floating_point() else 3)
     return cache
@@ -33,8 +34,9 @@ def held(cache, b, h) -> list[int]:
 
 
 def assert_holds(cache, b, h, positions, k, v):
-    """The cache holds exactly these positions, each with its own key and value."""
-    slots = [torch.cat([segment[b, h] for segment in segments]) for segments in (cache.k, cache.v)]
+    """The cache holds exactly these positions, each with its own key and value as it is stored."""
+    forms = zip(cache.form, (cache.k, cache.v))
+    slots = [torch.cat([form.floats(segment[b, h], torch.float32) for segment in each]) for form, each in forms]
     at = {tuple(key): slot for slot, key in enumerate(slots[0].tolist())}
     for p in positions:
         slot = at[tuple(k[b, h, p].tolist())]
@@ -81,8 +83,16 @@ def protected(draw, heavy: int) -> str:
 
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=60)
-@given(job=jobs(), D=st.integers(1, 6), scale=st.sampled_from([0.1, 1.0, 3.0]), data=st.data())
-def test_random_tensors_keep_what_the_oracle_keeps(name, job, D, scale, data):
+@given(
+    job=jobs(),
+    kind=st.sampled_from([None, "int8", "int4"]),
+    D=st.integers(1, 6),
+    scale=st.sampled_from([0.1, 1.0, 3.0]),
+    data=st.data(),
+)
+def test_random_tensors_keep_what_the_oracle_keeps(name, job, kind, D, scale, data):
+    """A prompt attends to its tokens as they are, a step to all of them as they are stored, the new one included."""
+    D = {None: D, "int8": 2 * D, "int4": 4 * D}[kind]
     B, KV, group, T, lengths, steps = (job[x] for x in ("B", "KV", "group", "T", "lengths", "steps"))
     text = name + protected(data.draw, job["heavy"]) + data.draw(OPTIONS.get(name, st.just("")))
     rule = replace(make_rule(text, job["heavy"], job["recent"]), groups=group)
@@ -94,11 +104,12 @@ def test_random_tensors_keep_what_the_oracle_keeps(name, job, D, scale, data):
     for b, n in enumerate(lengths):
         for padded, x in zip(ragged, (q, k, v)):
             padded[b, :, :n] = x[b, :, :n]
-    cache = make_cache(rule, B, KV, T, D, steps)
+    cache = make_cache(rule, B, KV, T, D, steps, kind=kind)
     context = rule.prefill(cache, *ragged, torch.tensor(lengths)).unflatten(1, (KV, group))
     q = q.unflatten(1, (KV, group))
+    stored_k, stored_v = quantised(kind, k, v)
 
-    def attend(b, h, t, seen) -> tuple[torch.Tensor, dict[int, float]]:
+    def attend(b, h, t, seen, k=stored_k, v=stored_v) -> tuple[torch.Tensor, dict[int, float]]:
         """What the queries at position t get from the tokens `seen`, and the attention that each of these receives."""
         logits = q[b, h, :, t].double() @ k[b, h, seen].double().T / D**0.5
         p = torch.softmax(logits, -1)
@@ -109,13 +120,13 @@ def test_random_tensors_keep_what_the_oracle_keeps(name, job, D, scale, data):
         for h in range(KV):
             oracle = oracles[b, h] = oracle_rule(text, job["heavy"], job["recent"], h)
             for t in range(n):
-                expected, row = attend(b, h, t, list(range(t + 1)))
+                expected, row = attend(b, h, t, list(range(t + 1)), k, v)
                 torch.testing.assert_close(context[b, h, :, t].double(), expected, atol=1e-5, rtol=1e-4)
                 oracle.see_token(t, v[b, h, t].tolist())
                 oracle.see_query(t, row)
             kept[b, h], gap = oracle.keep(n)
             assume(gap > 1e-5)
-            assert_holds(cache, b, h, kept[b, h], k, v)
+            assert_holds(cache, b, h, kept[b, h], stored_k, stored_v)
 
     for step in range(1, steps + 1):
         now = [n + step - 1 for n in lengths]
@@ -126,7 +137,7 @@ def test_random_tensors_keep_what_the_oracle_keeps(name, job, D, scale, data):
         for b, t in enumerate(now):
             for h in range(KV):
                 seen = sorted(kept[b, h] | {t})
-                assert_holds(cache, b, h, seen, k, v)
+                assert_holds(cache, b, h, seen, stored_k, stored_v)
                 if cache.metadata:
                     assert cache.position[b, h, slots[b, h]] == t
                 expected, row = attend(b, h, t, seen)
