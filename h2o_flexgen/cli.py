@@ -90,13 +90,17 @@ def add_machine_options(add) -> None:
     add("--dtype", default="auto", help="auto (CUDA: fp16 or bf16; CPU: the fastest), float16, bfloat16, float32")
     compressed = "quantise the weights, once, into a copy under the user's cache folder"
     add("--compress-weight", choices=("int8", "int4"), help=compressed)
-    quantised = "keep K and V of each token in 8 bits, or K in 8 and V in 4"
-    add("--compress-cache", choices=("int8", "int4"), help=quantised)
     add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
     add("--gpu-mem", type=gibibytes, metavar="GIB", help="use at most this much device memory (RAM without CUDA)")
     add("--cpu-mem", type=gibibytes, metavar="GIB", help="use at most this much RAM for the cpu tier, with CUDA")
     add("--disk-mem", type=gibibytes, metavar="GIB", help="use at most this much disk")
     add("--hardware", help="a profile by h2o-flexgen hardware (default: this machine, measured once)")
+
+
+def add_cache_option(add) -> None:
+    """The format of the KV cache."""
+    quantised = "keep K and V in 8 bits, or K in 8 and V in 4; auto: in as few as make it faster"
+    add("--compress-cache", choices=("int8", "int4", "auto"), help=quantised)
 
 
 def add_policy_options(add) -> None:
@@ -175,7 +179,8 @@ def check_model(losses: Losses | None, model: str) -> None:
 
 
 def make_budget(args: argparse.Namespace, losses: Losses | None = None) -> KVBudget | str | None:
-    """The KV budget, "auto", or None for a full cache. One that is chosen for its loss is told on stderr."""
+    """The KV budget, "auto", or None for a full cache. One that is chosen for its loss is told on stderr, and the
+    format of the cache that belongs to it becomes that of `args`."""
     if args.kv_rule is not None:
         from h2o_flexgen.kv_cache import check_rule
 
@@ -197,7 +202,8 @@ def make_budget(args: argparse.Namespace, losses: Losses | None = None) -> KVBud
     if losses is not None:
         if args.kv_rule is not None or any(value is not None for value in given):
             raise UserError("--max-loss chooses the rule and the budget: leave --kv-rule, ratios and sizes out")
-        found = losses.cheapest()
+        found = losses.cheapest(args.compress_cache)
+        args.compress_cache = found.compress_cache
         print(f"KV budget  {found}: the cheapest of {losses.path} within {losses.max_loss:.3g}", file=sys.stderr)
         return found.kv_budget
     if any(value is not None for value in given):
@@ -277,17 +283,19 @@ def describe_budget(kv_budget: dict | None) -> str:
 
 
 def describe_curve(curve: list[BudgetPoint]) -> str:
-    """A table for people: KV budget, block, tokens per second, and the loss where one is known. An arrow marks the
-    largest budget that is free."""
+    """A table for people: KV budget, format of the cache where there are several, block, tokens per second, and the
+    loss where one is known. An arrow marks the one that `largest_free` takes."""
     chosen = largest_free(curve)
     has_losses = any(point.loss is not None for point in curve)
-    lines = ["   hh-ratio  slots       block  tokens/s" + "      loss" * has_losses]
+    has_formats = len({point.compress_cache for point in curve}) > 1
+    lines = ["   hh-ratio  slots" + "   cache" * has_formats + "       block  tokens/s" + "      loss" * has_losses]
     for point in curve:
         mark = "=>" if point == chosen else "  "
         ratio = "full" if point.ratio is None else f"{point.ratio:g}"
         block = f"{point.gpu_batch_size} x {point.num_gpu_batches}"
         loss = "unknown" if point.loss is None else f"{point.loss:+.1%}"
-        lines.append(f"{mark} {ratio:>8}{point.slots:>7}{block:>12}{point.tokens_per_s:>10.2f}")
+        form = f"{point.compress_cache or 'floats':>8}" * has_formats
+        lines.append(f"{mark} {ratio:>8}{point.slots:>7}{form}{block:>12}{point.tokens_per_s:>10.2f}")
         lines[-1] += f"{loss:>10}" * has_losses
     return "\n".join(lines)
 

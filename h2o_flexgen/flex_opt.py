@@ -30,6 +30,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.Argume
     add("--model", help="folder or Hugging Face name; the demo model if left out")
     add("--path", help="folder of the weights; _DUMMY_ for random weights of the named size, without download")
     cli.add_machine_options(add)
+    cli.add_cache_option(add)
 
     add = parser.add_argument_group("prompts and outputs").add_argument
     rows = '{"prompt": "text"}, {"prompt_token_ids": [..]} or {"messages": [..]}'

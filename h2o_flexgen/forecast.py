@@ -112,7 +112,11 @@ def sizes(model: ModelData, stored: str) -> dict:
     return found | {"stored_dtype": stored, "weight_bytes": nbytes}
 
 
-def kv_bytes(model: ModelData, workload: Workload, rule: CacheRule) -> dict[str, int]:
+def kv_bytes(
+    model: ModelData, workload: Workload, rule: CacheRule, compress_cache: str | None = None
+) -> dict[str, int]:
     """Bytes of a sequence's KV cache in all layers at its end: full and as floats, and as the job has it."""
-    full = replace(model, compress_cache=None).shapes(rule_for(None, workload, model.spec), workload)
-    return {"full": full.kv_bytes, "job": model.shapes(rule, workload).kv_bytes}
+    each = {"full": (rule_for(None, workload, model.spec), None), "job": (rule, compress_cache)}
+    return {
+        name: replace(model, compress_cache=kind).shapes(kept, workload).kv_bytes for name, (kept, kind) in each.items()
+    }

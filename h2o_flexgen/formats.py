@@ -265,24 +265,31 @@ def cache_format(kind: str | None, dtype: torch.dtype, head_dim: int) -> KVForma
     in K (docs/formats.md).
 
     Raises:
-        UserError: another kind, or a head size that leaves odd bytes, where fp16 would not be aligned.
+        UserError: another kind, or a head size that it does not fit.
     """
     if kind is None:
         return KVFormat.dense(dtype)
     if kind not in COMPRESSED:
         raise UserError(f"`compress_cache` is one of {', '.join(COMPRESSED)}, not {kind!r}")
-    step = 16 // int(kind.removeprefix("int"))
-    if head_dim % step:
-        other = " or int8" if kind == "int4" and head_dim % 2 == 0 else ""
+    if not has_cache_format(kind, head_dim):
+        other = " or take int8" if has_cache_format("int8", head_dim) else ""
+        divisor = DIVISORS[kind]
         raise UserError(
-            f"`compress_cache` {kind} is for head sizes that {step} divides, not {head_dim}: leave it out{other}"
+            f"`compress_cache` {kind} is for head sizes that {divisor} divides, not {head_dim}: leave it out{other}"
         )
     eight = Blocks("int8", 8, head_dim, False)
     return KVFormat(eight, eight if kind == "int8" else Int4(head_dim))
 
 
+def has_cache_format(kind: str | None, head_dim: int) -> bool:
+    """Whether heads of this size can be cached so."""
+    return head_dim % DIVISORS[kind] == 0
+
+
 #: by GGUF's names
 GGUF = {f.name: f for f in (Blocks("Q8_0", 8, 32, False), Blocks("Q4_0", 4, 32, False), Blocks("Q4_1", 4, 32, True))}
+#: of head sizes, for each format of a cache: else scales in fp16 would be at odd addresses
+DIVISORS = {None: 1, "int8": 2, "int4": 4}
 #: what `compress_weight` and `compress_cache` may be
 COMPRESSED = ("int8", "int4")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import cache_format
+from h2o_flexgen.formats import cache_format, prepare
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.offload.device import Device
@@ -53,7 +52,8 @@ class LLM:
         compress_weight: "int8" or "int4": matrices are quantised, once, into a copy in the cache folder
             (`formats.compressed`); None: they are as the checkpoint has them.
         compress_cache: "int8" or "int4": what is cached of K and V is quantised, a token at a time
-            (`formats.cache_format`); None: it is in the type of the computation.
+            (`formats.cache_format`); None: it is in the type of the computation; "auto": that of these with the least
+            loss which costs no throughput.
         offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
@@ -101,7 +101,7 @@ class LLM:
         self.device = Device(device)
         if dtype != "auto":
             self.device.dtype(dtype)  # raises for one that is not known
-        self.policy, self.kv_budget, compress_cache = given_policy(policy, kv_budget, compress_cache)
+        self.policy, self.kv_budget, self.compress_cache = given_policy(policy, kv_budget, compress_cache)
         searched = dict(gpu_batch_size=gpu_batch_size, num_gpu_batches=num_gpu_batches, overlap=overlap)
         searched |= dict(cpu_cache_compute=cpu_cache_compute, max_latency=max_latency)
         given = [f"`{name}`" for name, value in searched.items() if value is not None]
@@ -126,6 +126,10 @@ class LLM:
         )
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
+        if self.compress_cache not in (None, "auto"):
+            cache_format(self.compress_cache, self.dtype, self.spec.head_dim)  # raises for one that cannot be had
+        if self.compress_cache is not None and not self.device.is_cuda:
+            prepare(torch.float32)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
         self.planner = Planner(
             ModelData.of(
@@ -150,7 +154,6 @@ class LLM:
             lambda: load_or_measure(self.device, self.dtype, self.offload_root, progress),
             progress,
         )
-        self.compress_cache = compress_cache
 
     def __enter__(self) -> LLM:
         return self
@@ -168,16 +171,6 @@ class LLM:
         return Resources.capped(
             runner.available(), self.caps, device.is_cuda, runner.baseline(), device.workspace_bytes
         )
-
-    @property
-    def compress_cache(self) -> str | None:
-        """In which format the cache of the next job is. Raises UserError for one that the model cannot have."""
-        return self.planner.model.compress_cache
-
-    @compress_cache.setter
-    def compress_cache(self, kind: str | None) -> None:
-        cache_format(kind, self.dtype, self.spec.head_dim)
-        self.planner.model = replace(self.planner.model, compress_cache=kind)
 
     @property
     def position_rolling(self) -> bool:
@@ -335,7 +328,7 @@ class LLM:
         self.runner.end_streams("the next session of its model began")
         self.device.reset_meters()
         given, budget = None if self.policy == "auto" else self.policy, kv_budget or self.kv_budget
-        arguments = 1 if count is None else count, position_rolling, chunk
+        arguments = self.compress_cache, 1 if count is None else count, position_rolling, chunk
         self.choice, most = choose(self.planner, self.resources(), given, budget, *arguments)
         self.observer.on_plan(self.choice)
         self.choice.plan.check()
@@ -349,7 +342,8 @@ class LLM:
         self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
         given = None if self.policy == "auto" else self.policy
-        self.choice = choice = self.planner.choose(workload, self.resources(), given, self.kv_budget)
+        how = (given, self.kv_budget, self.compress_cache)
+        self.choice = choice = self.planner.choose(workload, self.resources(), *how)
         self.observer.on_plan(choice)
         choice.plan.check()
         bar = ProgressBar(sequences, len(self.model.layers), self.progress)

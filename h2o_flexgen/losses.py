@@ -21,25 +21,35 @@ class Loss:
         hh_ratio, recent_ratio: slots as fractions of the longest prompt that was measured.
         rise: of the perplexity over the full cache's: 0.02 is 2 %.
         kv_bytes: of a sequence's cache in all layers.
+        compress_cache: the format of the cache: int8, int4, or None for floats.
     """
 
     rule: str
-    hh_ratio: float
-    recent_ratio: float
+    hh_ratio: float | None
+    recent_ratio: float | None
     rise: float
     kv_bytes: int
+    compress_cache: str | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.hh_ratio is None
 
     @property
     def ratio(self) -> float:
+        """Slots; not of a full cache."""
         return self.hh_ratio + self.recent_ratio
 
     @property
-    def kv_budget(self) -> KVBudget:
-        return KVBudget.from_ratio(self.hh_ratio, self.recent_ratio, self.rule)
+    def kv_budget(self) -> KVBudget | None:
+        return None if self.is_full else KVBudget.from_ratio(self.hh_ratio, self.recent_ratio, self.rule)
 
     def __str__(self) -> str:
-        share = f"{self.hh_ratio:.3g} heavy + {self.recent_ratio:.3g} recent"
-        return f"{self.rule} with {share} of the longest prompt ({self.rise:+.1%} perplexity)"
+        slots = "the full cache"
+        if not self.is_full:
+            share = f"{self.hh_ratio:.3g} heavy + {self.recent_ratio:.3g} recent"
+            slots = f"{self.rule} with {share} of the longest prompt"
+        return slots + (f" in {self.compress_cache}" if self.compress_cache else "") + f" ({self.rise:+.1%} perplexity)"
 
 
 @dataclass(frozen=True)
@@ -71,9 +81,10 @@ class Losses:
             job = data["workload"]
             full_ratio = (job["prompt_len"] + job["gen_len"]) / job["prompt_len"]
             names = ("rule", "hh_ratio", "recent_ratio", "rise", "kv_bytes")
-            settings = [Loss(*(row[name] for name in names)) for row in data["rows"] if row["slots"] is not None]
+            rows = [row for row in data["rows"] if row["slots"] is not None or row.get("compress_cache")]
+            settings = [Loss(*(row[name] for name in names), row.get("compress_cache")) for row in rows]
             # a KV budget cannot name more heavy or recent slots than the prompt has tokens
-            settings = [loss for loss in settings if max(loss.hh_ratio, loss.recent_ratio) <= 1]
+            settings = [loss for loss in settings if loss.is_full or max(loss.hh_ratio, loss.recent_ratio) <= 1]
             for loss in settings:
                 loss.kv_budget, f"{loss.rise + loss.kv_bytes:g}"  # raise for what is no budget, no number
             return cls(str(path), job["model"], tuple(settings), full_ratio, job["hh_share"], max_loss)
@@ -81,13 +92,21 @@ class Losses:
             made = "h2o-flexgen quality --output FILE makes one"
             raise UserError(f"`quality` {path} holds no perplexities of KV budgets: {made}") from None
 
-    def cheapest(self) -> Loss:
-        """The setting with the fewest bytes among those within `max_loss`. Raises UserError if there is none."""
-        if not self.settings:
-            raise UserError(f"`quality` {self.path} holds no setting but the full cache")
-        good = [loss for loss in self.settings if self.allows(loss.rise)]
+    @property
+    def formats(self) -> set[str | None]:
+        """Of the cache, in which something was measured; the full cache as floats always is."""
+        return {None} | {loss.compress_cache for loss in self.settings}
+
+    def cheapest(self, compress_cache: str | None = None) -> Loss:
+        """The setting with the fewest bytes among those within `max_loss`, with the cache in this format, or in any for
+        "auto". Raises UserError if there is none."""
+        settings = [loss for loss in self.settings if compress_cache in ("auto", loss.compress_cache)]
+        if not settings:
+            others = f" with `compress_cache` {compress_cache}" if compress_cache else ""
+            raise UserError(f"`quality` {self.path} holds no setting but the full cache{others}")
+        good = [loss for loss in settings if self.allows(loss.rise)]
         if not good:
-            best = min(self.settings, key=lambda loss: loss.rise)
+            best = min(settings, key=lambda loss: loss.rise)
             raise UserError(
                 f"no setting of {self.path} costs at most {self.max_loss:.3g}, the best is {best}: raise `max_loss`, "
                 "measure larger budgets, or keep the full cache"
@@ -98,17 +117,24 @@ class Losses:
         """Whether a loss is accepted; one that is not known (None) is not, unless any is."""
         return self.max_loss is None or (rise is not None and rise <= self.max_loss)
 
-    def at(self, rule: str, ratio: float) -> float | None:
-        """The loss of a rule with slots for so much of the longest prompt, half of them heavy, on straight lines
-        between what was measured and the full cache; None below the smallest budget that was measured.
+    def at(self, rule: str | None, ratio: float | None, compress_cache: str | None = None) -> float | None:
+        """The loss of a rule with slots for so much of the longest prompt, half of them heavy, and of the full cache
+        for None; with the cache in this format. It is on straight lines between what was measured and the full cache;
+        None below the smallest budget that was measured, and for a full cache that was not.
 
         Raises:
             UserError: the rule was not measured with such halves.
         """
-        known = sorted((loss.ratio, loss.rise) for loss in self.settings if loss.rule == rule)
+        same = [loss for loss in self.settings if loss.compress_cache == compress_cache]
+        full = [loss.rise for loss in same if loss.is_full] if compress_cache else [0.0]
+        if ratio is None:
+            return full[0] if full else None
+        known = sorted((loss.ratio, loss.rise) for loss in same if loss.rule == rule and not loss.is_full)
         if not known or self.hh_share != 0.5:
-            raise UserError(f"`quality` {self.path} has no budget of rule {rule} that is half heavy, half recent")
+            in_format = f" in {compress_cache}" if compress_cache else ""
+            half = "that is half heavy, half recent"
+            raise UserError(f"`quality` {self.path} has no budget of rule {rule}{in_format} {half}")
         if ratio < known[0][0]:
             return None
-        known = [point for point in known if point[0] < self.full_ratio] + [(self.full_ratio, 0.0)]
+        known = [point for point in known if point[0] < self.full_ratio] + [(self.full_ratio, rise) for rise in full]
         return float(np.interp(ratio, *zip(*known)))

@@ -40,7 +40,9 @@ def add_options(parser: cli.Parser, add, default_prompts: str) -> None:
     add("--gen-len", type=cli.count, default=32, help="output tokens per prompt (default: 32)")
     add("--num-prompts", type=cli.count, help=f"prompts of the job (default: {default_prompts})")
     cli.add_budget_options(parser)
-    cli.add_machine_options(parser.add_argument_group("machine").add_argument)
+    add = parser.add_argument_group("machine").add_argument
+    cli.add_machine_options(add)
+    cli.add_cache_option(add)
     cli.add_policy_options(parser.add_argument_group("policy; what is not given is searched").add_argument)
     add = parser.add_argument_group("output").add_argument
     add("-o", "--output", help="write the result to this file as JSON")
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         raise
     prompts = args.num_prompts or (choice.policy.block_size if args.search else len(choice.workload.prompt_lens))
     workload = {"prompt_len": length, "gen_len": args.gen_len, "num_prompts": prompts}
-    sizes["kv_bytes_per_sequence"] = forecast.kv_bytes(model, choice.workload, choice.rule)
+    sizes["kv_bytes_per_sequence"] = forecast.kv_bytes(model, choice.workload, choice.rule, choice.compress_cache)
     result = result_of(choice, sizes, command_for(args, workload, choice, profile))
     if args.json:
         cli.say(json.dumps(result))
@@ -107,7 +109,7 @@ def model_data(args: argparse.Namespace, found, profile):
     formats, copied = found.formats(args.compress_weight)
     is_new, stored = found.is_dummy or to_come, found.stored(profile.dtype)
     cuda = profile.device == "cuda"
-    return ModelData.of(found.spec, profile.dtype, stored, cuda, is_new, formats, copied, args.compress_cache)
+    return ModelData.of(found.spec, profile.dtype, stored, cuda, is_new, formats, copied)
 
 
 def choose(args: argparse.Namespace, length: int, model, profile, policy, budget, losses):
@@ -135,7 +137,7 @@ def choose(args: argparse.Namespace, length: int, model, profile, policy, budget
         prompts = cli.num_prompts(args, policy)
     planner = Planner(model, constraints, profile, progress=not args.json)
     workload = Workload((length,) * prompts, args.gen_len)
-    return planner.choose(workload, Resources.of(profile, caps), policy, budget)
+    return planner.choose(workload, Resources.of(profile, caps), policy, budget, args.compress_cache)
 
 
 def result_of(choice, sizes: dict, command: str) -> dict:

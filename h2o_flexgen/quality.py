@@ -17,7 +17,7 @@ from h2o_flexgen.files import rounded, to_json, write_text
 from h2o_flexgen.policy import DEFAULT_RULE, MIB
 
 #: options that LLM takes as they are
-PASSED = "model device dtype compress_weight compress_cache path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
+PASSED = "model device dtype compress_weight path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
 #: packages whose versions stand in the results of some tasks
 MORE_PACKAGES = {"summarize": ("rouge", "rouge-score"), "compare": ("sacrebleu",)}
 
@@ -57,6 +57,8 @@ def make_parser(prog: str = "python -m h2o_flexgen.quality") -> argparse.Argumen
     add("--kv-rule", action="append", metavar="NAME", help=rule)
     add("--ratios", type=float, nargs="+", metavar="R", help="slots as fractions of the longest prompt")
     add("--sizes", type=int, nargs="+", metavar="N", help="slots")
+    formats = "formats of the cache, each with each budget and the full cache (default: none, floats)"
+    add("--compress-cache", nargs="+", choices=("none", "int8", "int4"), default=["none"], help=formats)
     add("--hh-share", type=float, default=0.5, help="part of the slots that is for heavy hitters (default: 0.5)")
 
     add = parser.add_argument_group("output").add_argument
@@ -127,7 +129,8 @@ def settings_of(args: argparse.Namespace) -> list:
     ratios, sizes = args.ratios or (), args.sizes or ()
     if not ratios and not sizes:
         ratios, sizes = default.ratios, default.sizes
-    return make_settings(rules, ratios, sizes, args.hh_share)
+    formats = [None if kind == "none" else kind for kind in dict.fromkeys(args.compress_cache)]
+    return make_settings(rules, ratios, sizes, args.hh_share, formats)
 
 
 def sources_of(args: argparse.Namespace) -> list:
@@ -220,12 +223,13 @@ def table(header: list[str], lines: list[list[str]]) -> str:
 
 
 def budget_text(row: dict) -> list[str]:
-    """Rule, slots, slots over the longest prompt, and bytes."""
+    """Rule and format, slots, slots over the longest prompt, and bytes."""
     nbytes = f"{row['kv_bytes'] / MIB:.2f} MiB"
+    rule = row["rule"] + (f" {row['compress_cache']}" if row["compress_cache"] else "")
     if row["slots"] is None:
-        return [row["rule"], "all", "", nbytes]
+        return [rule, "all", "", nbytes]
     share = f"{row['hh_ratio'] + row['recent_ratio']:.3g}"
-    return [row["rule"], f"{row['heavy']} + {row['recent']}", share, nbytes]
+    return [rule, f"{row['heavy']} + {row['recent']}", share, nbytes]
 
 
 #: of `budget_text`
@@ -244,7 +248,7 @@ def show_summaries(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         for against, found in row["rouge"].items():
-            if found is not None and not (against == "full_cache" and row["slots"] is None):
+            if found is not None and not (against == "full_cache" and row is rows[0]):
                 numbers = [f"{100 * found[package][n]:.1f}" for package in ("rouge", "rouge-score") for n in "12l"]
                 lines.append([*budget_text(row), against.replace("_", " "), *numbers])
     return table([*BUDGET, "against", *names], lines)

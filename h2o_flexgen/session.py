@@ -196,6 +196,7 @@ def choose(
     resources: Resources,
     policy: Policy | None,
     kv_budget: KVBudget | str | None,
+    compress_cache: str | None,
     count: int,
     position_rolling: bool | None,
     chunk: int,
@@ -224,10 +225,11 @@ def choose(
     room = max(1, positions - slots) if position_rolling else positions  # the planner refuses slots that leave none
     workload = Workload((min(chunk, room),) * count, gen_len=slots + 2, held=min(slots, positions))
     kv_budget = replace(kv_budget, position_rolling=bool(position_rolling))
-    choice = planner.choose(workload, resources, policy, kv_budget)
+    choice = planner.choose(workload, resources, policy, kv_budget, compress_cache)
     if choice.rule.growth != "fixed":
         raise UserError(f"the `kv_rule` {kv_budget.rule} keeps all that is generated: a session needs one with an end")
     batches = ceil(count / choice.policy.gpu_batch_size)
     if choice.policy.num_gpu_batches != batches:
-        choice = planner.choose(workload, resources, replace(choice.policy, num_gpu_batches=batches), kv_budget)
+        policy = replace(choice.policy, num_gpu_batches=batches)
+        choice = planner.choose(workload, resources, policy, kv_budget, choice.compress_cache)
     return choice, None if position_rolling else positions

@@ -33,6 +33,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.stream") -> argparse.Argument
     add("--model", help="folder or Hugging Face name; the demo model if left out")
     add("--path", help="folder of the weights, if it is not the model's")
     cli.add_machine_options(add)
+    cli.add_cache_option(add)
 
     add = parser.add_argument_group("what is read; one of the first two").add_argument
     add("--input-file", help='JSON lines {"turns": [..]} or {"prompt": ..}: one conversation, never reset')

@@ -7,11 +7,17 @@ import json
 import pytest
 import torch
 import zoo
-from cli_tools import FP32, ON_DISK, write_prompts
+from cli_tools import FP32, write_prompts
+from machines import laptop, planner_of
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
-from h2o_flexgen.kv_cache import RULES
+from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError, plan
+from h2o_flexgen.formats import cache_format
+from h2o_flexgen.kv_cache import RULES, make_rule
+from h2o_flexgen.models.registry import read_spec
+from h2o_flexgen.planning.budget import BudgetPoint, largest_free
+from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.policy import given_policy
+from h2o_flexgen.sizes import Workload
 
 pytest_plugins = ["cli_tools"]
 
@@ -107,3 +113,192 @@ def test_in_16_bits_the_placement_does_not_matter_either(model, kind, dtype):
         with opened(model(), kind, dtype=dtype, **place) as llm:
             found.append(tokens(llm, prompts))
     assert found == found[:1] * len(found)
+
+
+# bytes
+
+
+@pytest.mark.parametrize("kind, nbytes", [(None, 2 * 4 * 8), ("int8", 2 * (8 + 2)), ("int4", 8 + 2 + 4 + 4)])
+def test_plan_and_report_count_the_bytes_of_the_format(model, kind, nbytes):
+    with opened(model(), kind, **PLACES["cpu"]) as llm:
+        tokens(llm, model().prompts([9, 5]))
+        assert llm.report.get("compress_cache") == kind
+        caches = [n for tier, what, n in llm.choice.plan.items if (tier, what) == ("cpu", "KV cache")]
+    layers, heads, slots = 2, 2, 9 + MAX_TOKENS - 1
+    assert caches == [2 * layers * heads * slots * nbytes]
+
+
+def test_a_step_moves_the_bytes_of_the_format(model):
+    moved = {}
+    for kind in (None, *KINDS):
+        with opened(model(), kind, KVBudget.from_size(20, 20), **PLACES["cpu"]) as llm:
+            tokens(llm, model().prompts([60, 60]), 9)
+            moved[kind] = llm.report["decode"]["bytes_moved"]["cpu_to_gpu"]
+    weights = moved[None] - (moved[None] - moved["int8"]) * 64 // (64 - 20)
+    assert moved["int4"] - weights == pytest.approx((moved["int8"] - weights) * 18 / 20, rel=1e-3)
+
+
+def test_an_automatic_budget_has_room_for_more_slots():
+    limits = Resources({"gpu": 5 << 30, "cpu": 0, "disk": 1 << 40, "ram": 5 << 30})
+    job = Workload((512,) * 64, 128)
+    planner = planner_of(laptop(), "facebook/opt-1.3b", resident=False)
+    slots = [planner.choose(job, limits, None, "auto", kind).rule.budget or 640 for kind in (None, "int8", "int4")]
+    assert slots == sorted(slots) and slots[0] < slots[2]
+
+
+# sessions, scores, jobs
+
+
+@pytest.mark.parametrize("rolling", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_do_not_depend_on_tiers_or_neighbours(model, kind, rolling):
+    """A chunk attends to what is held as it is stored, and to itself as it is."""
+    texts = model().prompts([40, 17])
+    budget, found = KVBudget.from_size(6, 6), []
+    for place in ("gpu", "disk", "mixed"):
+        with opened(model(), kind, budget, **PLACES[place]) as llm:
+            with llm.session(count=2, chunk=9, position_rolling=rolling) as session:
+                outputs = session.generate(texts, SamplingParams(max_tokens=9, ignore_eos=True))
+                session.feed([[5, 6, 7], None])
+                found.append([o.token_ids for o in outputs])
+            with llm.session(chunk=9, position_rolling=rolling) as session:
+                alone = session.generate(texts[1], SamplingParams(max_tokens=9, ignore_eos=True))
+                assert alone.token_ids == found[-1][1]
+    assert found == found[:1] * 3
+    with opened(model(), None, budget) as llm, llm.session(count=2, chunk=9, position_rolling=rolling) as session:
+        dense = session.generate(texts, SamplingParams(max_tokens=9, ignore_eos=True))
+    assert [o.token_ids for o in dense] != found[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_read_at_once_is_a_prompt(model, kind):
+    (text,) = model().prompts([30])
+    budget = KVBudget.from_size(6, 6)
+    with opened(model(), kind, budget) as llm:
+        expected = tokens(llm, [text])
+        with llm.session(chunk=64, position_rolling=False) as session:
+            params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+            assert session.generate(text, params).token_ids == expected[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_behind_a_prompt_score_as_they_were_generated(model, kind):
+    prompts = model().prompts(LENGTHS)
+    with opened(model(), kind) as llm:
+        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+        outputs = [o.outputs[0] for o in llm.generate(prompts, params)]
+        texts = [prompt + o.token_ids for prompt, o in zip(prompts, outputs)]
+        for score, output in zip(llm.score(texts, LENGTHS), outputs):
+            assert score.token_logprobs == pytest.approx(output.logprobs, abs=1e-5)
+
+
+def test_a_nan_sequence_stays_alone(model):
+    rule = make_rule("h2o", 2, 2)
+    layout = rule.layout(read_spec(model().folder), cache_format("int4", torch.float32, 8), 2, 6, 4)
+    q, k, v = torch.randn(2, 4, 6, 8), *torch.randn(2, 2, 2, 6, 8)
+    for x in (q, k, v):
+        x[1] = float("nan")
+    cache = layout.view(*(torch.zeros(n, dtype=torch.uint8) for n in (layout.kv_bytes, layout.meta_bytes)))
+    lengths = torch.tensor([6, 6])
+    rule.prefill(cache, q, k, v, lengths)
+    context, _ = rule.decode(cache, *(x[:, :, :1] for x in (q, k, v)), lengths, 1)
+    assert context[0].isfinite().all() and context[1].isnan().all()
+
+
+def test_a_job_goes_on_in_its_format_only(cli, model, tmp_path):
+    rows, out = write_prompts(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl"
+    job = ("--model", model().folder, *FP32, "--input-file", rows, "--output-file", out, "--gen-len", 4)
+    code, _, err = cli(*job, "--compress-cache", "int8")
+    assert code == 0, err
+    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["compress_cache"] == "int8"
+    code, _, err = cli(*job, "--compress-cache", "int4")
+    assert code == 2 and "began with other settings: --compress-cache 'int8', now 'int4'" in err
+    assert cli(*job, "--compress-cache", "int8")[0] == 0
+
+
+def test_a_format_that_is_chosen_stays_that_of_the_job(cli, model, tmp_path):
+    rows, out, hardware = write_prompts(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl", tmp_path / "laptop.json"
+    hardware.write_text(laptop(dtype="float32").to_json())
+    job = ("--model", model().folder, *FP32, "--output-file", out, "--gen-len", 4, "--hardware", hardware)
+    code, _, err = cli(*job, "--input-file", rows, "--compress-cache", "auto")
+    assert code == 0 and "floats" in err and "int4" in err, err
+    manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
+    assert manifest["settings"]["compress_cache"] == "auto" and manifest["compress_cache"] != "auto"
+
+
+# command lines and errors
+
+
+def test_a_policy_file_brings_its_format(model, tmp_path):
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"policy": {"gpu_batch_size": 2}, "compress_cache": "int8"}))
+    assert given_policy(path)[2] == "int8" and given_policy(path, None, "int4")[2] == "int4"
+    with LLM(str(model().folder), path, device="cpu", dtype="float32", progress=False) as llm:
+        tokens(llm, model().prompts([5]))
+        assert llm.report["compress_cache"] == "int8"
+
+
+def test_plan_says_what_the_format_saves(model, tmp_path, capfd):
+    hardware, out = tmp_path / "laptop.json", tmp_path / "policy.json"
+    hardware.write_text(laptop(dtype="float32").to_json())
+    job = (str(model().folder), "--hardware", str(hardware), "--prompt-len", "20", "--gen-len", "8")
+    assert plan.main([*job, "--compress-cache", "int8", "-o", str(out)]) == 0
+    said = capfd.readouterr().out
+    assert "full, in int8" in said and "with K and V in int8" in said and "--compress-cache int8" in said
+    found = json.loads(out.read_text())
+    assert found["compress_cache"] == "int8"
+    sizes = found["model"]["kv_bytes_per_sequence"]
+    assert sizes["job"] / sizes["full"] == (8 + 2) / (4 * 8)
+
+
+def test_what_a_model_cannot_have_is_refused(tiny, cli, capfd):
+    odd = tiny("llama")  # heads of 6
+    with pytest.raises(
+        UserError, match="`compress_cache` int4 is for head sizes that 4 divides, not 6: .* or take int8"
+    ):
+        opened(odd, "int4")
+    with opened(odd, "int8") as llm:
+        tokens(llm, odd.prompts([5]))
+    with pytest.raises(UserError, match="`compress_cache` is one of int8, int4, not 'int2'"):
+        opened(odd, "int2")
+    code, _, err = cli("--model", odd.folder, "--compress-cache", "int4", *FP32)
+    assert code == 2 and "--compress-cache int4 is for head sizes" in err
+    code, _, err = cli("--model", odd.folder, "--compress-cache", "int2")
+    assert code == 2 and "invalid choice: 'int2' (choose from" in err
+    assert plan.main([str(odd.folder), "--compress-cache", "int4", *FP32]) == 2
+    assert "--compress-cache int4 is for head sizes" in capfd.readouterr().err
+
+
+# the choice
+
+
+def test_of_formats_that_are_as_fast_the_one_with_more_bits_is_taken():
+    points = [BudgetPoint(None, 100, 1, 1, speed, kind) for speed, kind in ((100, "int4"), (99, "int8"), (90, None))]
+    assert largest_free(points).compress_cache == "int8"
+    few = BudgetPoint(0.1, 20, 1, 1, 101, None)
+    assert largest_free([*points, few]).compress_cache == "int8"  # slots are missed more than bits
+
+
+def test_losses_choose_the_format_too(tmp_path):
+    half = {"rule": "h2o", "slots": 50, "hh_ratio": 0.25, "recent_ratio": 0.25}
+    rows = [
+        {"rule": "full", "slots": None, "rise": 0.0, "kv_bytes": 1000, "compress_cache": None},
+        {"rule": "full", "slots": None, "hh_ratio": None, "recent_ratio": None, "rise": 0.01, "kv_bytes": 400}
+        | {"compress_cache": "int4"},
+        half | {"rise": 0.05, "kv_bytes": 500, "compress_cache": None},
+        half | {"rise": 0.06, "kv_bytes": 200, "compress_cache": "int4"},
+    ]
+    path = tmp_path / "quality.json"
+    workload = {"model": "a", "prompt_len": 100, "gen_len": 100, "hh_share": 0.5}
+    path.write_text(json.dumps({"workload": workload, "rows": rows}))
+    losses = Losses.from_file(path, 0.055)
+    assert losses.formats == {None, "int4"}
+    assert losses.cheapest().kv_bytes == 500
+    best = losses.cheapest("auto")
+    assert (best.kv_budget, best.compress_cache) == (None, "int4") and "the full cache in int4 (+1.0%" in str(best)
+    assert losses.at(None, None) == 0 and losses.at(None, None, "int4") == 0.01
+    assert losses.at("h2o", 1.25, "int4") == pytest.approx(0.035) and losses.at(None, None, "int8") is None
+    with pytest.raises(UserError, match="no budget of rule h2o in int8"):
+        losses.at("h2o", 0.5, "int8")
+    with pytest.raises(UserError, match="no setting but the full cache with `compress_cache` int8"):
+        losses.cheapest("int8")

@@ -1,4 +1,4 @@
-"""The frontier: bytes of KV cache against the loss, a line for each rule. Needs matplotlib."""
+"""The frontier: bytes of KV cache against the loss, a line for each rule and format. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def draw(result: dict, path: str | Path) -> None:
     need("matplotlib", "matplotlib", "a figure").use("Agg")
     import matplotlib.pyplot as plt
 
-    (full,), rows = ([row for row in result["rows"] if (row["slots"] is None) == is_full] for is_full in (True, False))
+    full, *rows = result["rows"]  # the full cache comes first
     fig, ax = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
-    for n, rule in enumerate(dict.fromkeys(row["rule"] for row in rows)):
-        points = sorted((row["kv_bytes"] / MIB, 100 * row["rise"]) for row in rows if row["rule"] == rule)
+    for n, label in enumerate(dict.fromkeys(map(_label, rows))):
+        points = sorted((row["kv_bytes"] / MIB, 100 * row["rise"]) for row in rows if _label(row) == label)
         look = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "markersize": 5}
-        ax.plot(*zip(*points), label=rule, **look)
+        ax.plot(*zip(*points), label=label, **look)
     ax.plot(full["kv_bytes"] / MIB, 0, "*", color="black", markersize=13, clip_on=False, zorder=3)
     ax.annotate("full cache", (full["kv_bytes"] / MIB, 0), (0, 9), textcoords="offset points", ha="center", fontsize=9)
     _scale(ax, rows)
@@ -66,6 +66,11 @@ def title(result: dict) -> str:
     return f"{w['model']} in {w['dtype']}, {w['passages']} passages of {', '.join(w['texts'])}: {lengths}"
 
 
+def _label(row: dict) -> str:
+    """Of the line of a rule and a format."""
+    return row["rule"] + (f", {row['compress_cache']}" if row.get("compress_cache") else "")
+
+
 def _scale(ax, rows: list[dict]) -> None:
     """Straight up to a rise of 10 %, and logarithmic above it where a line goes far beyond."""
     highest = max((100 * row["rise"] for row in rows), default=0.0)
@@ -78,6 +83,8 @@ def _scale(ax, rows: list[dict]) -> None:
 
 def _slots_on_top(ax, rows: list[dict]) -> None:
     """The slots of the budgets, on the upper edge."""
+    if len({row.get("compress_cache") for row in rows}) > 1:  # with formats bytes do not say how many
+        return
     places = {row["slots"]: row["kv_bytes"] / MIB for row in rows}
     top = ax.secondary_xaxis("top")
     top.set_xticks(list(places.values()), [str(slots) for slots in places])

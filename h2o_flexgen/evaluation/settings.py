@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer
@@ -17,22 +17,30 @@ from h2o_flexgen.progress import bar
 
 @dataclass(frozen=True)
 class Setting:
-    """A cache rule with its slots; `budget` None: the full cache."""
+    """A cache rule with its slots, and the format of the cache; `budget` None: the full cache."""
 
     rule: str
     budget: KVBudget | None = None
+    compress_cache: str | None = None
 
 
 FULL = Setting("full")
 
 
-def make_settings(rules: list[str], ratios: list[float], sizes: list[int], hh_share: float = 0.5) -> list[Setting]:
-    """Every rule with every budget, without the full cache.
+def make_settings(
+    rules: list[str],
+    ratios: list[float],
+    sizes: list[int],
+    hh_share: float = 0.5,
+    formats: list[str | None] | None = None,
+) -> list[Setting]:
+    """Every rule with every budget, and the full cache, in every format; without the full cache as floats.
 
     Args:
         ratios: slots, heavy and recent ones together, as fractions of the longest prompt.
         sizes: slots.
         hh_share: the part of the slots that is for heavy hitters; the rest is for recent tokens.
+        formats: of the cache; by default floats.
 
     Raises:
         UserError: a number out of range.
@@ -49,13 +57,17 @@ def make_settings(rules: list[str], ratios: list[float], sizes: list[int], hh_sh
     for rule in rules:
         settings += [KVBudget.from_ratio(hh_share * ratio, (1 - hh_share) * ratio, rule) for ratio in ratios]
         settings += [KVBudget.from_size(int(hh_share * n), n - int(hh_share * n), rule) for n in sizes]
-    return [Setting(budget.rule, budget) for budget in dict.fromkeys(settings)]
+    budgets = [(budget.rule, budget) for budget in dict.fromkeys(settings)]
+    formats = formats or [None]
+    full = [replace(FULL, compress_cache=kind) for kind in formats if kind is not None]
+    return full + [Setting(*each, kind) for kind in formats for each in budgets]
 
 
 def check_settings(settings: list[Setting], longest_prompt: int) -> None:
     """Raises UserError for a rule that is not known, or a budget that does not suffice for it."""
     for setting in settings:
-        make_rule(setting.rule, *setting.budget.slots(longest_prompt))
+        if setting.budget is not None:
+            make_rule(setting.rule, *setting.budget.slots(longest_prompt))
 
 
 def measure_each(llm: LLM, settings: list[Setting], tokens: int, job: Callable[[], dict]) -> Iterator[dict]:
@@ -71,7 +83,7 @@ def measure_each(llm: LLM, settings: list[Setting], tokens: int, job: Callable[[
     settings = [FULL, *settings]
     with bar(desc="measuring", total=len(settings) * tokens, unit="tokens", leave=True) as shown:
         for n, setting in enumerate(settings):
-            llm.kv_budget, llm.observer = setting.budget, _Count(shown)
+            llm.kv_budget, llm.compress_cache, llm.observer = setting.budget, setting.compress_cache, _Count(shown)
             shown.set_postfix_str(f"setting {n + 1}/{len(settings)}, {setting.rule}", refresh=True)
             found = job()
             shown.update((n + 1) * tokens - shown.n)  # outputs may end early
@@ -95,15 +107,16 @@ def row_of(llm: LLM, setting: Setting) -> dict:
     """How the job that has just ended kept its cache, as a row of results has it.
 
     Returns:
-        rule, slots; heavy, recent and hh_ratio, recent_ratio, as fractions of the longest prompt; and kv_bytes of a
-        sequence in all layers. Of the full cache slots and what follows from them are None.
+        rule, slots; heavy, recent and hh_ratio, recent_ratio, as fractions of the longest prompt; compress_cache; and
+        kv_bytes of a sequence in all layers. Of the full cache slots and what follows from them are None.
     """
     choice = llm.choice
     row = {"rule": setting.rule} | dict.fromkeys(("slots", "heavy", "recent", "hh_ratio", "recent_ratio"))
-    nbytes = kv_bytes(llm.planner.model, choice.workload, choice.rule)
+    row["compress_cache"] = choice.compress_cache
+    nbytes = kv_bytes(llm.planner.model, choice.workload, choice.rule, choice.compress_cache)
     budget, longest = setting.budget, choice.workload.longest
     if budget is None:
-        return row | {"kv_bytes": nbytes["full"]}
+        return row | {"kv_bytes": nbytes["job"] if choice.compress_cache else nbytes["full"]}
     heavy, recent = budget.slots(longest)
     ratios = {"hh_ratio": budget.hh_ratio, "recent_ratio": budget.recent_ratio}
     if budget.hh_ratio is None:

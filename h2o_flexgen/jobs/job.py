@@ -203,16 +203,16 @@ class Run(Observer):
         longest = max((len(ids) for _, ids, _ in self.todo), default=1)
         if job.before:
             self.manifest, slots = job.before, job.before.kv_budget
-            self.budget = slots and KVBudget.from_dict(slots)
+            self.budget, self.compress_cache = slots and KVBudget.from_dict(slots), job.before.compress_cache
             if slots and longest > job.before.longest_prompt:
                 known = f"a new prompt has {longest} tokens, the longest so far had {job.before.longest_prompt}"
                 log.warning(
                     "%s: its KV budget is %d heavy + %d recent slots too", known, slots["heavy"], slots["recent"]
                 )
         else:
-            self.budget = llm.kv_budget
+            self.budget, self.compress_cache = llm.kv_budget, llm.compress_cache
             slots = self.budget.to_dict(longest) if isinstance(self.budget, KVBudget) else None
-            self.manifest = Manifest(settings_of(llm, params, longest), slots, longest, [], [])
+            self.manifest = Manifest(settings_of(llm, params, longest), slots, longest, [], [], self.compress_cache)
 
     def generate(self) -> None:
         """Afterwards the model may run another job."""
@@ -220,16 +220,18 @@ class Run(Observer):
             self.on_begin()
             return
         rows, prompts, params = zip(*self.todo)
-        observer, budget = self.llm.observer, self.llm.kv_budget
-        self.llm.observer, self.llm.kv_budget = Observers(observer, self), self.budget
+        before = self.llm.observer, self.llm.kv_budget, self.llm.compress_cache
+        self.llm.observer = Observers(self.llm.observer, self)
+        self.llm.kv_budget, self.llm.compress_cache = self.budget, self.compress_cache
         try:
             keys = [row.key for row in rows]
             self.llm.generate(prompts, params, keys=keys, skip_errors=True, on_output=self.take)
         finally:
-            self.llm.observer, self.llm.kv_budget = observer, budget
+            self.llm.observer, self.llm.kv_budget, self.llm.compress_cache = before
 
     def on_plan(self, choice) -> None:
-        """A KV budget "auto" has become one of slots, which stays."""
+        """A KV budget "auto" has become one of slots, which stays, and so does a format."""
+        self.manifest.compress_cache = choice.compress_cache
         if self.budget == "auto" and choice.kv_budget is not None:
             self.manifest.kv_budget = choice.kv_budget.to_dict(self.manifest.longest_prompt)
 

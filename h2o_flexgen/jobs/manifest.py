@@ -27,6 +27,7 @@ class Manifest:
         kv_budget: as `KVBudget.to_dict` has it; None for a full cache.
         longest_prompt: of the job when it first began, in tokens.
         rows: {id: digest}, as a list: JSON has no keys that are numbers.
+        compress_cache: the format of the KV cache.
         runs: for each the time of its "start", in seconds of the Unix epoch, and the rows that were "done" by then.
     """
 
@@ -35,6 +36,7 @@ class Manifest:
     longest_prompt: int
     rows: list[list]
     runs: list[dict]
+    compress_cache: str | None = None
 
     def write(self, path: Path, *, is_new: bool) -> BinaryIO:
         """Put it on disk; returns the file, which is locked. Raises OSError as `replace_file`."""

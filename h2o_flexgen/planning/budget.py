@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,6 +12,8 @@ from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.progress import bar
 
 T = TypeVar("T")
+#: of a cache, by what they lose
+FORMATS = (None, "int8", "int4")
 #: the floor of an automatic budget: heavy hitters, and as many recent tokens, as a fraction of the longest prompt
 MIN_HH_RATIO = 0.1
 #: each budget that is tried has this many times the slots of the one before
@@ -26,6 +29,7 @@ class BudgetPoint:
     Attributes:
         ratio: heavy hitters over the longest prompt; None for the full cache.
         slots: heavy and recent slots together, or those of the full cache, per sequence, layer and KV head.
+        compress_cache: the format of the cache: int8, int4, or None for floats.
         loss: the measured rise of the perplexity, as a fraction; None if it is not known.
         allowed: the loss is within what the user accepts.
     """
@@ -35,6 +39,7 @@ class BudgetPoint:
     gpu_batch_size: int
     num_gpu_batches: int
     tokens_per_s: float
+    compress_cache: str | None = None
     loss: float | None = None
     allowed: bool = True
 
@@ -59,29 +64,24 @@ def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float |
 
 
 def size_budget(
-    floor: float,
-    longest: int,
-    total: int,
-    find: Callable[[float | None, KVBudget | None], tuple[BudgetPoint, T]],
-    progress: bool,
+    choices: Sequence[tuple], find: Callable[..., tuple[BudgetPoint, T]], progress: bool
 ) -> tuple[T, list[BudgetPoint]]:
-    """Search with every budget of `budget_choices`.
+    """Search with every budget, or budget and format of the cache.
 
     Args:
-        longest, total: tokens of the longest prompt, and with its output.
-        find: (ratio, budget) -> the point of the curve, and the choice that belongs to it.
+        choices: arguments of `find`, for each format the fewest slots first.
+        find: gives the point of the curve, and the choice that belongs to it.
 
     Returns:
-        The choice with the largest budget that costs nothing, and the curve, the fewest slots first.
+        The choice that is `largest_free`, and the curve.
 
     Raises:
         PlanError: nothing fits, not even with the smallest budget that is allowed.
     """
     found, errors = {}, []
-    budgets = budget_choices(floor, longest, total)
-    for ratio, budget in bar(budgets, "sizing the KV budget", unit="budgets", show=progress):
+    for each in bar(choices, "sizing the KV cache", unit="choices", show=progress):
         try:
-            point, choice = find(ratio, budget)
+            point, choice = find(*each)
             found[point] = choice
         except PlanError as e:
             errors.append(e)
@@ -92,8 +92,14 @@ def size_budget(
 
 
 def largest_free(curve: list[BudgetPoint]) -> BudgetPoint:
-    """The largest budget whose throughput is within 3 % of the smallest one's, of those that are allowed: quality that
-    costs nothing."""
+    """Of the points that are allowed, and whose throughput is within 3 % of the highest, that with the least loss:
+    quality that costs nothing. Where losses are not known it is that with most slots, and then with most bits, for a
+    model misses bits less than tokens."""
     allowed = [point for point in curve if point.allowed]
-    least = (1 - FREE) * allowed[0].tokens_per_s
-    return [point for point in allowed if point.tokens_per_s >= least][-1]
+    least = (1 - FREE) * max(point.tokens_per_s for point in allowed)
+
+    def quality(point: BudgetPoint) -> tuple:
+        loss = math.inf if point.loss is None else point.loss
+        return -loss, point.slots, -FORMATS.index(point.compress_cache), point.ratio is None
+
+    return max(reversed([point for point in allowed if point.tokens_per_s >= least]), key=quality)

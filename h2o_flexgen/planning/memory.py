@@ -89,14 +89,13 @@ class ModelData:
         dummy: bool = False,
         formats: dict[str, Format] | None = None,
         copy_bytes: int = 0,
-        compress_cache: str | None = None,
     ) -> ModelData:
         """`dtype` and `stored`: names of the type of the computation, and of that in the checkpoint, for matrices that
         `formats` does not name."""
         layers = family(spec.model_type).tensors(spec)
         types = {1: Dense(getattr(torch, dtype)), 2: Dense(getattr(torch, stored))}  # vectors are never streamed
         found = {name: types[min(2, len(shape))] for layer in layers for name, shape in layer.shapes.items()}
-        return cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, copy_bytes, compress_cache)
+        return cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, copy_bytes)
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """With the cache of a job."""

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import has_cache_format
 from h2o_flexgen.kv_cache import CacheRule, rule_for
-from h2o_flexgen.planning.budget import BudgetPoint, size_budget
+from h2o_flexgen.planning.budget import FORMATS, BudgetPoint, budget_choices, size_budget
 from h2o_flexgen.planning.cost import CostModel, Prediction
 from h2o_flexgen.planning.memory import ModelData, Plan, Resources, plan_policy
 from h2o_flexgen.planning.placement import Placement
@@ -29,7 +30,7 @@ class Choice:
         compress_cache: as for `LLM`.
         plan: the bytes it needs. A policy that was given may need more than there is (`plan.check`).
         prediction: what it costs; None while this machine has not been measured.
-        curve: for the KV budget "auto" the trade of slots for throughput, the fewest slots first; else empty.
+        curve: where the KV budget or the format is "auto" the trade of slots and bits for throughput; else empty.
     """
 
     workload: Workload
@@ -69,40 +70,62 @@ class Planner:
         resources: Resources,
         policy: Policy | None = None,
         kv_budget: KVBudget | str | None = None,
+        compress_cache: str | None = None,
     ) -> Choice:
         """The policy of a job.
 
         Args:
             policy: a given one is taken whether it fits or not.
             kv_budget: None is a full cache, "auto" the largest budget that costs no throughput.
+            compress_cache: as for `LLM`, or "auto": of the formats that the model can have, the one with the least loss
+                that costs no throughput (`budget.largest_free`).
 
         Raises:
             PlanError: nothing fits, or nothing is fast enough for `max_latency`.
             UserError: the budget comes to no slot, the search cannot be run, or losses are of another rule.
         """
-        if kv_budget != "auto":
-            return self._choose(workload, resources, policy, kv_budget)
+        if "auto" not in (kv_budget, compress_cache):
+            return self._choose(workload, resources, policy, kv_budget, compress_cache)
         losses = self.constraints.losses
         self.measured()  # else what is resident would be chosen without a prediction to compare
 
-        def find(ratio: float | None, budget: KVBudget | None) -> tuple[BudgetPoint, Choice]:
-            choice = self._choose(workload, resources, policy, budget)
+        def find(ratio: float | None, budget: KVBudget | None, kind: str | None) -> tuple[BudgetPoint, Choice]:
+            choice = self._choose(workload, resources, policy, budget, kind)
             choice.plan.check()
             p, size, batches = choice.prediction, choice.policy.gpu_batch_size, choice.policy.num_gpu_batches
             slots = choice.rule.budget or self.model.shapes(choice.rule, workload).kv.slots
             loss, allowed = None, True
             if losses is not None:
-                loss = 0.0 if budget is None else losses.at(budget.rule, 2 * ratio)
+                share = None if budget is None else sum(budget.slots(longest)) / longest if given else 2 * ratio
+                loss = losses.at(budget and budget.rule, share, kind)
                 allowed = losses.allows(loss)
-            return BudgetPoint(ratio, slots, size, batches, p.tokens_per_s, loss, allowed), choice
+            return BudgetPoint(ratio, slots, size, batches, p.tokens_per_s, kind, loss, allowed), choice
 
-        longest, total = workload.longest, workload.longest + workload.gen_len
-        choice, curve = size_budget(self.constraints.min_hh_ratio, longest, total, find, self.progress)
+        longest, given = workload.longest, kv_budget != "auto"
+        if given:
+            budgets = [(kv_budget and kv_budget.slots(longest)[0] / longest, kv_budget)]
+        else:
+            budgets = budget_choices(self.constraints.min_hh_ratio, longest, longest + workload.gen_len)
+        kinds = self._formats() if compress_cache == "auto" else (compress_cache,)
+        choices = [(*budget, kind) for kind in kinds for budget in budgets]
+        choice, curve = size_budget(choices, find, self.progress)
         return replace(choice, curve=curve)
 
+    def _formats(self) -> list[str | None]:
+        """Of a cache of this model, whose losses are known if any are."""
+        spec, losses = self.model.spec, self.constraints.losses
+        known = FORMATS if losses is None else losses.formats
+        return [kind for kind in FORMATS if kind in known and has_cache_format(kind, spec.head_dim)]
+
     def _choose(
-        self, workload: Workload, resources: Resources, policy: Policy | None, kv_budget: KVBudget | None
+        self,
+        workload: Workload,
+        resources: Resources,
+        policy: Policy | None,
+        kv_budget: KVBudget | None,
+        compress_cache: str | None,
     ) -> Choice:
+        self.model = replace(self.model, compress_cache=compress_cache)
         rule = rule_for(kv_budget, workload, self.model.spec)
         policy = policy or self._resident(workload, resources, rule)
         if policy is None:
@@ -113,7 +136,7 @@ class Planner:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
             prediction = cost.predict(policy, placement, planned.prompt_lens)
-        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, self.model.compress_cache)
+        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, compress_cache)
 
     def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""

@@ -216,7 +216,7 @@ def test_the_sized_budget_is_nearly_the_largest_that_is_free(knee, longest, gen_
         slots = total if budget is None else sum(budget.slots(longest))
         return BudgetPoint(ratio, slots, 1, 1, speed(slots)), slots
 
-    slots, curve = size_budget(0.1, longest, total, find, False)
+    slots, curve = size_budget(budget_choices(0.1, longest, total), find, False)
     assert [p.slots for p in curve] == sorted(p.slots for p in curve)
     least = 0.97 * curve[0].tokens_per_s
     assert speed(slots) >= least
