@@ -54,11 +54,9 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.evaluation.passages import BUILTIN
     from h2o_flexgen.jobs.input import builtin_text
-    from h2o_flexgen.kv_cache import check_rule
     from h2o_flexgen.kv_cache.layers import LayerLosses
 
-    check_rule(args.kv_rule)
-    calibration.check(args.window)
+    calibration.check(args.window, args.kv_rule)
     text = builtin_text() if args.text is None else read_text(args.text, args.text)
     forecast.find(args.model, args.path).spec.check_length(args.window)
     dtype = getattr(torch, args.dtype)

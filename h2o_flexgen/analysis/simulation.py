@@ -7,7 +7,7 @@ heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -95,7 +95,6 @@ class Run:
 def simulate(model: ResidentModel, ids: Tensor, prompt_len: int, rule: FixedRule, progress: bool = False) -> Run:
     """Teacher-forced decode of texts ids (B, N) behind their prompts, as `LLM.score` does it with a KV budget."""
     B, N = ids.shape
-    rule = replace(rule, groups=model.spec.groups)
     caches = [MaskedCache(rule.in_layer(layer), N) for layer in range(model.spec.layers)]
     kept = torch.zeros(len(caches), B, model.spec.kv_heads, N - prompt_len, N, dtype=torch.bool)
     hidden = model.run(ids[:, :prompt_len], 0, lambda layer, *qkv: caches[layer].prefill(*qkv))[:, -1:]

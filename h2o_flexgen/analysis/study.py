@@ -80,7 +80,9 @@ def study(model: ResidentModel, windows: Tensor, prompt_len: int, rule: FixedRul
     seen = [observe(model, ids, prompt_len) for ids in shown]
     received = torch.stack([each.received for each in seen], 1)  # (L, B, KV, N)
     run = simulate(model, windows, prompt_len, rule, progress)
-    layers = [future.kept_with_future(layer, prompt_len, rule.heavy, rule.recent) for layer in received]
+    rules = [rule.in_layer(layer) for layer in range(model.spec.layers)]
+    split = [(each.slots - each.recent_window, each.recent_window) for each in rules]
+    layers = [future.kept_with_future(layer, prompt_len, *slots) for layer, slots in zip(received, split)]
     foreseen = torch.stack(layers)
     active = sum(each.active for each in seen)
     losses = {"full cache": torch.stack([each.logprobs for each in seen]), rule.label: run.logprobs}
@@ -89,7 +91,7 @@ def study(model: ResidentModel, windows: Tensor, prompt_len: int, rule: FixedRul
         "sparsity": _sparsity(torch.stack([each.negligible for each in seen])),
         "ranks": _ranks(received),
         "words": _words(windows, received),
-        "overlap": _overlap(run.kept, foreseen, rule.recent),
+        "overlap": _overlap(run.kept, foreseen, [recent for _, recent in split]),
         "loss": _loss(losses),
         "neurons": _neurons(active.double() / (B * N), model.spec.activation),
     }
@@ -146,7 +148,7 @@ def _words(windows: Tensor, received: Tensor) -> dict:
     return {"reach": REACH, "correlation": words.correlations(), **points}
 
 
-def _overlap(kept: Tensor, foreseen: Tensor, recent: int) -> dict:
+def _overlap(kept: Tensor, foreseen: Tensor, recent: list[int]) -> dict:
     slots, heavy, chance = future.overlaps(kept, foreseen, recent)
     return {
         "mean": float(slots.mean()),
