@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2o_flexgen.analysis.model import ResidentModel
+from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.attention import causal_attention, causal_attention_with_scores
 from h2o_flexgen.kv_cache import layer_losses, rule_for
@@ -63,7 +63,7 @@ class Probe:
         hidden: (V, B, Q, E) hidden states of each variant, the first one with full attention everywhere.
     """
 
-    model: ResidentModel
+    model: LayerModel
     prompt: int
     rules: list[BudgetRule]
     hidden: Tensor  # at first (B, N, E) of all tokens, behind the embedding
@@ -145,7 +145,7 @@ class Watched:
 
 
 @torch.inference_mode()
-def measure(model: ResidentModel, ids: Tensor, rule: str, progress: bool = True) -> list[list[float]]:
+def measure(model: LayerModel, ids: Tensor, rule: str, progress: bool = True) -> list[list[float]]:
     """For each layer the loss with each budget of GRID, on average over texts `ids` (B, N) and PROMPTS.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.analysis.attention import mix, probabilities
-from h2o_flexgen.analysis.model import ResidentModel
+from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.kv_cache.rule import FixedRule, Tokens
 from h2o_flexgen.progress import bar
 
@@ -92,7 +92,7 @@ class Run:
 
 
 @torch.inference_mode()
-def simulate(model: ResidentModel, ids: Tensor, prompt_len: int, rule: FixedRule, progress: bool = False) -> Run:
+def simulate(model: LayerModel, ids: Tensor, prompt_len: int, rule: FixedRule, progress: bool = False) -> Run:
     """Teacher-forced decode of texts ids (B, N) behind their prompts, as `LLM.score` does it with a KV budget."""
     B, N = ids.shape
     caches = [MaskedCache(rule.in_layer(layer), N) for layer in range(model.spec.layers)]
@@ -108,7 +108,7 @@ def simulate(model: ResidentModel, ids: Tensor, prompt_len: int, rule: FixedRule
 
 
 @torch.inference_mode()
-def masked_logprobs(model: ResidentModel, ids: Tensor, prompt_len: int, seen: Tensor) -> Tensor:
+def masked_logprobs(model: LayerModel, ids: Tensor, prompt_len: int, seen: Tensor) -> Tensor:
     """Log-probabilities (M,) of a text ids (N,) behind its prompt, in one pass. Within the prompt attention is full;
     behind it a token sees itself, and those before it that are `seen` (L, KV, M or 1, N)."""
     N = len(ids)

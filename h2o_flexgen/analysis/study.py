@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.analysis import future, neurons, ranks, sparsity
 from h2o_flexgen.analysis.attention import mix, probabilities
-from h2o_flexgen.analysis.model import ResidentModel
+from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.analysis.simulation import masked_logprobs, simulate
 from h2o_flexgen.analysis.words import REACH, Words
 from h2o_flexgen.errors import UserError
@@ -44,7 +44,7 @@ class Observation:
 
 
 @torch.inference_mode()
-def observe(model: ResidentModel, ids: Tensor, prompt_len: int) -> Observation:
+def observe(model: LayerModel, ids: Tensor, prompt_len: int) -> Observation:
     """Of a text ids (N,)."""
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     negligible, received, prompt_received, active = [], [], [], []
@@ -73,7 +73,7 @@ def check_rule(rule: FixedRule, prompt_len: int) -> None:
         )
 
 
-def study(model: ResidentModel, windows: Tensor, prompt_len: int, rule: FixedRule, progress: bool = True) -> dict:
+def study(model: LayerModel, windows: Tensor, prompt_len: int, rule: FixedRule, progress: bool = True) -> dict:
     """All figures of texts `windows` (B, N), each a prompt of `prompt_len` tokens and what follows it."""
     B, N = windows.shape
     shown = bar(list(windows), "passes with full attention", unit="windows", show=progress)
