@@ -70,7 +70,7 @@ def test_every_family_gives_the_tokens_of_the_oracle(model, name, kind):
         prompts = tiny.clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
         expected = [t.tokens for t in tiny.references(prompts, MAX_TOKENS, *budget)]
         for place in places:
-            slots = budget[0] and KVBudget.from_size(*SLOTS)
+            slots = budget[0] and KVBudget.from_size(*SLOTS, "h2o")
             with opened(tiny, kind, slots, **PLACES[place]) as llm:
                 assert tokens(llm, prompts) == expected
 
@@ -133,7 +133,7 @@ def test_plan_and_report_count_the_bytes_of_the_format(model, kind, nbytes):
 def test_a_step_moves_the_bytes_of_the_format(model):
     moved = {}
     for kind in (None, *KINDS):
-        with opened(model(), kind, KVBudget.from_size(20, 20), percent=(100, 0, 0, 100, 100, 0)) as llm:
+        with opened(model(), kind, KVBudget.from_size(20, 20, "h2o"), percent=(100, 0, 0, 100, 100, 0)) as llm:
             tokens(llm, model().prompts([60, 60]), 9)
             moved[kind] = llm.report["decode"]["bytes_moved"]["cpu_to_gpu"]
     assert moved["int8"] == moved[None] * 20 // 64 and moved["int4"] == moved[None] * 18 // 64

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.forecast import kv_bytes
-from h2o_flexgen.kv_cache import make_rule
+from h2o_flexgen.formats import cache_format
+from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.progress import bar
+from h2o_flexgen.sizes import Workload
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,11 @@ def make_settings(
     return full + [Setting(*each, kind) for kind in formats for each in budgets]
 
 
-def check_settings(settings: list[Setting], longest_prompt: int) -> None:
-    """Raises UserError for a rule that is not known, or a budget that does not suffice for it."""
+def check_settings(settings: list[Setting], longest_prompt: int, gen_len: int, spec: ModelSpec) -> None:
+    """Raises UserError for a rule or a format that is not for this model, or a budget that does not suffice for it."""
     for setting in settings:
-        if setting.budget is not None:
-            make_rule(setting.rule, *setting.budget.slots(longest_prompt))
+        rule_for(setting.budget, Workload((longest_prompt,), gen_len), spec)
+        cache_format(setting.compress_cache, torch.float32, spec.head_dim)
 
 
 def measure_each(llm: LLM, settings: list[Setting], tokens: int, job: Callable[[], dict]) -> Iterator[dict]:
