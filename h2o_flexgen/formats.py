@@ -226,6 +226,23 @@ class Blocks(Format):
             self.encode(few, target.view(-1))
         return found.view(*x.shape[:-1], -1)
 
+    def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
+        """Queries (n, G, D) times keys in 8 bits (n, S, W) into `out` (n, G, S), by compiled loops in fp32."""
+        self._attend(_compiled().dots, q, stored, out)
+
+    def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
+        """Values (n, S, W) with the weights (n, G, S), summed into `out` (n, G, D), by compiled loops in fp32."""
+        self._attend(_compiled().mix8 if self.bits == 8 else _compiled().mix4, p, stored, out)
+
+    def _attend(self, kernel, x: Tensor, stored: Tensor, out: Tensor) -> None:
+        raw, table, x, out = stored.numpy(), _halves(), x.numpy(), out.numpy()
+        arrays = raw.view("uint16"), raw.view("int8") if self.bits == 8 else raw
+
+        def part(begin: int, end: int) -> None:
+            kernel(*(each[begin:end] for each in arrays), table, x[begin:end], out[begin:end])
+
+        in_threads(part, len(raw), raw.size)
+
     def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         width = stored.shape[-1] // self._block * self.group
         out = torch.empty(*stored.shape[:-1], width, dtype=dtype, device=stored.device)
@@ -248,6 +265,11 @@ class KVFormat(NamedTuple):
     @property
     def is_dense(self) -> bool:
         return isinstance(self.k, Dense)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `Blocks.dots` and `Blocks.mix` can be had."""
+        return not self.is_dense and _compiled() is not None
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Both, as `Format.stored`."""
@@ -408,6 +430,20 @@ def _compiled():
     except ImportError:
         return None
     return unpack
+
+
+@cache
+def _halves():
+    """What each fp16 is, by its bits: numba has no fp16."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float().numpy()
+
+
+def prepare_cache(form: KVFormat) -> None:
+    """Compile what attends to a cache on a CPU, or read it from numba's cache: once, before memory is measured."""
+    if form.is_compiled:
+        k, v = form.stored(*torch.zeros(2, 1, 1, form.k.group))
+        form.k.dots(torch.zeros(1, 1, form.k.group), k, torch.empty(1, 1, 1))
+        form.v.mix(torch.zeros(1, 1, 1), v, torch.empty(1, 1, form.k.group))
 
 
 def prepare(dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import cache_format, prepare
+from h2o_flexgen.formats import COMPRESSED, cache_format, has_cache_format, prepare_cache
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.offload.device import Device
@@ -126,10 +126,11 @@ class LLM:
         )
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
-        if self.compress_cache not in (None, "auto"):
-            cache_format(self.compress_cache, self.dtype, self.spec.head_dim)  # raises for one that cannot be had
-        if self.compress_cache is not None and not self.device.is_cuda:
-            prepare(torch.float32)
+        for kind in COMPRESSED if self.compress_cache == "auto" else [self.compress_cache]:
+            if self.compress_cache != "auto" or has_cache_format(kind, self.spec.head_dim):
+                form = cache_format(kind, self.dtype, self.spec.head_dim)  # raises for one that cannot be had
+                if not self.device.is_cuda:
+                    prepare_cache(form)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
         self.planner = Planner(
             ModelData.of(

@@ -10,7 +10,7 @@ import zoo
 from cli_tools import FP32, write_prompts
 from machines import laptop, planner_of
 
-from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError, plan
+from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError, formats, plan
 from h2o_flexgen.formats import cache_format
 from h2o_flexgen.kv_cache import RULES, make_rule
 from h2o_flexgen.models.registry import read_spec
@@ -115,6 +115,16 @@ def test_in_16_bits_the_placement_does_not_matter_either(model, kind, dtype):
         with opened(model(), kind, dtype=dtype, **place) as llm:
             found.append(tokens(llm, prompts))
     assert found == found[:1] * len(found)
+
+
+def test_without_the_compiled_loops_the_tokens_are_the_same(model, monkeypatch):
+    """As on a GPU: a few heads become floats at a time."""
+    budget = (*SLOTS, "h2o", "int4")
+    prompts = model().clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
+    expected = [t.tokens for t in model().references(prompts, MAX_TOKENS, *budget)]
+    monkeypatch.setattr(formats, "_compiled", lambda: None)
+    with opened(model(), "int4", KVBudget.from_size(*SLOTS, "h2o"), **PLACES["mixed"]) as llm:
+        assert tokens(llm, prompts) == expected
 
 
 # bytes

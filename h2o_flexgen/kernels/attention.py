@@ -128,6 +128,8 @@ def cached_attention(
     """
     # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
     form = form or KVFormat.dense(q.dtype)
+    if rotate is None and not q.is_cuda and form.is_compiled:
+        return _cached_attention_by_codes(q, k, v, empty, form)
     if rotate is not None or not form.is_dense or (q.device.type == "cpu" and q.dtype == torch.float16):
         return _cached_attention_by_parts(q, k, v, empty, rotate, form)
     B, H, _, D = q.shape
@@ -144,6 +146,25 @@ def cached_attention(
     # one sum, rounded once
     context = contexts[0] if len(contexts) == 1 else torch.stack(contexts).sum(0)
     return context.view(B, H, 1, D), p.squeeze(2) if H == KV else p.sum(2)
+
+
+def _cached_attention_by_codes(
+    q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, form: KVFormat
+) -> tuple[Tensor, Tensor]:
+    """The same on a CPU with codes, which become floats in its registers."""
+    B, H, _, D = q.shape
+    KV, sizes = k[0].shape[1], [segment.shape[2] for segment in k]
+    queries = (q.float() * D**-0.5).reshape(B * KV, H // KV, D)
+    logits = torch.empty(B * KV, H // KV, sum(sizes))
+    for segment, part in zip(k, logits.split(sizes, -1)):
+        form.k.dots(queries, segment.flatten(0, 1), part)
+    if empty is not None:
+        logits.view(B, KV, H // KV, -1).masked_fill_(empty[:, :, None], float("-inf"))
+    p = torch.softmax(logits, -1)
+    contexts = torch.empty(len(v), B * KV, H // KV, D)
+    for segment, part, context in zip(v, p.split(sizes, -1), contexts):
+        form.v.mix(part, segment.flatten(0, 1), context)
+    return contexts.sum(0).view(B, H, 1, D).to(q.dtype), p.view(B, KV, H // KV, -1).sum(2)
 
 
 def _cached_attention_by_parts(

@@ -180,12 +180,15 @@ class CostModel:
         return rolled * rates.seconds(work, heads, spec.head_dim, group)
 
     def _cached_attention(self, phase: str, slots: float) -> float:
-        """Seconds of one sequence in one layer, of as many slots: they become floats first."""
-        spec, form = self.shapes.spec, self.shapes.kv_format
-        seconds = self._attention(phase, 2 * slots * spec.kv_width * self.shapes.itemsize)
-        if not form.is_dense:
-            seconds += slots * spec.kv_width * sum(1 / self.profile.decode_rate(each.bits) for each in form)
-        return seconds
+        """Seconds of one sequence in one layer, of as many slots. Codes take a CPU as long as floats of 16 bits; on a
+        GPU, and where keys are rotated, they become floats first."""
+        spec, form, itemsize = self.shapes.spec, self.shapes.kv_format, self.shapes.itemsize
+        if form.is_dense:
+            return self._attention(phase, 2 * slots * spec.kv_width * itemsize)
+        if not self.shapes.cuda and not self.shapes.rule.rope:
+            return self._attention(phase, 2 * slots * spec.kv_width * min(itemsize, 2))
+        seconds = slots * spec.kv_width * sum(1 / self.profile.decode_rate(each.bits) for each in form)
+        return seconds + self._attention(phase, 2 * slots * spec.kv_width * itemsize)
 
     def _head_compute(self, rows: list[int], streamed: float) -> float:
         """From the last hidden states to tokens. `rows`: sequences that go through the head together."""
