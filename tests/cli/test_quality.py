@@ -78,6 +78,26 @@ def test_the_frontier_is_drawn(measured, text, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_each_format_of_the_cache_with_each_budget_and_the_full_cache(measured, text, cli, talker, tmp_path):
+    pytest.importorskip("matplotlib")
+    output, plot, report = (tmp_path / name for name in ("quality.json", "frontier.png", "report.json"))
+    formats = ("--compress-cache", "none", "int8", "int4")
+    code, out, err = measured(text, *LENGTHS, *formats, "--sizes", 20, "-o", output, "--plot", plot)
+    assert code == 0, err
+    rows = json.loads(output.read_text())["rows"]
+    kept = [(row["compress_cache"], row["slots"]) for row in rows]
+    assert kept == [(None, None), *((k, None) for k in ("int8", "int4")), *((k, 20) for k in (None, "int8", "int4"))]
+    sizes = [row["kv_bytes"] for row in rows]
+    assert sizes[2] < sizes[1] < sizes[0] and sizes[5] < sizes[4] < sizes[3] < sizes[0]
+    assert "full int4" in out and "smoothed int8" in out and plot.read_bytes().startswith(b"\x89PNG")
+    chosen = ("--max-loss", 0.9, "--quality", output, "--compress-cache", "auto", "--report", report)
+    code, _, err = cli("--model", talker, *FP32, *JOB, *chosen)
+    assert code == 0, err
+    found = json.loads(report.read_text())
+    assert found["compress_cache"] == "int4" and found["kv_budget"]["rule"] == "smoothed"
+    assert "20 heavy" not in err and "in int4 (" in err
+
+
 def test_summaries(measured, tmp_path):
     pytest.importorskip("rouge")
     pytest.importorskip("rouge_score")
