@@ -145,7 +145,7 @@ def test_a_step_moves_the_bytes_of_the_format(model):
     for kind in (None, *KINDS):
         with opened(model(), kind, KVBudget.from_size(20, 20, "h2o"), percent=(100, 0, 0, 100, 100, 0)) as llm:
             tokens(llm, model().prompts([60, 60]), 9)
-            moved[kind] = llm.report["decode"]["bytes_moved"]["cpu_to_gpu"]
+            moved[kind] = llm.report["bytes_moved"]["cpu_to_gpu"]
     assert moved["int8"] == moved[None] * 20 // 64 and moved["int4"] == moved[None] * 18 // 64
 
 
