@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: a device map over GPU, RAM and disk; what lies on disk is read from the checkpoint in place.
 
-Options: "share", the share of the cap (of the GPU, with CUDA) that may hold weights; "attention".
+Options: "share", the share of the cap (of the GPU, with CUDA) that may hold weights; "attention", "dtype".
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from bench.job import Job
 from bench.systems.transformers import generate, load
+
+PACKAGE = "accelerate"
 
 
 def run(job: Job) -> dict:
