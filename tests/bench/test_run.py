@@ -1,8 +1,9 @@
-"""The comparison of systems: what is run, what counts as a death, and what it all comes to. Only the smallest row runs."""
+"""The comparison of systems: what is run, what counts as a death, and what it all comes to. One tiny row runs."""
 
 import importlib
 import json
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from bench import common, run, systems, tables
 from bench.checkpoint import write_gguf
 from bench.job import Job
 from bench.rows import ROWS, Row, System, column, setting_text
-from bench.systems import llama_cpp, ours
+from bench.systems import llama_cpp
 from bench.systems.flexgen import numpy_weights
 from bench.systems.ours import lowest_tier
 from bench.systems.zero_inference import zero_settings
@@ -110,7 +111,8 @@ def test_every_row_has_settings_of_its_peers_and_flags_that_exist(name, monkeypa
     row = ROWS[name]
     for system, what in row.systems.items():
         assert run.setting(name, system)["batch"] >= 1
-        assert callable(getattr(importlib.import_module(f"bench.systems.{what.module}"), "result" if what.is_ours else "__str__"))
+        module = importlib.import_module(f"bench.systems.{what.module}")
+        assert hasattr(module, "run") != (hasattr(module, "command") and hasattr(module, "result"))
         assert column(system) in tables.COLUMNS
         flags = what.flags.format(hh_ratio=row.hh_ratio).split()
         if "--compress-cache" not in flags and "--compute" not in flags:
@@ -132,9 +134,12 @@ def tiny_row(tmp_path, monkeypatch):
     zoo.build("opt", tmp_path / "data" / "tiny-bfloat16", vocab_size=49152)
     monkeypatch.setattr(systems, "built", lambda name: tmp_path / name)
     (tmp_path / "peers" / "bin").mkdir(parents=True)
-    (tmp_path / "peers" / "bin" / "python").symlink_to(Path(run.sys.executable))
+    python = tmp_path / "peers" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
     monkeypatch.setattr(run.Runner, "prepare", lambda self, job: None)
-    both = {"transformers": System("transformers"), "ours, H2O": System("ours", "--hh-ratio {hh_ratio:g} --percent 0 0 100 0 100 0")}
+    flags = "--dtype float32 --hh-ratio {hh_ratio:g} --percent 0 0 100 0 100 0"
+    both = {"transformers": System("transformers"), "ours, H2O": System("ours", flags)}
     row = Row("tiny", None, 8, 4, 6, both, runs=1, limit=60)
     (tmp_path / "scratch").mkdir()
     return run.Runner(row, tmp_path / "data", tmp_path / "scratch")
@@ -198,7 +203,8 @@ def test_a_run_is_a_process_of_its_own_inside_the_cap_and_leaves_nothing(tmp_pat
     monkeypatch.setattr(run, "MemoryCap", Cap)
     monkeypatch.setattr(systems, "built", lambda name: tmp_path)
     (tmp_path / "model").mkdir()
-    job = Job("accelerate", str(tmp_path / "model"), str(tmp_path / "run"), "bfloat16", "cpu", 4, 2, 1, ram_bytes=1 << 30)
+    where = str(tmp_path / "model"), str(tmp_path / "run")
+    job = Job("accelerate", *where, "bfloat16", "cpu", 4, 2, 1, ram_bytes=1 << 30)
     assert run.run_job(job, 900, tmp_path) == {"prefill": 1, "decode": 2}
     assert seen["argv"] == ["-m", "bench.job"] and seen["cwd"] == common.ROOT
     assert (seen["cap"], seen["limit"], seen["job"]["system"]) == (1 << 30, 900, "accelerate")
