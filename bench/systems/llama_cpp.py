@@ -1,7 +1,9 @@
 """llama.cpp, built for this processor by bench/llama_cpp.sh: its `llama-batched-bench` on a mapped GGUF file, which the
 kernel pages if it is larger than the cap. It warms up by one step of 16 tokens.
 
-Options: "batch" and "ubatch", tokens that are computed together; "cache", the type of K and V; "threads".
+Options: its own short flags, with "" for those without a value, such as "ub": 1024, "ctk": "q8_0", or "nr": "", without
+a copy of the weights in the order that its kernels like, which could not be paged. Sequences have caches of their own,
+padded to 256 tokens; with "kvu": "" one for all.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from bench.systems import built
 
 
 def command(job: Job) -> list[str]:
-    o, steps = job.options, job.gen_len - 1  # the first token comes from the prompt
-    kinds = o.get("cache", "f16")
+    steps = job.gen_len - 1  # the first token comes from the prompt
     argv = [built("llama_cpp") / "build" / "bin" / "llama-batched-bench", "-m", job.model, "--output-format", "jsonl"]
     argv += ["-npp", job.prompt_len, "-ntg", steps, "-npl", job.batch, "-c", job.batch * (job.prompt_len + steps)]
-    argv += ["-b", o.get("batch", 2048), "-ub", o.get("ubatch", 512), "-ctk", kinds, "-ctv", kinds]
-    return list(map(str, [*argv, "-t", o.get("threads", len(os.sched_getaffinity(0)))]))
+    for flag, value in ({"t": len(os.sched_getaffinity(0))} | job.options).items():
+        argv += [f"-{flag}"] if value == "" else [f"-{flag}", value]
+    return list(map(str, argv))
 
 
 def result(job: Job, printed: str) -> dict:

