@@ -83,19 +83,12 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
 
     spec = spec_of(config)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("none")
-    writer.add_vocab_size(spec.vocab)
-    writer.add_block_count(spec.layers)
-    writer.add_context_length(spec.positions)
-    writer.add_embedding_length(spec.hidden)
-    writer.add_feed_forward_length(spec.inner)
-    writer.add_head_count(spec.heads)
-    writer.add_head_count_kv(spec.kv_heads)
-    writer.add_key_length(spec.head_dim)
-    writer.add_value_length(spec.head_dim)
-    writer.add_rope_dimension_count(spec.head_dim)
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(spec.eps)
+    sizes = {"vocab_size": spec.vocab, "block_count": spec.layers, "context_length": spec.positions}
+    sizes |= {"embedding_length": spec.hidden, "feed_forward_length": spec.inner}
+    sizes |= {"head_count": spec.heads, "head_count_kv": spec.kv_heads, "rope_freq_base": config["rope_theta"]}
+    sizes |= dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), spec.head_dim)
+    for name, value in ({"tokenizer_model": "none", "layer_norm_rms_eps": spec.eps} | sizes).items():
+        getattr(writer, f"add_{name}")(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, spec.layers)
     codes, scale = BLOCKS[kind]
     block = np.dtype([("scale", "<f2"), ("codes", np.uint8, codes)])

@@ -95,7 +95,8 @@ class Runner:
             argv = [sys.executable, "-m", "h2o_flexgen.plan", "--model", job.model, "--device", job.device]
             env = os.environ | {"H2O_FLEXGEN_HOME": str(self.home)}
             print("measuring this machine", flush=True)
-            subprocess.run([*argv, "--offload-dir", str(self.scratch)], cwd=common.ROOT, env=env, check=True)
+            argv += ["--offload-dir", str(self.scratch)]
+            subprocess.run(argv, cwd=common.ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
         elif job.system == "zero_inference":
             print("DeepSpeed builds its operators (minutes, once)", flush=True)
             small = checkpoint("facebook/opt-125m", "safetensors", job.dtype, self.data)
@@ -266,8 +267,6 @@ def main() -> None:
     from bench.tables import throughput_details, where
 
     print(f"\n{throughput_details([data])}\n\n{where(data)}")
-    if args.quick and (known := common.stored(file_name(args.row))):
-        print(f"\nFor comparison:\n\n{throughput_details([known])}\n\n{where(known)}")
 
 
 if __name__ == "__main__":

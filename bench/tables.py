@@ -132,15 +132,10 @@ def throughput_details(rows: list[dict]) -> str:
         t = s.get("tokens_per_s", {})
         spread = " ({min:.2f} to {max:.2f})".format(**t) if s["runs"] > 1 else ""
         s["rate"] = f"{t['median']:.2f}{spread}" if t else "died"
-        s["run"] = s.get("gen_len", "all")
-    header = "job | system | batch | lowest tier | prefill, s | decode, s | tokens/s | runs | output tokens run"
-    times = "{prefill_seconds:.1f} | {decode_seconds:.1f} | {rate} | {runs} | {run}"
+        s |= {"run": s.get("gen_len", "all"), "died": "; ".join(s.get("died", []))}
+    header = "job | system | batch | lowest tier | prefill, s | decode, s | tokens/s | runs | output tokens run | died"
+    times = "{prefill_seconds:.1f} | {decode_seconds:.1f} | {rate} | {runs} | {run} | {died}"
     return columns(found, header, f"{{job}} | {{name}} | {{batch}} | {{lowest_tier}} | {times}")
-
-
-def throughput_deaths(rows: list[dict]) -> str:
-    found = [s | {"died": "; ".join(s["died"])} for s in systems_of(rows) if "died" in s]
-    return columns(found, "job | system | died", "{job} | {name} | {died}")
 
 
 def throughput_ours(rows: list[dict]) -> str:
@@ -155,7 +150,9 @@ def throughput_ours(rows: list[dict]) -> str:
 def where(data: dict) -> str:
     """The machine of a row's results, versions, days and command."""
     days = sorted({day for s in data["systems"].values() for day in s["dates"]})
-    versions = [version_text(data), *dict.fromkeys(s["version"] for s in data["systems"].values() if "version" in s)]
+    known = version_text(data)
+    told = dict.fromkeys(s["version"] for s in data["systems"].values() if s.get("version", known) not in known)
+    versions = [known, *told]
     days = " to ".join(days[:1] + days[1:][-1:])
     return f"{machine_text(data['machine'])}; {', '.join(versions)}; {days}; {command_text(data)}"
 
@@ -315,7 +312,7 @@ def analysis(data: dict) -> str:
     return f"{found}\n\n{loss}"
 
 
-OF_ROWS = (throughput, throughput_details, throughput_deaths, throughput_ours, throughput_machines)
+OF_ROWS = (throughput, throughput_details, throughput_ours, throughput_machines)
 OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
 OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
