@@ -38,7 +38,7 @@ def checkpoint(model: str, kind: str, dtype: str, folder: Path) -> Path:
     print(f"writing {path.name}, random weights", flush=True)
     try:
         if kind == "safetensors":
-            write_checkpoint(model, partial, dtype)
+            write_checkpoint(named_config(model), partial, dtype)
         else:
             write_gguf(named_config(model), partial, kind)
     except OSError as e:
@@ -47,16 +47,16 @@ def checkpoint(model: str, kind: str, dtype: str, folder: Path) -> Path:
     return partial.rename(path)
 
 
-def write_checkpoint(model: str, folder: Path, dtype: str) -> Path:
-    """Random weights of a named size, as transformers would save them: shards of safetensors with an index."""
+def write_checkpoint(config: dict, folder: Path, dtype: str) -> Path:
+    """Random weights of a model, as transformers would save them: shards of safetensors with an index."""
     from safetensors.torch import save_file
 
-    config, dtype = named_config(model), getattr(torch, dtype)
+    dtype = getattr(torch, dtype)
     layers = family(config["model_type"]).tensors(spec_of(config))
     source = DummyCheckpoint(layers, dtype)
-    folder.mkdir()
-    config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config))
+    folder.mkdir(parents=True)
+    stored = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config | stored))
     shard, where = {}, {}
 
     def flush() -> None:

@@ -100,7 +100,7 @@ class Runner:
         elif job.system == "zero_inference":
             print("DeepSpeed builds its operators (minutes, once)", flush=True)
             small = checkpoint("facebook/opt-125m", "safetensors", job.dtype, self.data)
-            tier = {"offload": "cpu" if job.fits_in_ram else "nvme"}
+            tier = {"offload": job.options.get("offload", "cpu" if job.fits_in_ram else "nvme")}
             tiny = replace(job, model=str(small), prompt_len=4, gen_len=2, batch=1, ram_bytes=None, options=tier)
             if "failed" in (found := run_job(tiny, BUILD_LIMIT, self.home)):
                 sys.exit(

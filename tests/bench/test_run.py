@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import zoo
 from safetensors.torch import save_file
 
 from bench import common, run, systems, tables
-from bench.checkpoint import write_gguf
+from bench.checkpoint import write_checkpoint, write_gguf
 from bench.job import Job
 from bench.rows import ROWS, Row, System, column, setting_text
 from bench.systems import llama_cpp
@@ -24,6 +23,7 @@ from bench.systems.ours import lowest_tier
 from bench.systems.zero_inference import zero_settings
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.flex_opt import make_parser
+from h2o_flexgen.models.registry import named_config
 
 NAME = "opt-1.3b 64+256"
 #: as llama-batched-bench prints it
@@ -131,7 +131,9 @@ def test_a_job_is_capped_on_its_own_device_only():
 @pytest.fixture
 def tiny_row(tmp_path, monkeypatch):
     """A row of a tiny model, whose checkpoint is there already, without a cap or peers of another environment."""
-    zoo.build("opt", tmp_path / "data" / "tiny-bfloat16", vocab_size=49152)
+    config = named_config("opt-125m") | {"num_hidden_layers": 2, "hidden_size": 32, "word_embed_proj_dim": 32}
+    config |= {"ffn_dim": 64, "num_attention_heads": 4}
+    write_checkpoint(config, tmp_path / "data" / "tiny-bfloat16", "bfloat16")
     monkeypatch.setattr(systems, "built", lambda name: tmp_path / name)
     (tmp_path / "peers" / "bin").mkdir(parents=True)
     python = tmp_path / "peers" / "bin" / "python"
