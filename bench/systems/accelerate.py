@@ -29,5 +29,5 @@ def run(job: Job) -> dict:
         where = {"device_map": {"": "disk"}}
     model = load(job, **where, offload_folder=str(Path(job.scratch) / "accelerate"))
     homes = set(map(str, getattr(model, "hf_device_map", {}).values()))
-    tier = "disk" if "disk" in homes else "RAM" if "cpu" in homes else "GPU"
+    tier = "disk" if "disk" in homes else "RAM" if "cpu" in homes or job.device == "cpu" else "GPU"
     return generate(model, job, torch.no_grad) | {"lowest_tier": tier}
