@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from bench.rows import DEMO
 from h2o_flexgen.models.registry import family, named_config, spec_of
@@ -41,8 +42,8 @@ def checkpoint(model: str, kind: str, dtype: str, folder: Path) -> Path:
             write_checkpoint(named_config(model), partial, dtype)
         else:
             write_gguf(named_config(model), partial, kind)
-    except OSError as e:
-        sys.exit(f"error: cannot write {path} ({e.strerror}): H2O_FLEXGEN_HOME names another folder")
+    except (OSError, SafetensorError) as e:
+        sys.exit(f"error: cannot write {path} ({e}): make room, or name another folder in H2O_FLEXGEN_HOME")
     os.sync()
     return partial.rename(path)
 

@@ -99,6 +99,8 @@ class Runner:
             subprocess.run(argv, cwd=common.ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
         elif job.system == "zero_inference":
             print("DeepSpeed builds its operators (minutes, once)", flush=True)
+            for lock in self.home.rglob("torch_extensions/**/lock"):  # of a build that was killed, it would wait for it
+                lock.unlink()
             small = checkpoint("facebook/opt-125m", "safetensors", job.dtype, self.data)
             tier = {"offload": job.options.get("offload", "cpu" if job.fits_in_ram else "nvme")}
             tiny = replace(job, model=str(small), prompt_len=4, gen_len=2, batch=1, ram_bytes=None, options=tier)
@@ -115,7 +117,7 @@ def run_job(job: Job, limit: float, home: Path) -> dict:
     try:
         (scratch / "job.json").write_text(json.dumps(asdict(job)))
         argv, printed = systems.command(job), scratch / "printed.txt"
-        env = os.environ | {"H2O_FLEXGEN_HOME": str(home)}
+        env = os.environ | {"H2O_FLEXGEN_HOME": str(home), "TORCH_EXTENSIONS_DIR": str(home / "torch_extensions")}
         drop_page_cache(Path(job.model))
         with open(printed, "w") as output, MemoryCap(job.ram_bytes) as cap:
             try:
