@@ -254,7 +254,7 @@ class Quantised:
         """Write rows `begin` to `end` into `out`, (rows, I) contiguous, of any float type, on the same device; of a
         matrix with `heads` all of them."""
         order = self.order[: len(out)]
-        compiled = None if out.is_cuda else _compiled()
+        compiled = None if out.is_cuda else compiled()
         is_direct = compiled is not None and out.dtype != torch.float16  # which numba does not know
         most = PART if is_direct or out.is_cuda else BUFFERED_PART
         step = max(1, most // self.shape[1])
@@ -320,7 +320,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 @cache
-def _compiled():
+def compiled():
     """The compiled loops; None without numba, which follows new versions of Python months later."""
     try:
         from h2o_flexgen import unpack

@@ -56,3 +56,139 @@ def to_bfloat16(codes, scale, minimum, order, first, step, half, out):
         for i in range(len(bits)):
             x = bits[i]
             target[i] = np.uint16((x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@njit(nogil=True, cache=True)
+def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
+    """As `to_float32`, but into symmetric codes of 8 bits: `out` (rows, width) int8, `out_scale` (rows,) float32."""
+    row = np.empty(out.shape[1], np.float32)
+    bits = row.view(np.uint32)
+    for r in range(codes.shape[0]):
+        _unpack_row(codes[r], scale[r], minimum[r], first, step, half, row)
+        top = _float(_largest(bits))
+        out_scale[order[r]] = top / np.float32(127)
+        _round_row(row, np.float32(127) / top if top > 0 else np.float32(0), out[order[r]])
+
+
+# activations to int8, and sums in int32 back to floats
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _float(bits):
+    return np.array([bits], np.uint32).view(np.float32)[0]
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _largest(bits):
+    """Of the bits of floats, those of the largest absolute value: in this order NaN is the largest of all."""
+    largest = np.uint32(0)
+    for i in range(len(bits)):
+        largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
+    return largest
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _round_row(row, factor, out):
+    for i in range(len(out)):
+        out[i] = np.int8(np.rint(row[i] * factor))
+
+
+@njit(nogil=True, cache=True, inline="always", fastmath={"reassoc"})
+def _sum_abs(row):
+    total = np.float32(0)
+    for i in range(len(row)):
+        total += abs(row[i])
+    return total
+
+
+@njit(nogil=True, cache=True)
+def row_limits(x, times, few, begin, end, limit, scale, is_outlier):
+    """For each row of x (R, I) the limit above which its elements are outliers, and the scale of the others.
+
+    Args:
+        times: the limit is so many times the mean absolute value, doubled until at most `few` elements are above it.
+        limit, scale: (R,), float32, of which `begin` to `end` are written.
+        is_outlier: (I,), uint8, set to 1 where any row has an outlier.
+    """
+    part = 64
+    largest = np.empty((x.shape[1] + part - 1) // part, np.uint32)
+    for r in range(begin, end):
+        row = x[r]
+        bits = row.view(np.uint32)
+        for n in range(len(largest)):
+            largest[n] = _largest(bits[n * part : n * part + part])
+        top = _float(_largest(largest))
+        limit[r] = top
+        bound = times * _sum_abs(row) / np.float32(len(row))
+        if few and bound < top < np.inf:
+            count = few + 1
+            while count > few:
+                count, top = 0, np.float32(0)
+                for n in range(len(largest)):
+                    if _float(largest[n]) <= bound:
+                        top = max(top, _float(largest[n]))
+                        continue
+                    for i in range(n * part, min(n * part + part, len(row))):
+                        if abs(row[i]) > bound:
+                            count += 1
+                        else:
+                            top = max(top, abs(row[i]))
+                limit[r] = bound
+                bound *= np.float32(2)
+            for n in range(len(largest)):
+                if _float(largest[n]) > limit[r]:
+                    for i in range(n * part, min(n * part + part, len(row))):
+                        if abs(row[i]) > limit[r]:
+                            is_outlier[i] = 1
+        scale[r] = top / np.float32(127)
+
+
+@njit(nogil=True, cache=True)
+def row_codes(x, limit, scale, columns, begin, end, codes, kept):
+    """The rows of x (R, I) in int8, and their outliers, whose codes are 0.
+
+    Args:
+        limit, scale: from `row_limits`.
+        columns: (U,), those that have outliers.
+        codes: (R or more, I), int8; kept: (R, U), float32, of both `begin` to `end` are written.
+    """
+    for r in range(begin, end):
+        s = scale[r]
+        _round_row(x[r], np.float32(1) / s if s > 0 else np.float32(0), codes[r])
+        for u in range(len(columns)):
+            value = x[r, columns[u]]
+            is_outlier = abs(value) > limit[r]
+            kept[r, u] = value if is_outlier else np.float32(0)
+            if is_outlier:
+                codes[r, columns[u]] = 0
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _add_scaled(total, row, factor):
+    for o in range(len(total)):
+        total[o] += np.float32(row[o]) * factor
+
+
+@njit(nogil=True, cache=True)
+def scale_back(sums, scale, kept, weight_scale, bias, begin, end, out):
+    """out[r] = weight_scale * (scale[r] * sums[r] + sum over u of kept[r, u] * sums[R + u]) + bias, for rows `begin` to
+    `end` of R; one after the other, so that a row does not depend on the columns in which others have outliers.
+
+    Args:
+        sums: (R + U, O), int32, or float32 that holds whole numbers.
+        scale: (R,); kept: (R, U); weight_scale, bias: (O,); out: (R, O); all float32.
+    """
+    rows, width = kept.shape[0], out.shape[1]
+    part = 1024
+    for r in range(begin, end):
+        for at in range(0, width, part):
+            stop = min(at + part, width)
+            total = out[r, at:stop]
+            total[:] = 0
+            _add_scaled(total, sums[r, at:stop], scale[r])
+            for u in range(kept.shape[1]):
+                if kept[r, u] != 0:
+                    _add_scaled(total, sums[rows + u, at:stop], kept[r, u])
+            s, b = weight_scale[at:stop], bias[at:stop]
+            for o in range(len(total)):
+                total[o] = total[o] * s[o] + b[o]
