@@ -18,7 +18,9 @@ from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.policy import Policy, gib
 
 #: options that LLM takes as they are
-PASSED = "model device dtype compress_weight path offload_dir gpu_mem cpu_mem disk_mem hardware max_latency".split()
+PASSED = (
+    "model device dtype compress_weight compute path offload_dir gpu_mem cpu_mem disk_mem hardware max_latency".split()
+)
 #: options of a search, and of the policy that --percent makes
 SEARCHED = "gpu_batch_size num_gpu_batches overlap cpu_cache_compute".split()
 

@@ -38,7 +38,7 @@ class HarnessLM(TemplateLM):
 
     Args:
         pretrained: as `model` of `LLM`: a folder, a GGUF file, a hub's name, or None for the demo model.
-        path, policy, device, dtype, offload_dir: as for `LLM`.
+        path, policy, device, dtype, compress_weight, compute, offload_dir: as for `LLM`.
         hh_ratio, recent_ratio: the KV budget as fractions of the longest context of a call.
         hh_size, recent_size: the KV budget in slots.
         kv_rule: which tokens have the slots.
@@ -63,6 +63,8 @@ class HarnessLM(TemplateLM):
         policy: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
+        compress_weight: str | None = None,
+        compute: str = "exact",
         offload_dir: str | None = None,
         hh_ratio: float | None = None,
         recent_ratio: float | None = None,
@@ -100,6 +102,8 @@ class HarnessLM(TemplateLM):
             device,
             dtype,
             path=path,
+            compress_weight=compress_weight,
+            compute=compute,
             offload_dir=offload_dir,
             **{name: _bytes(name, gib) for name, gib in caps.items()},
         )

@@ -23,7 +23,7 @@ def decoder(request, monkeypatch):
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr(formats, "_compiled", lambda: None)
+        monkeypatch.setattr(formats, "compiled", lambda: None)
     for name in ("PART", "BUFFERED_PART"):
         monkeypatch.setattr(formats, name, 5 * SHAPE[1])  # several parts
 

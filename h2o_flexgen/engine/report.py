@@ -60,6 +60,7 @@ class Report:
     stall_seconds: dict[str, float]  # that compute waited for "weights" and "cache"
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
     compress_weight: str | None = None  # int8 or int4, if it was asked for
+    compute: str = "exact"  # or int8
 
     @classmethod
     def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
@@ -94,6 +95,7 @@ class Report:
             },
             predicted=job.prediction and job.prediction.of_job(),
             compress_weight=model.compress_weight,
+            compute=model.compute,
         )
 
     def to_dict(self) -> dict:

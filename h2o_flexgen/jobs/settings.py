@@ -25,6 +25,7 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         "files": fingerprint(llm.model),
         "dtype": dtype_name(llm.dtype),
         "compress_weight": llm.model.compress_weight,
+        "compute": llm.model.compute,
         "kv_budget": budget.to_dict(longest_prompt) if isinstance(budget, KVBudget) else budget,
         **{name: getattr(params, name) for name in sampling},
         "gen_len": params.max_tokens,

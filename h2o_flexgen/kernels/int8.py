@@ -131,6 +131,13 @@ def _scaled_back(sums: Tensor, scale: Tensor, kept: Tensor, weight_scale: Tensor
     return out
 
 
+def prepare() -> None:
+    """Compile the loops, or read them from numba's cache: once, before memory is measured."""
+    weight = torch.ones(8, 8, dtype=torch.int8)
+    for codes in (weight, pack(weight)) if can_pack() else (weight,):
+        int8_linear(torch.ones(1, 8), Int8Weight(codes, torch.ones(8)))
+
+
 # the kernels
 
 
