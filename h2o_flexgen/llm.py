@@ -353,9 +353,7 @@ class LLM:
             bar.close()
 
 
-def _job_dtype(
-    device: Device, dtype: str, stored: str | None, profile: Profile | None, compute: str
-) -> torch.dtype:
+def _job_dtype(device: Device, dtype: str, stored: str | None, profile: Profile | None, compute: str) -> torch.dtype:
     """The type to compute in, of a checkpoint in the type `stored`. Raises UserError if a profile is of another."""
     found = job_dtype(device, dtype, stored and getattr(torch, stored), profile and profile.kernels, compute)
     job = (device.torch_device.type, dtype_name(found))
