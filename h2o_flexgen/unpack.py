@@ -67,7 +67,7 @@ def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
         _unpack_row(codes[r], scale[r], minimum[r], first, step, half, row)
         top = _float(_largest(bits))
         out_scale[order[r]] = top / np.float32(127)
-        _round_row(row, np.float32(127) / top if top > 0 else np.float32(0), out[order[r]])
+        _round_row(row, out_scale[order[r]], out[order[r]])
 
 
 # activations to int8, and sums in int32 back to floats
@@ -88,9 +88,10 @@ def _largest(bits):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _round_row(row, factor, out):
+def _round_row(row, scale, out):
+    step = scale if scale != 0 else np.float32(1)
     for i in range(len(out)):
-        out[i] = np.int8(np.rint(row[i] * factor))
+        out[i] = np.int8(np.rint(row[i] / step))
 
 
 @njit(nogil=True, cache=True, inline="always", fastmath={"reassoc"})
@@ -153,8 +154,7 @@ def row_codes(x, limit, scale, columns, begin, end, codes, kept):
         codes: (R or more, I), int8; kept: (R, U), float32, of both `begin` to `end` are written.
     """
     for r in range(begin, end):
-        s = scale[r]
-        _round_row(x[r], np.float32(1) / s if s > 0 else np.float32(0), codes[r])
+        _round_row(x[r], scale[r], codes[r])
         for u in range(len(columns)):
             value = x[r, columns[u]]
             is_outlier = abs(value) > limit[r]

@@ -16,7 +16,7 @@ from h2o_flexgen.kernels import int8
 from h2o_flexgen.offload import weights
 
 #: of log-probabilities: an element that is rounded to another code, since it differed in its last bit, changes them so
-BOUND = 0.02
+BOUND = 0.01
 #: what is an outlier in these tests, where rows are so short that real limits are never met
 LIMIT = 3.0
 
