@@ -61,21 +61,16 @@ def to_bfloat16(codes, scale, minimum, order, first, step, half, out):
 @njit(nogil=True, cache=True)
 def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
     """As `to_float32`, but into symmetric codes of 8 bits: `out` (rows, width) int8, `out_scale` (rows,) float32."""
-    row = np.empty(out.shape[1], np.float32)
-    bits = row.view(np.uint32)
+    row, top = np.empty(out.shape[1], np.float32), np.empty(1, np.float32)
+    bits, largest = row.view(np.uint32), top.view(np.uint32)
     for r in range(codes.shape[0]):
         _unpack_row(codes[r], scale[r], minimum[r], first, step, half, row)
-        top = _float(_largest(bits))
-        out_scale[order[r]] = top / np.float32(127)
+        largest[0] = _largest(bits)
+        out_scale[order[r]] = top[0] / np.float32(127)
         _round_row(row, out_scale[order[r]], out[order[r]])
 
 
 # activations to int8, and sums in int32 back to floats
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _float(bits):
-    return np.array([bits], np.uint32).view(np.float32)[0]
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -112,32 +107,32 @@ def row_limits(x, times, few, begin, end, limit, scale, is_outlier):
         is_outlier: (I,), uint8, set to 1 where any row has an outlier.
     """
     part = 64
-    largest = np.empty((x.shape[1] + part - 1) // part, np.uint32)
+    tops = np.empty((x.shape[1] + part - 1) // part, np.float32)
+    largest, top_of_all = tops.view(np.uint32), np.empty(1, np.float32)
     for r in range(begin, end):
         row = x[r]
         bits = row.view(np.uint32)
-        for n in range(len(largest)):
+        for n in range(len(tops)):
             largest[n] = _largest(bits[n * part : n * part + part])
-        top = _float(_largest(largest))
-        limit[r] = top
+        top_of_all.view(np.uint32)[0] = _largest(largest)
+        limit[r] = top = top_of_all[0]
         bound = times * _sum_abs(row) / np.float32(len(row))
         if few and bound < top < np.inf:
             count = few + 1
             while count > few:
-                count, top = 0, np.float32(0)
-                for n in range(len(largest)):
-                    if _float(largest[n]) <= bound:
-                        top = max(top, _float(largest[n]))
+                count, top, limit[r] = 0, np.float32(0), bound
+                for n in range(len(tops)):
+                    if tops[n] <= bound:
+                        top = max(top, tops[n])
                         continue
                     for i in range(n * part, min(n * part + part, len(row))):
                         if abs(row[i]) > bound:
                             count += 1
                         else:
                             top = max(top, abs(row[i]))
-                limit[r] = bound
                 bound *= np.float32(2)
-            for n in range(len(largest)):
-                if _float(largest[n]) > limit[r]:
+            for n in range(len(tops)):
+                if tops[n] > limit[r]:
                     for i in range(n * part, min(n * part + part, len(row))):
                         if abs(row[i]) > limit[r]:
                             is_outlier[i] = 1
@@ -151,7 +146,7 @@ def row_codes(x, limit, scale, columns, begin, end, codes, kept):
     Args:
         limit, scale: from `row_limits`.
         columns: (U,), those that have outliers.
-        codes: (R or more, I), int8; kept: (R, U), float32, of both `begin` to `end` are written.
+        codes: (R, I), int8; kept: (R, U), float32, of both `begin` to `end` are written.
     """
     for r in range(begin, end):
         _round_row(x[r], scale[r], codes[r])
@@ -170,25 +165,24 @@ def _add_scaled(total, row, factor):
 
 
 @njit(nogil=True, cache=True)
-def scale_back(sums, scale, kept, weight_scale, bias, begin, end, out):
-    """out[r] = weight_scale * (scale[r] * sums[r] + sum over u of kept[r, u] * sums[R + u]) + bias, for rows `begin` to
-    `end` of R; one after the other, so that a row does not depend on the columns in which others have outliers.
+def scale_back(sums, scale, kept, columns, weight_scale, bias, begin, end, out):
+    """out[r] = weight_scale * (scale[r] * sums[r] + kept[r] @ columns) + bias, for rows `begin` to `end` of R; a row
+    adds its outliers up one after the other, so that it does not depend on the columns in which others have some.
 
     Args:
-        sums: (R + U, O), int32, or float32 that holds whole numbers.
+        sums: (R, O), columns: (U, O); whole numbers of any type.
         scale: (R,); kept: (R, U); weight_scale, bias: (O,); out: (R, O); all float32.
     """
-    rows, width = kept.shape[0], out.shape[1]
     part = 1024
     for r in range(begin, end):
-        for at in range(0, width, part):
-            stop = min(at + part, width)
+        for at in range(0, out.shape[1], part):
+            stop = min(at + part, out.shape[1])
             total = out[r, at:stop]
             total[:] = 0
             _add_scaled(total, sums[r, at:stop], scale[r])
             for u in range(kept.shape[1]):
                 if kept[r, u] != 0:
-                    _add_scaled(total, sums[rows + u, at:stop], kept[r, u])
+                    _add_scaled(total, columns[u, at:stop], kept[r, u])
             s, b = weight_scale[at:stop], bias[at:stop]
             for o in range(len(total)):
                 total[o] = total[o] * s[o] + b[o]

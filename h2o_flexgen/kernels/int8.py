@@ -2,21 +2,16 @@
 
 Every row of x (a token) gets a scale of its own, so a token does not depend on its neighbours. A few elements far above
 the others of their row would take the precision of all: they stay floats (LLM.int8(), arXiv 2208.07339). Which they are
-is also decided row by row. The columns of W that they need come out of the same matmul, as what it makes of unit
-vectors below the rows of x, so that a W that was packed, or streams, has them too:
+is also decided row by row, and each row adds up its own in order: in whatever block it is, its result is the same to
+the bit.
 
-            I                   O
-         | codes |           | sums        |   R rows       out = scale * sums + kept @ columns
-         | 0 1 0 | @ W.T  =  | columns of W|   U outliers   and all times the scales of W's rows
-         | 0 0 1 |
+    out = (scale * (codes @ W.T) + kept @ W.T[columns with outliers]) * scales of W's rows + b
 
-These columns are whole numbers, and a row adds them up in order, those it has: in whatever block a row is, its result
-is the same to the bit.
-
-    native   `torch._int_mm`
+    native   `torch._int_mm` with W.T as its right operand, which it lays out anew in every call
+    turned   the same with W as its left operand, and x.T as the right one: with few rows that is several times faster
     packed   oneDNN's, on a W that was laid out for it beforehand, with codes + 128 in uint8: on signed ones it is slow
 
-Both are tried out first; where one is wrong or missing, floats take its place.
+All are tried out first; where torch's are wrong or missing, floats take their place.
 """
 
 from __future__ import annotations
@@ -60,23 +55,27 @@ class Int8Weight:
         return self.codes.numel() + self.scale.nbytes
 
 
-def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None, outliers: bool = True) -> Tensor:
+def int8_linear(
+    x: Tensor, weight: Int8Weight, bias: Tensor | None = None, outliers: bool = True, kernel: str = "turned"
+) -> Tensor:
     """As `linear`, with the rows of x in int8: INT8_ROWS at a time.
 
     Args:
         outliers: keep a few elements of a row as floats.
+        kernel: on a CPU, for a weight that is not packed.
     """
     rows = x.reshape(-1, x.shape[-1])
     out = x.new_empty(len(rows), len(weight.scale))
     for part, part_out in zip(rows.split(INT8_ROWS), out.split(INT8_ROWS)):
-        codes, scale, kept = quantise(part.float().contiguous(), outliers)
-        part_out.copy_(_scaled_back(multiply(codes, weight.codes), scale, kept, weight.scale, bias))
+        codes, scale, kept, places = quantise(part.float().contiguous(), outliers)
+        sums, columns = multiply(codes, weight.codes, places, kernel)
+        part_out.copy_(_scaled_back(sums, scale, kept, columns, weight.scale, bias))
     return out.view(*x.shape[:-1], -1)
 
 
-def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """x (R, I) fp32 -> codes (R + U, I) int8, of which the last U rows are unit vectors, scale (R,) and kept (R, U)
-    fp32: the outliers, of U columns; 0 where an element is none."""
+def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (R, I) fp32 -> codes (R, I) int8 and scale (R,) fp32; kept (R, U) fp32, the outliers, 0 where an element is
+    none, and places (U,), their columns in x."""
     loops = None if x.is_cuda else compiled()
     if loops is None:
         return _quantise_by_torch(x, outliers)
@@ -85,21 +84,14 @@ def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     is_outlier = torch.zeros(width, dtype=torch.uint8)
     numbers = [t.numpy() for t in (x, limit, scale, is_outlier)]
     in_threads(lambda a, b: loops.row_limits(numbers[0], TIMES, few, a, b, *numbers[1:]), rows, x.numel())
-    columns = is_outlier.nonzero()[:, 0]
-    codes, kept = _with_units(rows, width, columns), torch.empty(rows, len(columns))
-    arrays = [t.numpy() for t in (x, limit, scale, columns)], [codes.numpy(), kept.numpy()]
+    places = is_outlier.nonzero()[:, 0]
+    codes, kept = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows, len(places))
+    arrays = [t.numpy() for t in (x, limit, scale, places)], [codes.numpy(), kept.numpy()]
     in_threads(lambda a, b: loops.row_codes(*arrays[0], a, b, *arrays[1]), rows, x.numel())
-    return codes, scale, kept
+    return codes, scale, kept, places
 
 
-def _with_units(rows: int, width: int, columns: Tensor) -> Tensor:
-    codes = torch.empty(rows + len(columns), width, dtype=torch.int8, device=columns.device)
-    codes[rows:] = 0
-    codes[torch.arange(rows, len(codes), device=columns.device), columns] = 1
-    return codes
-
-
-def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     size = x.abs()
     limit = TIMES * size.mean(dim=1, keepdim=True)
     if not outliers:
@@ -107,27 +99,25 @@ def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tenso
     while bool((many := (size > limit).sum(dim=1, keepdim=True) > FEW).any()):
         limit = torch.where(many, 2 * limit, limit)
     is_outlier = size > limit
-    columns = is_outlier.any(dim=0).nonzero()[:, 0]
+    places = is_outlier.any(dim=0).nonzero()[:, 0]
     scale = size.masked_fill_(is_outlier, 0.0).amax(dim=1) / MOST
-    codes = _with_units(len(x), x.shape[1], columns)
     rounded = (x / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
-    codes[: len(x)] = rounded.masked_fill_(is_outlier, 0.0)
-    return codes, scale, torch.where(is_outlier, x, 0.0)[:, columns]
+    codes = rounded.masked_fill_(is_outlier, 0.0).to(torch.int8)
+    return codes, scale, torch.where(is_outlier, x, 0.0)[:, places], places
 
 
-def _scaled_back(sums: Tensor, scale: Tensor, kept: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+def _scaled_back(
+    sums: Tensor, scale: Tensor, kept: Tensor, columns: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Tensor:
     """(R, O), fp32, as unpack.scale_back says."""
-    rows, loops = len(scale), None if sums.is_cuda else compiled()
+    loops = None if sums.is_cuda else compiled()
     if loops is None:
-        out = scale[:, None] * sums[:rows]
-        if kept.shape[1]:
-            out += kept @ sums[rows : rows + kept.shape[1]].float()
-        out *= weight_scale
+        out = (scale[:, None] * sums).addmm_(kept, columns.float()).mul_(weight_scale)
         return out if bias is None else out.add_(bias)
     bias = torch.zeros_like(weight_scale) if bias is None else bias.float()
-    out = torch.empty(rows, sums.shape[1])
-    arrays = [t.numpy() for t in (sums, scale, kept, weight_scale, bias)]
-    in_threads(lambda a, b: loops.scale_back(*arrays, a, b, out.numpy()), rows, out.numel())
+    out = torch.empty(sums.shape)
+    arrays = [t.numpy() for t in (sums, scale, kept, columns, weight_scale, bias)]
+    in_threads(lambda a, b: loops.scale_back(*arrays, a, b, out.numpy()), len(out), out.numel())
     return out
 
 
@@ -141,21 +131,38 @@ def prepare() -> None:
 # the kernels
 
 
-def multiply(codes: Tensor, weight: Tensor) -> Tensor:
-    """codes (R, I) int8 @ weight.T, (O, I) or from `pack` -> (R, O), or more rows on CUDA: int32, or floats that hold
-    whole numbers."""
-    if weight.is_mkldnn:
-        return packed(codes, weight)
+def multiply(codes: Tensor, weight: Tensor, places: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
+    """codes (R, I) int8 @ weight.T (O, I), or from `pack` -> sums (R, O), int32 or floats that hold whole numbers, and
+    the columns of the weight at `places` (U,), as (U, O). Of a packed weight they are its sums of unit vectors."""
+    if not weight.is_mkldnn:
+        return _sums(codes, weight, kernel), weight.index_select(1, places).t().contiguous()
+    units = F.one_hot(places, codes.shape[1]).to(torch.int8)
+    return packed(torch.cat([codes, units]), weight).tensor_split([len(codes)])
+
+
+def _sums(codes: Tensor, weight: Tensor, kernel: str) -> Tensor:
     if codes.is_cuda:
         return _on_cuda(codes, weight)
-    return torch._int_mm(codes, weight.t()) if is_exact() else by_floats(codes, weight)
+    return KERNELS[kernel](codes, weight) if is_exact(kernel) else by_floats(codes, weight)
+
+
+def native(codes: Tensor, weight: Tensor) -> Tensor:
+    return torch._int_mm(codes, weight.t())
+
+
+def turned(codes: Tensor, weight: Tensor) -> Tensor:
+    return torch._int_mm(weight, codes.t()).t().contiguous()
+
+
+#: of weights that are not packed
+KERNELS = {"native": native, "turned": turned}
 
 
 def _on_cuda(codes: Tensor, weight: Tensor) -> Tensor:
     if any(size % CUDA_MULTIPLE for size in weight.shape):
         return by_floats(codes, weight)
     missing = max(CUDA_ROWS + CUDA_MULTIPLE - len(codes), -len(codes) % CUDA_MULTIPLE)
-    return torch._int_mm(F.pad(codes, (0, 0, 0, missing)), weight.t())
+    return torch._int_mm(F.pad(codes, (0, 0, 0, missing)), weight.t())[: len(codes)]
 
 
 def by_floats(codes: Tensor, weight: Tensor) -> Tensor:
@@ -202,9 +209,9 @@ def _works(kernel) -> bool:
 
 
 @cache
-def is_exact() -> bool:
-    """Whether `torch._int_mm` is right here."""
-    return _works(lambda codes, weight: torch._int_mm(codes, weight.t()))
+def is_exact(kernel: str) -> bool:
+    """Whether one of KERNELS is right here."""
+    return _works(KERNELS[kernel])
 
 
 @cache

@@ -68,7 +68,7 @@ def linear(
         (..., O), contiguous.
     """
     if isinstance(weight, Int8Weight):
-        return int8_linear(x, weight, bias, outliers)
+        return int8_linear(x, weight, bias, outliers, _chosen_int8(x.numel() // x.shape[-1]))
     if isinstance(weight, Quantised):
         return sliced(x, weight, bias)
     if weight.is_mkldnn:
@@ -172,7 +172,7 @@ class KernelRates:
     """Measured rates of one CPU, as `measure` finds them.
 
     Attributes:
-        linear: {dtype: {kernel: {rows: flops per second}}}, and those in int8. A kernel that cannot run here is not in
+        linear: {dtype, or "int8": {kernel: {rows: flops per second}}}. A kernel that cannot run here is not in
             it.
         attention: {dtype: flops per second} of the batched matmuls in attention over a prompt.
     """
@@ -191,12 +191,11 @@ class KernelRates:
         return cls(linear, {dtype: float(rate) for dtype, rate in data["attention"].items()})
 
     def kernel(self, dtype: str, rows: int) -> str:
-        """The kernel for a matrix that is not packed: "native", or "widened" where that is clearly faster."""
-        rates = self.linear[dtype]
-        if "widened" not in rates:
-            return "native"
+        """The kernel for a matrix that is not packed: "native", or another one that is clearly faster."""
         nearest = min(ROWS, key=lambda n: abs(log(n / rows)))
-        return "widened" if rates["widened"][nearest] > MARGIN * rates["native"][nearest] else "native"
+        rates = {kernel: table[nearest] for kernel, table in self.linear[dtype].items() if kernel != "packed"}
+        best = max(rates, key=rates.get)
+        return best if rates[best] > MARGIN * rates["native"] else "native"
 
     def packs(self, dtype: str) -> bool:
         """Whether a matrix that stays in RAM is better kept packed: it then has no other kernel."""
@@ -239,6 +238,7 @@ def use(rates: KernelRates | None) -> None:
     global _rates
     _rates = rates
     _chosen.cache_clear()
+    _chosen_int8.cache_clear()
 
 
 def are_known() -> bool:
@@ -256,6 +256,11 @@ def rates() -> KernelRates:
 @lru_cache(maxsize=4096)
 def _chosen(dtype: torch.dtype, rows: int) -> str:
     return rates().kernel(dtype_name(dtype), rows)
+
+
+@lru_cache(maxsize=4096)
+def _chosen_int8(rows: int) -> str:
+    return rates().kernel(INT8, rows) if INT8 in rates().linear else "turned"
 
 
 # measuring
@@ -299,11 +304,14 @@ def _calls() -> dict[tuple, tuple[Callable, int]]:
                 calls[dtype_name(dtype), name, rows] = partial(kernel, x), 2 * rows * weight.numel()
     for few in (True, False):
         codes = torch.ones(FEW_ROWS_SHAPE if few else MANY_ROWS_SHAPE, dtype=torch.int8)
-        weights = {"native": codes} | ({"packed": int8.pack(codes)} if int8.can_pack() else {})
+        weights = dict.fromkeys(int8.KERNELS, codes) | ({"packed": int8.pack(codes)} if int8.can_pack() else {})
         for rows, (name, weight) in product(ROWS, weights.items()):
             if few == (rows < MANY_ROWS):
                 x = torch.ones(rows, codes.shape[1], dtype=torch.int8)
-                calls[INT8, name, rows] = partial(int8.multiply, x, weight), 2 * rows * codes.numel()
+                calls[INT8, name, rows] = (
+                    partial(int8.multiply, x, weight, torch.arange(0), name),
+                    2 * rows * codes.numel(),
+                )
     for dtype in (*_HALVES, torch.float32):
         q = torch.full(ATTENTION_SHAPE, 0.1, dtype=dtype)
         call = partial(torch.bmm, q, q.transpose(1, 2))

@@ -72,13 +72,14 @@ def test_a_row_does_not_depend_on_its_neighbours(rows):
     assert torch.equal(int8_linear(x[rows], weight), int8_linear(x, weight)[rows])
 
 
-def test_packed_or_not_the_result_is_the_same_to_the_bit():
+def test_every_kernel_gives_the_same_to_the_bit():
     if not int8.can_pack():
         pytest.skip("torch has no such operator here")
     (_, weight), x, bias = weights(), activations(), torch.randn(OUT)
     packed = Int8Weight(int8.pack(weight.codes), weight.scale)
     assert packed.nbytes == weight.nbytes
-    assert torch.equal(int8_linear(x, packed, bias), int8_linear(x, weight, bias))
+    found = [int8_linear(x, packed, bias), *(int8_linear(x, weight, bias, kernel=k) for k in int8.KERNELS)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_many_rows_go_in_parts(monkeypatch):
@@ -91,13 +92,12 @@ def test_many_rows_go_in_parts(monkeypatch):
 def test_what_torch_cannot_multiply_floats_do(monkeypatch):
     (_, weight), x = weights(), activations()
     expected = int8_linear(x, weight)
-    monkeypatch.setattr(int8, "is_exact", lambda: False)
+    monkeypatch.setattr(int8, "is_exact", lambda kernel: False)
     monkeypatch.setattr(int8, "WIDEN_BYTES", 4 * WIDTH * 7)
     assert torch.equal(int8_linear(x, weight), expected)  # sums below 2^24 are exact in fp32 too
 
 
-@pytest.mark.parametrize("kernel", ["_int_mm", "qlinear"])
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch, kernel):
+def test_a_kernel_that_is_wrong_is_found():
     def wrong(codes, weight):
         exact = codes.float() @ weight.float().t()
         return exact.clamp(-32768, 32767)  # as sums of 16 bits
@@ -124,6 +124,14 @@ def test_linear_takes_such_a_weight():
     assert torch.equal(linear.linear(x, weight, outliers=False), int8_linear(x, weight, outliers=False))
 
 
+def test_the_rates_choose_the_kernel_by_rows():
+    rates = kernels()
+    fast, slow = {n: 2e12 for n in linear.ROWS}, {n: 1e12 if n < 100 else 3e12 for n in linear.ROWS}
+    rates.linear["int8"] = {"native": slow, "turned": fast}
+    linear.use(rates)
+    assert [linear._chosen_int8(rows) for rows in (1, 30, 128, 2000)] == ["turned"] * 2 + ["native"] * 2
+
+
 def test_packing_is_chosen_by_the_rates():
     for packs in (True, False):
         rates = kernels()
@@ -131,5 +139,6 @@ def test_packing_is_chosen_by_the_rates():
         rates.linear["int8"] = {"native": rows, "packed": {n: 2e12 if packs else 5e11 for n in linear.ROWS}}
         linear.use(rates)
         assert linear.packs_int8() == (packs and int8.can_pack())
-    linear.use(kernels())  # as older profiles have them, without int8
+    del rates.linear["int8"]  # as in older profiles
+    linear.use(rates)
     assert not linear.packs_int8()
