@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 
 import torch
 
 from h2o_flexgen import LLM, cli
-from h2o_flexgen.evaluation import perplexity
 from h2o_flexgen.evaluation.origin import origin
-from h2o_flexgen.evaluation.passages import passages_of, read_source
-from h2o_flexgen.evaluation.settings import make_settings
+from h2o_flexgen.evaluation.passages import Passage, passages_of, read_source
+from h2o_flexgen.evaluation.settings import make_settings, measure_each
 from h2o_flexgen.files import read_json, rounded, to_json, write_text
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.kv_cache import RULES
@@ -130,7 +132,9 @@ TRIED = {
     "mean times the value's norm": "mean_value",
     "sum over the root of the age, times the norm": "root_age",
     "smoothed mean, no norm": "smoothed_unweighted",
-    "smoothed mean times the norm": "smoothed",
+    "smoothed mean times the norm, fading slowly (default)": "smoothed",
+    "the same, without fading": "smoothed:decay=1",
+    "the same, fading faster: by 0.998": "smoothed:decay=0.998",
     "the same, 64 more observations": "smoothed:queries=64",
     "the same, 4 first tokens protected": "smoothed:first=4",
     "the same, last 51 tokens of the prompt protected": "smoothed:last=51",
@@ -154,21 +158,32 @@ def write_layers(folder: str, calibrated: dict) -> None:
 def run(args: argparse.Namespace) -> None:
     RULES.update({rule.name: rule for rule in IDEAS})
     sources = [read_source(path) for path in args.texts]
-    found: dict[str, dict] = {name: {} for name in TRIED}
-    with TemporaryDirectory() as folder, LLM(progress=False) as llm:
+    with TemporaryDirectory() as folder, LLM() as llm:
         write_layers(folder, read_json("--layers", args.layers))
         rules = {rule.format(folder): name for name, rule in TRIED.items()}
         result = origin(args) | {"model": llm.model.name, "dtype": dtype_name(llm.dtype), "slots": args.slots}
-        result |= {"texts": [source.name.rsplit("/", 1)[-1] for source in sources], "ideas": found}
-        for source, text in zip(sources, result["texts"]):
-            passages, _ = passages_of(source, llm.model, 512, 512, args.windows)
-            settings = make_settings(list(rules), [], [args.slots])
-            for row in perplexity.measure(llm, passages, settings):
-                if row["slots"] is None:
-                    found.setdefault("full cache", {})[text] = row["perplexity"]
-                    continue
-                found[rules[row["rule"]]][text] = row["rise"]
-                write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")
+        texts = [Path(source.name).stem for source in sources]
+        passages = [passages_of(source, llm.model, 512, 512, args.windows)[0] for source in sources]
+        measured = measure_each(llm, make_settings(list(rules), [], [args.slots]), *perplexities(llm, passages))
+        full = result["full_cache"] = dict(zip(texts, next(measured)["perplexities"]))
+        rows = result["rows"] = []
+        for row in measured:
+            rises = {text: each / full[text] - 1 for text, each in zip(texts, row["perplexities"])}
+            rows.append({"idea": rules[row["rule"]], **rises})
+            write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")
+
+
+def perplexities(llm: LLM, passages: list[list[Passage]]) -> tuple[int, Callable[[], dict]]:
+    """How many tokens are scored, and what scores them all together and returns the perplexity of each text."""
+    together = [passage for each in passages for passage in each]
+    texts, prompt_lens = [p.token_ids for p in together], [p.prompt_len for p in together]
+
+    def job() -> dict:
+        scores = iter(llm.score(texts, prompt_lens))
+        logprobs = [[x for _ in each for x in next(scores).token_logprobs] for each in passages]
+        return {"perplexities": [exp(-fmean(each)) for each in logprobs]}
+
+    return sum(map(len, texts)) - sum(prompt_lens), job
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -153,7 +153,7 @@ KILLS = (
 )
 #: of one result: a line above the table, where its rows are, the header, and the columns
 TABLES = {
-    "rule_ideas": ("", "rows", "idea | prose | code", "{idea} | {handbook} | {stdlib}"),
+    "rule_ideas": ("", "rows", "idea | prose | code", "{idea} | {handbook:+.1%} | {stdlib:+.1%}"),
     "frontier": (
         "",
         "points",

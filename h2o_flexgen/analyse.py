@@ -6,13 +6,12 @@ h2o-flexgen analyse book.txt --output analysis.json --plot analysis.png
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import read_text, rounded, to_json, write_text
-from h2o_flexgen.policy import DEFAULT_RULE, KVBudget
+from h2o_flexgen.files import rounded, to_json, write_text
+from h2o_flexgen.policy import KVBudget
 
 #: heavy hitters, and as many recent tokens, of a prompt: a fifth of its slots together
 HH_RATIO = 0.1
@@ -33,8 +32,8 @@ def make_parser(prog: str = "python -m h2o_flexgen.analyse") -> argparse.Argumen
     add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
     add("--hh-size", type=int, help="heavy hitters in slots")
     add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
-    rule = f"which tokens have the slots, with options NAME:first=4 (default: {DEFAULT_RULE})"
-    add("--kv-rule", metavar="NAME", default=DEFAULT_RULE, help=rule)
+    rule = "which tokens have the slots, with options NAME:first=4 (default: h2o, as in the paper)"
+    add("--kv-rule", metavar="NAME", default="h2o", help=rule)
 
     add = parser.add_argument_group("output").add_argument
     add("-o", "--output", metavar="FILE", help="write the figures to this file as JSON")
@@ -49,35 +48,34 @@ def run(args: argparse.Namespace) -> None:
 
     from h2o_flexgen import forecast
     from h2o_flexgen.analysis import plot, windows
-    from h2o_flexgen.analysis.model import ResidentModel, check_fits
+    from h2o_flexgen.analysis.model import LayerModel, check_fits
     from h2o_flexgen.analysis.study import check_rule, study
     from h2o_flexgen.engine.model import load_model
     from h2o_flexgen.evaluation.extras import need
-    from h2o_flexgen.evaluation.passages import BUILTIN
-    from h2o_flexgen.jobs.input import builtin_text
-    from h2o_flexgen.kv_cache import make_rule
+    from h2o_flexgen.kv_cache import rule_for
+    from h2o_flexgen.sizes import Workload
 
     if args.plot is not None:
         need("matplotlib", "matplotlib", "a plot")
-    text = builtin_text() if args.text is None else read_text(args.text, args.text)
-    rule = make_rule(args.kv_rule, *make_budget(args).slots(args.prompt_len))
-    check_rule(rule, args.prompt_len)
+    text, name = windows.read(args.text)
     spec, dtype = forecast.find(args.model).spec, getattr(torch, args.dtype)
     spec.check_length(args.prompt_len, args.gen_len)
+    rule = rule_for(make_budget(args), Workload((args.prompt_len,) * args.windows, args.gen_len), spec)
+    check_rule(rule, args.prompt_len)
     check_fits(spec, dtype, args.windows, args.prompt_len, args.gen_len)
     model = load_model(args.model, None, lambda stored: dtype, progress=True)
-    ids = windows.windows_of(text, model.tokenizer, args.windows, args.prompt_len + args.gen_len)
+    ids = windows.cut(text, model.tokenizer, args.windows, args.prompt_len + args.gen_len)
 
     result = {
         "model": model.name,
         "dtype": args.dtype,
-        "text": os.path.basename(args.text) if args.text else BUILTIN,
+        "text": name,
         "windows": args.windows,
         "prompt_len": args.prompt_len,
         "gen_len": args.gen_len,
         "kv_budget": rule.to_dict(),
     }
-    result |= study(ResidentModel(model), ids, args.prompt_len, rule)
+    result |= study(LayerModel(model), ids, args.prompt_len, rule)
     cli.say(describe(result))
     if args.output is not None:
         write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")

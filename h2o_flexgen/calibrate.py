@@ -7,11 +7,11 @@ h2o-flexgen generate --hh-ratio 0.2 --kv-rule smoothed:layers=layers.json
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+from contextlib import closing
 
 from h2o_flexgen import cli
-from h2o_flexgen.files import read_text, rounded, to_json, write_text
+from h2o_flexgen.files import rounded, to_json, write_text
 from h2o_flexgen.policy import DEFAULT_RULE
 
 
@@ -47,28 +47,24 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from h2o_flexgen import forecast
-    from h2o_flexgen.analysis import calibration
-    from h2o_flexgen.analysis.model import ResidentModel, fits
-    from h2o_flexgen.analysis.windows import windows_of
+    from h2o_flexgen.analysis import calibration, windows
+    from h2o_flexgen.analysis.model import LayerModel, fits
     from h2o_flexgen.engine.model import load_model
     from h2o_flexgen.evaluation.origin import origin
-    from h2o_flexgen.evaluation.passages import BUILTIN
-    from h2o_flexgen.jobs.input import builtin_text
-    from h2o_flexgen.kv_cache import check_rule
     from h2o_flexgen.kv_cache.layers import LayerLosses
 
-    check_rule(args.kv_rule)
-    calibration.check(args.window)
-    text = builtin_text() if args.text is None else read_text(args.text, args.text)
+    calibration.check(args.window, args.kv_rule)
+    text, name = windows.read(args.text)
     forecast.find(args.model, args.path).spec.check_length(args.window)
     dtype = getattr(torch, args.dtype)
     model = load_model(args.model, args.path, lambda stored: dtype, progress=True)
-    ids = windows_of(text, model.tokenizer, args.windows, args.window)
-    losses = calibration.measure(ResidentModel(model, streams=not fits(model.spec, dtype)), ids, args.kv_rule)
+    ids = windows.cut(text, model.tokenizer, args.windows, args.window)
+    with closing(LayerModel(model, streams=not fits(model.spec, dtype))) as layers:
+        losses = calibration.measure(layers, ids, args.kv_rule)
     result = origin(args) | {
         "model": model.name,
         "dtype": args.dtype,
-        "text": os.path.basename(args.text) if args.text else BUILTIN,
+        "text": name,
         "windows": args.windows,
         "window": args.window,
         "rule": args.kv_rule,

@@ -15,8 +15,8 @@ KINDS = ("weights", "cache", "activations")
 GIB, MIB = 1 << 30, 1 << 20
 #: of what a tier has, this much may be planned for
 MARGIN = 0.95
-#: the cache rule of a KV budget that names none
-DEFAULT_RULE = "h2o"
+#: the cache rule of a KV budget that names none; and of one in an old file, from before there was another
+DEFAULT_RULE, FIRST_RULE = "smoothed", "h2o"
 
 
 def gib(nbytes: float) -> str:
@@ -74,7 +74,7 @@ class KVBudget:
     @classmethod
     def from_dict(cls, data: dict) -> KVBudget:
         """In slots, as `to_dict` and the reports have it. Raises KeyError or UserError."""
-        rule, rolling = data.get("rule", DEFAULT_RULE), data.get("position_rolling", False)
+        rule, rolling = data.get("rule", FIRST_RULE), data.get("position_rolling", False)
         return cls(hh_size=data["heavy"], recent_size=data["recent"], rule=rule, position_rolling=rolling)
 
     def to_dict(self, longest_prompt: int) -> dict:

@@ -166,7 +166,7 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
         items, errors = gathered(passages_of(source, llm.model, *lens) for source in sources)
         lengths = [item.prompt_len for item in items]
         rows = perplexity.measure(llm, items, settings)
-    check_settings(settings, max(lengths))
+    check_settings(settings, max(lengths), args.gen_len, llm.model.spec)
     if errors:
         print(f"{len(errors)} rows cannot be measured; {errors[0]}", file=sys.stderr)
     workload = {

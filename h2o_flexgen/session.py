@@ -16,6 +16,7 @@ from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.stop import PARTIAL
 from h2o_flexgen.engine.streams import Told
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kv_cache import layer_losses
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.planner import Choice, Planner
 from h2o_flexgen.policy import KVBudget, Policy
@@ -220,6 +221,8 @@ def choose(
         raise UserError("the KV budget of a session is in slots, since a stream has no length: KVBudget.from_size(512)")
     elif position_rolling is None:
         position_rolling = True
+    if layer_losses(kv_budget.rule):
+        raise UserError("`kv_rule`: `layers` shares out the slots of texts of a known length, which a stream has not")
     slots = sum(kv_budget.slots(positions))
     room = max(1, positions - slots) if position_rolling else positions  # the planner refuses slots that leave none
     workload = Workload((min(chunk, room),) * count, gen_len=slots + 2, held=min(slots, positions))

@@ -20,7 +20,7 @@ LENGTHS = {32: 0.1, 512: 0.2, 1024: 0.3}
 def main() -> None:
     for model in ("opt-6.7b", "opt-30b", "opt-175b"):
         for gen, ratio in LENGTHS.items():
-            for name, budget in (("full", []), ("h2o", ["--hh-ratio", str(ratio)])):
+            for name, budget in (("full", []), ("h2o", ["--hh-ratio", str(ratio), "--kv-rule", "h2o"])):
                 words = ["--model", f"facebook/{model}", "--prompt-len", "512", "--gen-len", str(gen), *budget]
                 words += ["--hardware", "policies/hardware/t4-16gb.json"]
                 path = ROOT / "policies" / f"t4-{model}-512-{gen}-{name}.json"

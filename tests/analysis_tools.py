@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from h2o_flexgen.analysis.model import ResidentModel
+from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.engine.model import load_model
 
 
-def resident(tiny) -> ResidentModel:
+def resident(tiny) -> LayerModel:
     """A model of the zoo in RAM, in fp32."""
-    return ResidentModel(load_model(str(tiny.folder), None, lambda stored: torch.float32, False), progress=False)
+    return LayerModel(load_model(str(tiny.folder), None, lambda stored: torch.float32, False), progress=False)

@@ -147,21 +147,23 @@ class ValueAware(H2O):
 
 class Smoothed(ValueAware):
     """The mean attention of a token times the L1 norm of its value, with `queries` more observations in which it
-    received one slot's share of a query's attention; of the recent tokens a quarter of the slots stays."""
+    received one slot's share of a query's attention; an observation counts decay^(number of later ones). Of the recent
+    tokens a quarter of the slots stays."""
 
-    def __init__(self, heavy, recent, *args, queries: int = 16, first: int = 0, **options):
+    def __init__(self, heavy, recent, *args, queries: int = 16, first: int = 0, decay: float = 0.9995, **options):
         super().__init__(heavy, recent, *args, first=first, **options)
-        self.queries = queries
+        self.queries, self.decay = queries, decay
         if heavy:
             self.window = min(recent, (self.slots + 3) // 4)
 
     def see_query(self, i, row):
+        self.score = {j: self.decay * score for j, score in self.score.items()}
         super().see_query(i, row)
         self.share = sum(row.values()) / self.slots
 
     def rank(self, j, now):
-        age = now - j + 1
-        return self.norm[j] * (self.score[j] + self.queries * self.share) / (age + self.queries)
+        seen = sum(self.decay**n for n in range(now - j + 1))
+        return self.norm[j] * (self.score[j] + self.queries * self.share) / (seen + self.queries)
 
 
 class HeavyOnly(H2O):
@@ -366,7 +368,7 @@ class Oracle:
         max_tokens: int,
         heavy: int | None = None,
         recent: int | None = None,
-        rule: str = "h2o",
+        rule: str = "smoothed",
         forced: list[int] | None = None,
     ) -> Trace:
         """The most likely tokens, or those of `forced`; `margins` are then how far each is above the best other. The

@@ -23,7 +23,7 @@ class StreamOracle:
         logprobs: of every token but the first that was read or generated.
     """
 
-    def __init__(self, oracle: Oracle, heavy: int, recent: int, rule: str = "h2o", rolling: bool = True):
+    def __init__(self, oracle: Oracle, heavy: int, recent: int, rule: str = "smoothed", rolling: bool = True):
         self.oracle = copy.copy(oracle)
         self.oracle.rotate = lambda x: x
         self.oracle.attention = self.attention

@@ -86,7 +86,7 @@ def test_every_family_gives_the_tokens_of_the_quantised_numbers(models, name, ki
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("budget", [None, (3, 3)], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, (3, 3)], ids=["full", "budget"])
 def test_the_tokens_do_not_depend_on_the_placement(models, kind, place, budget):
     tiny, oracle = models("llama_no_groups_tied", kind)
     prompts = oracle.clear_cut_prompts([9, 4, 12], 8, (budget or (None, None),))

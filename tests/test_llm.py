@@ -51,7 +51,7 @@ def with_eos(tiny_model, tmp_path, eos):
 @pytest.mark.parametrize(
     "budget, sampling",
     [(None, SAMPLED), ((4, 4), {}), (KVBudget.from_ratio(0.2), SAMPLED), (KVBudget.from_ratio(0.0, 0.3), {})],
-    ids=["full", "h2o", "ratio", "window"],
+    ids=["full", "budget", "ratio", "window"],
 )
 def test_a_prompt_does_not_depend_on_the_others_of_the_job(tiny, run, budget, sampling):
     """Alone, and in jobs of other lengths, orders and batch sizes: same tokens, same log-probabilities. The place in
@@ -76,7 +76,7 @@ def test_a_prompt_does_not_depend_on_the_others_of_the_job(tiny, run, budget, sa
         assert_alike(run(model, [prompt], 16, budget, sampling=sampling)[0], first)
 
 
-@pytest.mark.parametrize("budget", [None, (3, 4)], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, (3, 4)], ids=["full", "budget"])
 def test_the_order_of_the_prompts_does_not_matter(tiny, run, budget):
     model = tiny("untied")
     prompts = model.clear_cut_prompts(LENGTHS, 12, [budget or (None, None)])
@@ -138,7 +138,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK, MIXED], ids=str)
-@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "budget"])
 def test_prompts_with_parameters_of_their_own_share_a_block(tiny, tmp_path, percent, budget):
     """Each gets what it gets alone."""
     model = tiny()
@@ -376,7 +376,7 @@ def test_tokens_do_not_depend_on_which_batches_share_matmuls(tiny, run, monkeypa
 
 
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK, MIXED], ids=str)
-@pytest.mark.parametrize("budget", [None, (4, 4), (40, 40)], ids=["full", "h2o", "h2o_all"])
+@pytest.mark.parametrize("budget", [None, (4, 4), (40, 40)], ids=["full", "budget", "budget_for_all"])
 def test_one_token(tiny, run, percent, budget):
     model = tiny()
     prompts = model.clear_cut_prompts(LENGTHS, 1)
@@ -398,7 +398,7 @@ def test_the_longest_output_that_the_positions_allow(tiny, run):
 # one LLM, many jobs
 
 
-@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "budget"])
 def test_one_llm_runs_different_jobs_one_after_the_other(tiny, budget):
     """Other lengths, counts and outputs; other placements; overlap on and off; the same jobs again."""
     model = tiny()

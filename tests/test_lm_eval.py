@@ -193,7 +193,7 @@ def test_under_a_kv_budget_continuations_score_as_with_the_oracle(model, make, s
         assert answer == (pytest.approx(forced(model, context, continuation)[0], abs=1e-3), False)
     full = make(max_length=48).loglikelihood(requests(*PAIRS))
     assert [abs(a - b) > 1e-2 for (a, _), (b, _) in zip(answers, full)] == [True, True, True, False]
-    heavy_recent = {"heavy": HEAVY, "recent": RECENT, "rule": "h2o"}
+    heavy_recent = {"heavy": HEAVY, "recent": RECENT, "rule": "smoothed"}
     assert small.get_model_info()["kv_slots"] == {"loglikelihood": heavy_recent}
 
 

@@ -183,7 +183,7 @@ def test_prompts_that_just_fit_the_budget(tiny, run, name):
 # lengths at their edges
 
 
-@pytest.mark.parametrize("placement, budget", [("ram", None), ("disk", BUDGET)], ids=["full", "h2o"])
+@pytest.mark.parametrize("placement, budget", [("ram", None), ("disk", BUDGET)], ids=["full", "budget"])
 @pytest.mark.parametrize("name", [*zoo.FIRST.values(), "llama_groups_of_8_dynamic"])
 def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
     """With a short one of a prompt that fills the model's positions: its row runs beyond them, for its neighbours."""
@@ -198,7 +198,7 @@ def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
     assert_same(found, [model.reference(p, m, *(budget or ())) for p, m in zip(prompts, outputs)])
 
 
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize("name", zoo.FIRST.values())
 def test_prompts_of_one_token(tiny, run, name, budget):
     model = tiny(name)
@@ -207,7 +207,7 @@ def test_prompts_of_one_token(tiny, run, name, budget):
     assert_same(outputs, model.references(prompts, 12, *(budget or ())))
 
 
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize("name", [name for name in zoo.CONFIGS if "dynamic" in name])
 def test_dynamic_rope_does_not_see_the_neighbours(tiny, run, name, budget):
     """Texts that end before, at and behind the trained length, alone and beside a long one that starts behind it."""

@@ -128,7 +128,7 @@ def test_outputs_are_handed_on_as_their_batches_are_done(tiny):
 
 
 @pytest.mark.parametrize("prompt_len", [None, 1, 127, 128])
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_a_text_may_have_one_token_more_than_the_model_has_positions(tiny, name, budget, prompt_len):
     """The last one is never an input."""

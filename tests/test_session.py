@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import zoo
@@ -33,7 +35,7 @@ TURNS = [(30, 5), (1, 6), (70, 3), (7, 9), (17, 4)]
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
-def opened(model, rule="h2o", **policy) -> LLM:
+def opened(model, rule="smoothed", **policy) -> LLM:
     budget = KVBudget.from_size(HEAVY, RECENT, rule)
     return LLM(str(model.folder), Policy(**(policy or RAM)), budget, device="cpu", dtype="float32", progress=False)
 
@@ -46,7 +48,7 @@ class Expected:
     """What the oracle makes of turns, read in chunks: `texts`, `outputs` and the `logprobs` of the last text, which is
     only read."""
 
-    def __init__(self, model, chunk: int, seed: int, rule: str = "h2o", rolling: bool = True, turns=TURNS):
+    def __init__(self, model, chunk: int, seed: int, rule: str = "smoothed", rolling: bool = True, turns=TURNS):
         stream, waiting = StreamOracle(model.oracle, HEAVY, RECENT, rule, rolling), []
         self.texts = model.prompts([n for n, _ in turns] + [40], seed)
         self.outputs = []
@@ -288,10 +290,13 @@ def test_conversations_side_by_side(demo):
         ("llama", dict(count=0), "`count` must be a whole number"),
         ("llama", dict(chunk=2.5), "`chunk` must be a whole number"),
         ("llama", dict(kv_budget=KVBudget.from_ratio(0.2)), "is in slots"),
+        ("llama", dict(kv_budget=KVBudget.from_size(8, rule="mean:layers=LAYERS")), "a stream has not"),
         ("llama", dict(kv_budget=KVBudget.from_size(64)), "128 slots leave no room for new tokens in the model's 128"),
     ],
 )
-def test_a_session_that_cannot_be(tiny, name, options, message):
+def test_a_session_that_cannot_be(tiny, name, options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("LAYERS").write_text('{"budgets": [0.1, 0.5], "losses": [[1, 0], [2, 0]]}')
     with opened(tiny(name)) as llm, pytest.raises(UserError, match=message):
         llm.session(**options)
 

@@ -164,7 +164,7 @@ class Tiny:
         rng = random.Random(f"{self.name} {seed}")
         return [[rng.randrange(self.vocab_size) for _ in range(n)] for n in lengths]
 
-    def reference(self, prompt: list[int], max_tokens: int, heavy=None, recent=None, rule="h2o") -> Trace:
+    def reference(self, prompt: list[int], max_tokens: int, heavy=None, recent=None, rule="smoothed") -> Trace:
         key = (tuple(prompt), max_tokens, heavy, recent, rule)
         if key not in self._references:
             self._references[key] = self.oracle.generate(prompt, max_tokens, heavy, recent, rule)

@@ -19,18 +19,20 @@ Shapes: B texts of N tokens, H query heads, KV heads, D elements of a head, Q qu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.analysis.model import ResidentModel
+from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.attention import causal_attention, causal_attention_with_scores
-from h2o_flexgen.kv_cache import make_rule
+from h2o_flexgen.kv_cache import layer_losses, rule_for
 from h2o_flexgen.kv_cache.rule import BudgetRule, Tokens
 from h2o_flexgen.models.parts import Attend
+from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.progress import bar
+from h2o_flexgen.sizes import Workload
 
 #: budgets whose loss is measured, as parts of the text
 GRID = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
@@ -44,10 +46,12 @@ VARIANTS = 16
 LEAST = 64
 
 
-def check(length: int) -> None:
-    """Raises UserError for texts that are too short."""
+def check(length: int, rule: str) -> None:
+    """Raises UserError for texts that are too short, and a rule that cannot be used."""
     if length < LEAST:
         raise UserError(f"a window must have {LEAST} tokens or more, not {length}")
+    if layer_losses(rule):
+        raise UserError("`kv_rule`: all layers are measured with the same slots: leave `layers` out")
 
 
 @dataclass
@@ -59,7 +63,7 @@ class Probe:
         hidden: (V, B, Q, E) hidden states of each variant, the first one with full attention everywhere.
     """
 
-    model: ResidentModel
+    model: LayerModel
     prompt: int
     rules: list[BudgetRule]
     hidden: Tensor  # at first (B, N, E) of all tokens, behind the embedding
@@ -141,7 +145,7 @@ class Watched:
 
 
 @torch.inference_mode()
-def measure(model: ResidentModel, ids: Tensor, rule: str, progress: bool = True) -> list[list[float]]:
+def measure(model: LayerModel, ids: Tensor, rule: str, progress: bool = True) -> list[list[float]]:
     """For each layer the loss with each budget of GRID, on average over texts `ids` (B, N) and PROMPTS.
 
     Args:
@@ -149,7 +153,8 @@ def measure(model: ResidentModel, ids: Tensor, rule: str, progress: bool = True)
     """
     N, spec = ids.shape[1], model.spec
     slots = [int(part * N) for part in GRID]
-    rules = [replace(make_rule(rule, n - n // 2, n // 2), groups=spec.groups) for n in slots]
+    budgets = [KVBudget.from_size(n - n // 2, n // 2, rule) for n in slots]
+    rules = [rule_for(budget, Workload((N,), 2), spec) for budget in budgets]
     positions = torch.arange(N).expand(ids.shape)
     hidden = model.embed(ids, positions)
     probes = [Probe(model, int(part * N), rules, hidden) for part in PROMPTS]

@@ -29,8 +29,8 @@ def kept_with_future(received: Tensor, prompt_len: int, heavy: int, recent: int)
     return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, best, True) & old | window
 
 
-def overlaps(kept: Tensor, future: Tensor, recent: int) -> tuple[Tensor, Tensor, float]:
-    """How many of the kept tokens (L, ..., M, N) are those that the rule with the future keeps.
+def overlaps(kept: Tensor, future: Tensor, recent: list[int]) -> tuple[Tensor, Tensor, float]:
+    """How many of the kept tokens (L, ..., M, N) are those that the rule with the future keeps; `recent` of each layer.
 
     Returns:
         Per layer (L,): of all slots; and of those behind the recent window, where the two may differ. And the share of
@@ -38,7 +38,7 @@ def overlaps(kept: Tensor, future: Tensor, recent: int) -> tuple[Tensor, Tensor,
     """
     M, N = kept.shape[-2:]
     newest = torch.arange(N - M - 1, N - 1)[:, None]
-    old = torch.arange(N) <= newest - recent
+    old = torch.arange(N) <= newest - torch.tensor(recent).view(-1, *[1] * (kept.dim() - 1))
 
     def share(places: Tensor) -> Tensor:
         slots = (future & places).sum(-1)

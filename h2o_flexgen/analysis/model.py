@@ -1,4 +1,4 @@
-"""A model with all its weights in RAM, whose attention is the caller's."""
+"""A model whose attention is the caller's, layer by layer."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def check_fits(spec: ModelSpec, dtype: torch.dtype, windows: int, prompt_len: in
         )
 
 
-class ResidentModel:
-    """Passes over a model on the CPU.
+class LayerModel:
+    """Passes over a model on the CPU, with its weights in RAM.
 
     Args:
-        streams: the weights stay on disk, each layer is read when it is needed.
+        streams: the weights stay on disk, each layer is read when it is needed, until `close`.
 
     Raises:
         UserError: weights that cannot be read or are not finite.
@@ -72,7 +72,7 @@ class ResidentModel:
 
     def __init__(self, model: LoadedModel, progress: bool = True, streams: bool = False):
         self.spec, self._family = model.spec, family(model.spec.model_type)
-        transport = Transport(Device("cpu"), default_root(), overlap=False)
+        transport = self._transport = Transport(Device("cpu"), default_root(), overlap=False)
         try:
             tiers = {name: "disk" if streams else "gpu" for layer in model.layers for name in layer.shapes}
             gathered = {short: tensor for layer in model.layers for short, tensor in layer.gathered.items()}
@@ -81,6 +81,10 @@ class ResidentModel:
         finally:
             if not streams:
                 transport.close()
+
+    def close(self) -> None:
+        """No layer is read any more."""
+        self._transport.close()
 
     @torch.inference_mode()
     def run(self, ids: Tensor, first: int, attend: LayerAttend) -> Tensor:

@@ -7,13 +7,13 @@ heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.analysis.attention import mix, probabilities
-from h2o_flexgen.analysis.model import ResidentModel
+from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.kv_cache.rule import FixedRule, Tokens
 from h2o_flexgen.progress import bar
 
@@ -92,10 +92,9 @@ class Run:
 
 
 @torch.inference_mode()
-def simulate(model: ResidentModel, ids: Tensor, prompt_len: int, rule: FixedRule, progress: bool = False) -> Run:
+def simulate(model: LayerModel, ids: Tensor, prompt_len: int, rule: FixedRule, progress: bool = False) -> Run:
     """Teacher-forced decode of texts ids (B, N) behind their prompts, as `LLM.score` does it with a KV budget."""
     B, N = ids.shape
-    rule = replace(rule, groups=model.spec.groups)
     caches = [MaskedCache(rule.in_layer(layer), N) for layer in range(model.spec.layers)]
     kept = torch.zeros(len(caches), B, model.spec.kv_heads, N - prompt_len, N, dtype=torch.bool)
     hidden = model.run(ids[:, :prompt_len], 0, lambda layer, *qkv: caches[layer].prefill(*qkv))[:, -1:]
@@ -109,7 +108,7 @@ def simulate(model: ResidentModel, ids: Tensor, prompt_len: int, rule: FixedRule
 
 
 @torch.inference_mode()
-def masked_logprobs(model: ResidentModel, ids: Tensor, prompt_len: int, seen: Tensor) -> Tensor:
+def masked_logprobs(model: LayerModel, ids: Tensor, prompt_len: int, seen: Tensor) -> Tensor:
     """Log-probabilities (M,) of a text ids (N,) behind its prompt, in one pass. Within the prompt attention is full;
     behind it a token sees itself, and those before it that are `seen` (L, KV, M or 1, N)."""
     N = len(ids)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.analysis import future, neurons, ranks, sparsity
 from h2o_flexgen.analysis.attention import mix, probabilities
-from h2o_flexgen.analysis.model import ResidentModel
+from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.analysis.simulation import masked_logprobs, simulate
 from h2o_flexgen.analysis.words import REACH, Words
 from h2o_flexgen.errors import UserError
@@ -44,7 +44,7 @@ class Observation:
 
 
 @torch.inference_mode()
-def observe(model: ResidentModel, ids: Tensor, prompt_len: int) -> Observation:
+def observe(model: LayerModel, ids: Tensor, prompt_len: int) -> Observation:
     """Of a text ids (N,)."""
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     negligible, received, prompt_received, active = [], [], [], []
@@ -73,14 +73,16 @@ def check_rule(rule: FixedRule, prompt_len: int) -> None:
         )
 
 
-def study(model: ResidentModel, windows: Tensor, prompt_len: int, rule: FixedRule, progress: bool = True) -> dict:
+def study(model: LayerModel, windows: Tensor, prompt_len: int, rule: FixedRule, progress: bool = True) -> dict:
     """All figures of texts `windows` (B, N), each a prompt of `prompt_len` tokens and what follows it."""
     B, N = windows.shape
     shown = bar(list(windows), "passes with full attention", unit="windows", show=progress)
     seen = [observe(model, ids, prompt_len) for ids in shown]
     received = torch.stack([each.received for each in seen], 1)  # (L, B, KV, N)
     run = simulate(model, windows, prompt_len, rule, progress)
-    layers = [future.kept_with_future(layer, prompt_len, rule.heavy, rule.recent) for layer in received]
+    rules = [rule.in_layer(layer) for layer in range(model.spec.layers)]
+    split = [(each.slots - each.recent_window, each.recent_window) for each in rules]
+    layers = [future.kept_with_future(layer, prompt_len, *slots) for layer, slots in zip(received, split)]
     foreseen = torch.stack(layers)
     active = sum(each.active for each in seen)
     losses = {"full cache": torch.stack([each.logprobs for each in seen]), rule.label: run.logprobs}
@@ -89,7 +91,7 @@ def study(model: ResidentModel, windows: Tensor, prompt_len: int, rule: FixedRul
         "sparsity": _sparsity(torch.stack([each.negligible for each in seen])),
         "ranks": _ranks(received),
         "words": _words(windows, received),
-        "overlap": _overlap(run.kept, foreseen, rule.recent),
+        "overlap": _overlap(run.kept, foreseen, [recent for _, recent in split]),
         "loss": _loss(losses),
         "neurons": _neurons(active.double() / (B * N), model.spec.activation),
     }
@@ -146,7 +148,7 @@ def _words(windows: Tensor, received: Tensor) -> dict:
     return {"reach": REACH, "correlation": words.correlations(), **points}
 
 
-def _overlap(kept: Tensor, foreseen: Tensor, recent: int) -> dict:
+def _overlap(kept: Tensor, foreseen: Tensor, recent: list[int]) -> dict:
     slots, heavy, chance = future.overlaps(kept, foreseen, recent)
     return {
         "mean": float(slots.mean()),

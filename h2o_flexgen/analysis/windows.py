@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.evaluation.passages import evenly
+from h2o_flexgen.evaluation.passages import BUILTIN, evenly
+from h2o_flexgen.files import read_text
+from h2o_flexgen.jobs.input import builtin_text
 
 
-def windows_of(text: str, tokenizer, count: int, length: int) -> Tensor:
+def read(path: str | None) -> tuple[str, str]:
+    """(text, its name) of a file, or of the built-in prose. Raises UserError if the file cannot be read."""
+    return (builtin_text(), BUILTIN) if path is None else (read_text(path, path), os.path.basename(path))
+
+
+def cut(text: str, tokenizer, count: int, length: int) -> Tensor:
     """(count, length) token ids: passages at even distances, which do not overlap, each behind what the tokenizer puts
     before every text.
 

@@ -9,10 +9,12 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.forecast import kv_bytes
-from h2o_flexgen.kv_cache import make_rule
+from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.progress import bar
+from h2o_flexgen.sizes import Workload
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ def make_settings(rules: list[str], ratios: list[float], sizes: list[int], hh_sh
     return [Setting(budget.rule, budget) for budget in dict.fromkeys(settings)]
 
 
-def check_settings(settings: list[Setting], longest_prompt: int) -> None:
-    """Raises UserError for a rule that is not known, or a budget that does not suffice for it."""
+def check_settings(settings: list[Setting], longest_prompt: int, gen_len: int, spec: ModelSpec) -> None:
+    """Raises UserError for a rule that is not known or not for this model, or a budget that does not suffice for it."""
     for setting in settings:
-        make_rule(setting.rule, *setting.budget.slots(longest_prompt))
+        rule_for(setting.budget, Workload((longest_prompt,), gen_len), spec)
 
 
 def measure_each(llm: LLM, settings: list[Setting], tokens: int, job: Callable[[], dict]) -> Iterator[dict]:

@@ -12,14 +12,19 @@ from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.kv_cache import layer_losses
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.policy import KVBudget
+
+#: settings that are fingerprints of files, in words
+FILES = {"files": "the model's files or tokenizer", "layers": "what the file of `kv_rule`'s option layers says"}
 
 
 def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
     """All that decides the tokens of a row, besides itself and the slots of its KV cache."""
     budget, sampling = llm.kv_budget, ("temperature", "top_k", "top_p", "ignore_eos", "seed")
+    layers = layer_losses(budget.rule) if isinstance(budget, KVBudget) else None
     return {
         "model": llm.model.name,
         "files": fingerprint(llm.model),
@@ -27,6 +32,7 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         "compress_weight": llm.model.compress_weight,
         "compute": llm.model.compute,
         "kv_budget": budget.to_dict(longest_prompt) if isinstance(budget, KVBudget) else budget,
+        "layers": layers and hashlib.sha256(repr(layers).encode()).hexdigest()[:16],  # the budget only names a file
         **{name: getattr(params, name) for name in sampling},
         "gen_len": params.max_tokens,
         "stop": list(params.stop),
@@ -39,8 +45,7 @@ def changes(old: dict, new: dict) -> list[str]:
     names = [name for name in new if old.get(name) != new[name]]
     if "files" not in names and "model" in names:
         names.remove("model")
-    files = "the model's files or tokenizer"
-    return [files if name == "files" else f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in names]
+    return [FILES.get(name) or f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in names]
 
 
 def fingerprint(model: LoadedModel) -> str:

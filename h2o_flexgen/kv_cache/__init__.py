@@ -29,7 +29,7 @@ from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.sizes import Workload
 
 __all__ = ["MEASURED", "RULES", "CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "NoCache", "SnapKVCache"]
-__all__ += ["ValueNormCache", "check_rule", "make_rule", "rule_for"]
+__all__ += ["ValueNormCache", "check_rule", "layer_losses", "make_rule", "rule_for"]
 
 #: the rules whose attention is measured; others take as long as one of these (`CacheRule.measured_as`)
 MEASURED = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
@@ -77,11 +77,19 @@ def make_rule(text: str, heavy: int, recent: int) -> BudgetRule:
     return RULES[name](heavy, recent, **options)
 
 
-def check_rule(text: str) -> None:
-    """Raises UserError, as `make_rule`, unless a KV budget may name this rule, whatever its slots."""
+def layer_losses(text: str) -> LayerLosses | None:
+    """What the option `layers` of a rule says; None without it.
+
+    Raises:
+        UserError: as `make_rule`, whatever the slots, or the file cannot be used.
+    """
     rule = make_rule(text, _PLENTY, _PLENTY)
-    if rule.layers:
-        LayerLosses.from_file(rule.layers)
+    return LayerLosses.from_file(rule.layers) if rule.layers else None
+
+
+def check_rule(text: str) -> None:
+    """Raises UserError, as `layer_losses`, unless a KV budget may name this rule."""
+    layer_losses(text)
 
 
 def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> CacheRule:
@@ -100,12 +108,12 @@ def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> Ca
         if len(known.losses) != spec.layers:
             raise UserError(f"`kv_rule`: {rule.layers} is of a model of {len(known.losses)} layers, not {spec.layers}")
         rule = replace(rule, by_layer=known.slots(rule.heavy, rule.recent, length))
-        [rule.in_layer(layer) for layer in range(spec.layers)]  # raises for one that has too few
+    largest = max(rule.in_layer(layer).slots for layer in range(spec.layers))  # raises for one that has too few
     if budget.position_rolling:
         if rule.growth != "fixed":
             raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps all that is generated")
-        if rule.slots >= spec.context:
+        if largest >= spec.context:
             room = f"leave no room for new tokens in the model's {spec.context} positions"
-            raise UserError(f"`position_rolling`: {sum(budget.slots(workload.longest))} slots {room}: give fewer")
+            raise UserError(f"`position_rolling`: {largest} slots {room}: give fewer")
         rule = replace(rule, rope=rollable(spec))
     return NoCache() if workload.gen_len == 1 else rule

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import zoo
@@ -9,8 +11,9 @@ from analysis_tools import resident
 
 from h2o_flexgen import LLM, KVBudget, Policy
 from h2o_flexgen.analysis.simulation import masked_logprobs, simulate
-from h2o_flexgen.kv_cache import RULES, make_rule
+from h2o_flexgen.kv_cache import RULES, make_rule, rule_for
 from h2o_flexgen.kv_cache.rule import FixedRule
+from h2o_flexgen.sizes import Workload
 
 #: one query head per KV head and several, RoPE for whole heads and for parts
 MODELS = ("opt", "llama", "llama_groups_of_3_wide_heads_linear", "gpt_neox")
@@ -43,13 +46,19 @@ def dropping(monkeypatch):
     return run
 
 
+def rule_of(model, text, heavy=3, recent=4, count=2):
+    """As the engine has it for windows of LENGTH tokens."""
+    workload = Workload((PROMPT,) * count, LENGTH - PROMPT)
+    return rule_for(KVBudget.from_size(heavy, recent, text), workload, model.spec)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", MODELS)
 def test_masks_give_what_dropping_gives(tiny, dropping, name, rule):
     texts = tiny(name).prompts([LENGTH] * 2)
     model = resident(tiny(name))
     logprobs, positions = dropping(tiny(name), texts, rule)
-    run = simulate(model, torch.tensor(texts), PROMPT, make_rule(rule, HEAVY, RECENT))
+    run = simulate(model, torch.tensor(texts), PROMPT, rule_of(model, rule, HEAVY, RECENT))
     assert run.logprobs == pytest.approx(logprobs, abs=1e-4)
     layers, M = model.spec.layers, LENGTH - PROMPT
     assert run.kept.shape == (layers, 2, model.spec.kv_heads, M, LENGTH)
@@ -60,9 +69,20 @@ def test_masks_give_what_dropping_gives(tiny, dropping, name, rule):
             assert kept | {PROMPT + step} == set(held[b, h].tolist()) - {-1}
 
 
+def test_masks_know_the_slots_of_each_layer(tiny, dropping, tmp_path):
+    losses = {"budgets": [0.05, 0.1, 0.2, 0.5], "losses": [[0.1, 0.05, 0.02, 0], [8, 4, 1, 0]]}
+    (tmp_path / "layers.json").write_text(json.dumps(losses))
+    texts, rule = tiny("llama").prompts([LENGTH] * 2), f"smoothed:layers={tmp_path / 'layers.json'}"
+    model = resident(tiny("llama"))
+    logprobs, _ = dropping(tiny("llama"), texts, rule, 4, 5)
+    run = simulate(model, torch.tensor(texts), PROMPT, rule_of(model, rule, 4, 5))
+    few, many = run.kept.sum(-1).flatten(1).amax(1).tolist()
+    assert many > few and run.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
 def test_who_is_kept_is_whom_the_oracle_keeps(tiny):
     (text,) = tiny("llama").prompts([LENGTH])
-    trace = tiny("llama").oracle.generate(text[:PROMPT], LENGTH - PROMPT, 3, 4, forced=text[PROMPT:])
+    trace = tiny("llama").oracle.generate(text[:PROMPT], LENGTH - PROMPT, 3, 4, "h2o", forced=text[PROMPT:])
     run = simulate(resident(tiny("llama")), torch.tensor([text]), PROMPT, make_rule("h2o", 3, 4))
     assert run.logprobs[0].tolist() == pytest.approx(trace.logprobs, abs=1e-4)
     found = run.kept[:, 0].permute(2, 0, 1, 3)

@@ -87,7 +87,7 @@ def test_summaries(measured, tmp_path):
     code, out, err = measured(source, *options)
     assert code == 0, err
     assert "rouge 1" in out and "rouge-score L" in out
-    assert [line.split()[0] for line in out.splitlines()[3:]] == ["full", "h2o", "h2o", "h2o", "h2o"]
+    assert [line.split()[0] for line in out.splitlines()[3:]] == ["full", *["smoothed"] * 4]
     rows = json.loads((tmp_path / "q.json").read_text())["rows"]
     assert set(rows[1]["rouge"]["reference"]) == {"rouge", "rouge-score"}
 
@@ -98,7 +98,7 @@ def test_texts_side_by_side(measured, text):
         code, out, err = measured("--compare", prompt, "--gen-len", 6, "--sizes", 8)
         assert code == 0, err
         heads = [line.split(",")[0] for line in out.splitlines() if line.startswith("--- ")]
-        assert heads == ["--- full", "--- h2o", "--- recent"]
+        assert heads == ["--- full", "--- smoothed", "--- recent"]
 
 
 REFUSED = {
@@ -177,7 +177,7 @@ def test_ctrl_c_keeps_what_was_measured(talker, text, tmp_path, measured):
     options = ("--model", talker, *FP32, text, "--prompt-len", 600, "--gen-len", 600, "-o", output)
     argv = [sys.executable, "-c", code, *map(str, options)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment()) as job:
-        read_until(job, "setting 2/9, h2o")
+        read_until(job, "setting 2/9, smoothed")
         os.kill(job.pid, signal.SIGINT)
         out, err = job.communicate(timeout=120)
     assert job.returncode == 130, err
@@ -198,9 +198,9 @@ def losses(talker, tmp_path):
         common = {"prompt_len": 40, "gen_len": 40, "hh_share": 0.5, "model": model} | workload
         made = [
             dict(rule="full", slots=None, rise=0.0, kv_bytes=1000),
-            dict(rule="h2o", slots=8, hh_ratio=0.1, recent_ratio=0.1, rise=0.3, kv_bytes=100),
+            dict(rule="smoothed", slots=8, hh_ratio=0.1, recent_ratio=0.1, rise=0.3, kv_bytes=100),
             dict(rule="mean", slots=20, hh_ratio=0.25, recent_ratio=0.25, rise=0.1, kv_bytes=250),
-            dict(rule="h2o", slots=32, hh_ratio=0.4, recent_ratio=0.4, rise=0.02, kv_bytes=400),
+            dict(rule="smoothed", slots=32, hh_ratio=0.4, recent_ratio=0.4, rise=0.02, kv_bytes=400),
         ]
         path.write_text(json.dumps({"workload": common, "rows": rows or made}))
         return path
@@ -238,7 +238,7 @@ def test_a_file_of_another_model_is_a_warning(cli, talker, losses):
         (("--max-loss", 0.1, "--quality", "FILE", "--hh-size", 4), "leave --kv-rule, ratios and sizes out"),
         (("--max-loss", 0.1, "--quality", "FILE", "--kv-rule", "h2o"), "leave --kv-rule, ratios and sizes out"),
         (("--max-loss", 2, "--quality", "FILE"), "--max-loss must lie in [0, 1), not 2: for 2 % give 0.02"),
-        (("--max-loss", 0.01, "--quality", "FILE"), "costs at most 0.01, the best is h2o with 0.4 heavy"),
+        (("--max-loss", 0.01, "--quality", "FILE"), "costs at most 0.01, the best is smoothed with 0.4 heavy"),
         (("--max-loss", 0.01, "--quality", "nowhere.json"), "cannot read --quality nowhere.json"),
     ],
 )
@@ -261,4 +261,4 @@ def test_an_automatic_budget_stays_within_the_limit(cli, talker, losses, tmp_pat
     budget = json.loads(report.read_text())["kv_budget"]
     assert budget is None or budget["heavy"] + budget["recent"] >= 0.7 * 40
     code, _, err = cli(*auto, "--quality", losses(rows=[dict(rule="full", slots=None)]))
-    assert code == 2 and "has no budget of rule h2o" in err
+    assert code == 2 and "has no budget of rule smoothed" in err

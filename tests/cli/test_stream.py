@@ -55,7 +55,7 @@ def test_turns_are_answered_one_after_the_other(streamed, talker, tmp_path):
     assert f"3 turns, {tokens} tokens" in out
     found = json.loads(report.read_text())
     assert [row["turn"] for row in found["turns"]] == [1, 2, 3] and found["turns"][-1]["tokens"] == tokens
-    assert found["kv_budget"] == {"heavy": 8, "recent": 8, "rule": "h2o"}
+    assert found["kv_budget"] == {"heavy": 8, "recent": 8, "rule": "smoothed"}
 
 
 def test_a_text_is_read_past_the_models_positions(streamed, rolls, tmp_path, monkeypatch):
@@ -65,7 +65,7 @@ def test_a_text_is_read_past_the_models_positions(streamed, rolls, tmp_path, mon
     code, out, err = streamed("--model", rolls, "--plain", text, "--hh-size", 10, "--report", report)
     assert code == 0, err
     found = json.loads(report.read_text())
-    assert found["kv_budget"] == {"heavy": 10, "recent": 10, "rule": "h2o", "position_rolling": True}
+    assert found["kv_budget"] == {"heavy": 10, "recent": 10, "rule": "smoothed", "position_rolling": True}
     assert found["chunk"] == 64 - 20
     ends = [row["tokens"] for row in found["windows"]]
     assert ends[:2] == [100, 200] and ends[-1] > 3 * 64

@@ -82,7 +82,7 @@ def test_a_job_gives_its_pinned_memory_back_and_close_the_rest():
 # the cap
 
 
-@pytest.mark.parametrize("budget", [None, KVBudget.from_ratio(0.1)], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, KVBudget.from_ratio(0.1)], ids=["full", "budget"])
 @pytest.mark.parametrize("cap_mib", [1300, 2000, 6000])
 def test_torch_reserves_no_more_than_gpu_mem(cap_mib, budget):
     cap = cap_mib * MIB
@@ -133,7 +133,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("budget", [None, KVBudget.from_ratio(0.1)], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, KVBudget.from_ratio(0.1)], ids=["full", "budget"])
 @pytest.mark.parametrize("policy", PLANNED.values(), ids=PLANNED)
 def test_peak_memory_is_within_a_tenth_of_the_plan(policy, budget):
     with dummy(policy, budget) as llm:
@@ -163,7 +163,7 @@ def test_no_step_waits_for_the_whole_device(monkeypatch, policy):
     assert counts[0] == counts[1] <= 12
 
 
-@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "budget"])
 def test_the_host_runs_ahead_through_the_layers(tmp_path, budget):
     """With everything on the device no layer makes the host wait: only embedding and sampling do."""
     counts = []

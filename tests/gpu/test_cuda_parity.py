@@ -94,7 +94,7 @@ def on_cpu(models, prompts):
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_tokens_in_fp32_are_those_of_the_cpu_under_every_policy(models, prompts, on_cpu, policy, budget, overlap):
     outputs = generate(models(), prompts, budget, overlap=overlap, **policy)
@@ -104,7 +104,7 @@ def test_tokens_in_fp32_are_those_of_the_cpu_under_every_policy(models, prompts,
 
 
 @pytest.mark.parametrize("name", ["post_norm", "350m_style", "galactica", "untied", "odd_sizes", "one_layer", "deep"])
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (33, 33, 33, 33, 33, 33)], ids=["gpu", "thirds"])
 def test_every_kind_of_opt_gives_the_tokens_of_the_oracle(models, name, budget, percent):
     model = models(name)
@@ -113,14 +113,14 @@ def test_every_kind_of_opt_gives_the_tokens_of_the_oracle(models, name, budget, 
     assert tokens(outputs) == [t.tokens for t in model.references(prompts, 12, *(budget or ()))]
 
 
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 def test_a_second_job_and_several_blocks_give_the_same(models, prompts, on_cpu, budget):
     policy = dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=1, num_gpu_batches=2)
     assert tokens(generate(models(), prompts, budget, times=2, **policy)) == tokens(on_cpu[budget])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize(
     "name", ["all_gpu", "all_cpu", "all_cpu_attention_on_cpu", "all_disk_micro", "thirds", "everything_mixed"]
 )
@@ -131,7 +131,7 @@ def test_half_precision_runs_to_the_end_with_finite_logprobs(models, prompts, na
         assert all(math.isfinite(x) and x <= 1e-3 for x in output.logprobs)
 
 
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 def test_half_precision_agrees_with_fp32_on_the_first_token(models, prompts, on_cpu, budget):
     outputs = generate(models(), prompts, budget, dtype="float16", gpu_batch_size=4, num_gpu_batches=2)
     traces = models().references(prompts, 1, *(budget or ()))

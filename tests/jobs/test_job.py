@@ -74,7 +74,7 @@ def interrupted_at(monkeypatch, stop: int) -> None:
 
 
 @pytest.mark.parametrize("sampled", [(), ("--temperature", "1.5", "--seed", "7")], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("budget", [(), ("--hh-ratio", "0.2")], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [(), ("--hh-ratio", "0.2")], ids=["full", "budget"])
 def test_interrupted_at_any_row_it_goes_on_to_the_same_file(job, out, tmp_path, monkeypatch, sampled, budget):
     code, err = job(*sampled, *budget, out="whole.jsonl")
     assert code == 0, err
@@ -166,6 +166,16 @@ def test_rows_that_are_gone_from_the_input_go_from_the_output(job, out):
     assert code == 0 and "3 are no longer in the input" in err
     assert len(read_rows(out)) == 3
     assert len(json.loads(Path(f"{out}.manifest.json").read_text())["rows"]) == 3
+
+
+def test_another_file_of_slots_by_layer_is_another_job(job, out, tmp_path):
+    path = tmp_path / "layers.json"
+    options = ("--hh-size", 2, "--kv-rule", f"mean:layers={path}")
+    path.write_text(json.dumps({"budgets": [0.1, 0.5], "losses": [[1, 0], [2, 0], [1, 0]]}))
+    assert job(*options, rows=ROWS[:3])[0] == 0
+    path.write_text(json.dumps({"budgets": [0.1, 0.5], "losses": [[2, 0], [1, 0], [1, 0]]}))
+    code, err = job(*options)
+    assert code == 2 and "what the file of --kv-rule's option layers says" in err
 
 
 def test_another_input_file_does_not_throw_a_finished_job_away(job, out):

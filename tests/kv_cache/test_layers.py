@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
-from h2o_flexgen.kv_cache import check_rule
+from h2o_flexgen.kv_cache import check_rule, rule_for
 from h2o_flexgen.kv_cache.layers import LayerLosses
+from h2o_flexgen.models.spec import ModelSpec, Rope
+from h2o_flexgen.sizes import Workload
 
 pytest_plugins = ["cli_tools"]
 
@@ -60,6 +62,16 @@ def test_tokens_are_those_of_the_oracle_with_the_slots_of_each_layer(tiny, tmp_p
     assert [o.outputs[0].token_ids for o in found] == [trace.tokens for trace in expected]
 
 
+def test_with_rolling_positions_the_largest_layer_leaves_room(tmp_path):
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"budgets": BUDGETS, "losses": [FLAT, STEEP]}))
+    sizes = dict(layers=2, hidden=8, inner=8, vocab=8, heads=1, kv_heads=1, head_dim=8, positions=64, activation="silu")
+    spec = ModelSpec("llama", **sizes, rope=Rope("default", 1e4, 8, 64))
+    budget = KVBudget(hh_size=20, recent_size=20, rule=f"h2o:layers={path}", position_rolling=True)
+    with pytest.raises(UserError, match="slots leave no room"):
+        rule_for(budget, Workload((100,), 60), spec)
+
+
 @pytest.mark.parametrize(
     "text", ["[]", "{", '{"budgets": [0.2, 0.1], "losses": [[1, 0]]}', '{"budgets": [0.1], "losses": [[1]]}']
 )
@@ -77,5 +89,6 @@ def test_calibrate_writes_what_generate_takes(texts, tmp_path):
 
     options = [str(text), "--model", str(texts), "--windows", "1", "--window", "64", "--output", str(path)]
     assert calibrate.main(options) == 0
+    assert calibrate.main([*options[:-1], str(tmp_path / "b.json"), "--kv-rule", f"h2o:layers={path}"]) == 2
     known = LayerLosses.from_file(str(path))
     assert known.losses and min(map(min, known.losses)) > -1e-6

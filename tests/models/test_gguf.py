@@ -260,7 +260,7 @@ def to_convert(tmp_path_factory) -> zoo.Tiny:
 
 
 @pytest.mark.parametrize("where", [IN_RAM, ON_DISK], ids=["in_ram", "on_disk"])
-@pytest.mark.parametrize("budget", [(None, None), (3, 3)], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [(None, None), (3, 3)], ids=["full", "budget"])
 def test_a_quantised_llama_gives_the_tokens_of_transformers(quantised, run, where, budget):
     prompts = quantised.clear_cut_prompts([9, 4, 12], 8, ((None, None), (3, 3)))
     outputs = run(quantised, prompts, 8, budget if budget[0] else None, gpu_batch_size=2, num_gpu_batches=2, **where)

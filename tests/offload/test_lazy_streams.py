@@ -165,7 +165,7 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "h2o"])
+@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "budget"])
 @pytest.mark.parametrize("percent, cpu_compute, overlap", POLICIES, ids=str)
 def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(
     lazy, tiny, percent, overlap, budget, cpu_compute
