@@ -27,7 +27,7 @@ from h2o_flexgen.formats import MOST, compiled, in_threads
 from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
 
 #: what is more than so many times the mean absolute value of its row is an outlier
-TIMES = 12.0
+TIMES = 8.0
 #: outliers of a row at most
 FEW = 16
 #: CUDA's `_int_mm` wants more rows than this, and multiples of 8 of the rest
