@@ -68,7 +68,8 @@ def linear(
         (..., O), contiguous.
     """
     if isinstance(weight, Int8Weight):
-        return int8_linear(x, weight, bias, outliers, _chosen_int8(x.numel() // x.shape[-1]))
+        kernel = "native" if x.is_cuda else _chosen_int8(x.numel() // x.shape[-1])
+        return int8_linear(x, weight, bias, outliers, kernel)
     if isinstance(weight, Quantised):
         return sliced(x, weight, bias)
     if weight.is_mkldnn:
