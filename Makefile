@@ -13,5 +13,5 @@ lint:  ## rules and format
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-bench:  ## one row of the comparison with other systems, some minutes (root, for the memory cgroup)
-	bash scripts/bench.sh --row "1.3b 32+32" --quick --system Accelerate --system "ours, H2O"
+bench:  ## the headline row of the comparison with other systems, under ten minutes (root, for the memory cgroup)
+	bash scripts/bench.sh

@@ -1,39 +1,63 @@
-"""A random checkpoint that every system reads."""
+"""Random checkpoints that every system reads: safetensors shards, and GGUF files."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
+from bench.rows import DEMO
 from h2o_flexgen.models.registry import family, named_config, spec_of
+from h2o_flexgen.models.source import find_model
 from h2o_flexgen.offload.checkpoint import DummyCheckpoint
 
 #: bytes of a shard
 SHARD = 1 << 30
+#: random bytes that the tensors of a GGUF file repeat: a prime, so that no two rows are alike
+POOL = (1 << 24) - 3
+#: of GGUF's types: bytes of codes in a block of 32, and the scale that gives them a standard deviation of 0.02
+BLOCKS = {"Q4_0": (16, 0.0043), "Q8_0": (32, 0.00027)}
 
 
-def write_checkpoint(model: str, folder: Path, dtype: str) -> Path:
-    """Random weights of a named size, as transformers would save them: shards of safetensors with an index."""
+def checkpoint(model: str, kind: str, dtype: str, folder: Path) -> Path:
+    """A checkpoint of a named size, written into `folder` if it is not there yet: a folder of safetensors, or a GGUF
+    file. That of the demo model is the one that was installed."""
+    if model == DEMO:
+        return find_model(None)[0]
+    stem = f"{model.rpartition('/')[2]}-{dtype if kind == 'safetensors' else kind}"
+    path = folder / (stem if kind == "safetensors" else f"{stem}.gguf")
+    if path.exists():
+        return path
+    partial = path.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.unlink(missing_ok=True)
+    print(f"writing {path.name}, random weights", flush=True)
+    try:
+        if kind == "safetensors":
+            write_checkpoint(named_config(model), partial, dtype)
+        else:
+            write_gguf(named_config(model), partial, kind)
+    except (OSError, SafetensorError) as e:
+        sys.exit(f"error: cannot write {path} ({e}): make room, or name another folder in H2O_FLEXGEN_HOME")
+    os.sync()
+    return partial.rename(path)
+
+
+def write_checkpoint(config: dict, folder: Path, dtype: str) -> Path:
+    """Random weights of a model, as transformers would save them: shards of safetensors with an index."""
     from safetensors.torch import save_file
 
-    config, dtype = named_config(model), getattr(torch, dtype)
+    dtype = getattr(torch, dtype)
     layers = family(config["model_type"]).tensors(spec_of(config))
-    shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
-    needed = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize / 2**30
-    free = shutil.disk_usage(folder.parent).free / 2**30
-    if free < needed:
-        sys.exit(f"error: the checkpoint of {model} takes {needed:.1f} GiB, {folder.parent} has {free:.1f} GiB")
-    print(f"writing a random checkpoint of {model}", flush=True)
     source = DummyCheckpoint(layers, dtype)
-    folder.mkdir()
-    config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config))
+    folder.mkdir(parents=True)
+    stored = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config | stored))
     shard, where = {}, {}
 
     def flush() -> None:
@@ -42,7 +66,7 @@ def write_checkpoint(model: str, folder: Path, dtype: str) -> Path:
         where.update(dict.fromkeys(shard, file))
         shard.clear()
 
-    for name, shape in shapes.items():
+    for name, shape in source.shapes.items():
         tensor = torch.empty(shape, dtype=dtype)
         source.read(name, tensor, None)
         shard[name] = tensor
@@ -50,12 +74,53 @@ def write_checkpoint(model: str, folder: Path, dtype: str) -> Path:
             flush()
     flush()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    os.sync()
     return folder
 
 
-def drop_page_cache(folder: Path) -> None:
-    for path in folder.iterdir():
+def write_gguf(config: dict, path: Path, kind: str) -> None:
+    """A LLaMA of random blocks, a tensor at a time, without a tokenizer. Vectors are ones in fp32."""
+    import gguf
+    import numpy as np
+
+    spec = spec_of(config)
+    writer = gguf.GGUFWriter(path, "llama")
+    sizes = {"vocab_size": spec.vocab, "block_count": spec.layers, "context_length": spec.positions}
+    sizes |= {"embedding_length": spec.hidden, "feed_forward_length": spec.inner}
+    sizes |= {"head_count": spec.heads, "head_count_kv": spec.kv_heads, "rope_freq_base": config["rope_theta"]}
+    sizes |= dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), spec.head_dim)
+    for name, value in ({"tokenizer_model": "none", "layer_norm_rms_eps": spec.eps} | sizes).items():
+        getattr(writer, f"add_{name}")(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, spec.layers)
+    codes, scale = BLOCKS[kind]
+    block = np.dtype([("scale", "<f2"), ("codes", np.uint8, codes)])
+    pool, tensors = np.frombuffer(np.random.default_rng(0).bytes(POOL), np.uint8), []
+    for layer in family(spec.model_type).tensors(spec):
+        for name, shape in layer.shapes.items():
+            module, _, part = name.rpartition(".")
+            is_matrix, known = len(shape) > 1, f"{names.get_name(module)}.{part}"
+            if known in (known for known, *_ in tensors):  # a head that is the embedding
+                continue
+            stored = (*shape[:-1], shape[-1] // 32 * block.itemsize) if is_matrix else shape
+            tensors.append((known, stored, is_matrix))
+            dtype, raw = (np.uint8, gguf.GGMLQuantizationType[kind]) if is_matrix else (np.float32, None)
+            writer.add_tensor_info(known, stored, np.dtype(dtype), int(np.prod(stored)) * np.dtype(dtype).itemsize, raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, stored, is_matrix in tensors:
+        data = np.resize(pool, stored) if is_matrix else np.ones(stored, np.float32)
+        if is_matrix:
+            data.reshape(-1).view(block)["scale"] = scale
+        writer.write_tensor_data(data)
+    writer.close()
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
+
+
+def drop_page_cache(checkpoint: Path) -> None:
+    for path in files_of(checkpoint):
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)

@@ -15,18 +15,16 @@ from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
-from h2o_flexgen.files import rounded, to_json
+from h2o_flexgen.files import cache_root, rounded, to_json
 from h2o_flexgen.profiling import machine as profiled
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
 GIB = 1 << 30
-#: the command line that measures a machine
-PROFILER = "h2o_flexgen.hardware"
 #: begins the names of scratch folders
-SCRATCH = "h2o_flexgen-bench-"
+SCRATCH = "scratch-"
 #: packages whose versions stand in a result
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "flexgen")
+PACKAGES = ("torch", "transformers", "accelerate")
 
 
 def command() -> str:
@@ -85,16 +83,21 @@ def stored(name: str) -> dict:
 
 
 def random_prompts(count: int, length: int) -> list[list[int]]:
-    """The same ones every time."""
+    """The same ones every time; every vocabulary of the benchmarks has these ids."""
     import torch
 
-    return torch.randint(4, 50000, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.randint(4, 49000, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def data_folder() -> Path:
+    """What the benchmark makes once: checkpoints, the peers' environment, llama.cpp."""
+    return cache_root() / "bench"
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder in $H2O_FLEXGEN_SCRATCH or the temporary folder for checkpoints and offloaded bytes. It goes at the end,
-    and after a kill when the next one starts. One benchmark at a time: two would disturb each other's timings.
+    """A folder in `data_folder` for what one benchmark offloads. It goes at the end, and after a kill when the next one
+    starts. One benchmark at a time: two would disturb each other's timings.
 
     Raises:
         SystemExit: it cannot be written, or would be in RAM, or another benchmark runs.
@@ -105,7 +108,7 @@ def scratch() -> Iterator[Path]:
     except BlockingIOError:
         os.close(lock)
         sys.exit("error: another benchmark runs on this machine, and would disturb this one's timings")
-    root = Path(os.environ.get("H2O_FLEXGEN_SCRATCH") or tempfile.gettempdir())
+    root = data_folder()
     try:
         root.mkdir(parents=True, exist_ok=True)
         for left in root.glob(f"{SCRATCH}*"):
@@ -113,20 +116,20 @@ def scratch() -> Iterator[Path]:
         folder = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=root)
     except OSError as e:
         os.close(lock)
-        sys.exit(f"error: cannot write to {root} ({e.strerror}): name another folder in H2O_FLEXGEN_SCRATCH")
+        sys.exit(f"error: cannot write to {root} ({e.strerror}): name another folder in H2O_FLEXGEN_HOME")
     try:
         mounts = dict(line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
         if mounts.get(profiled.mount_point(Path(folder.name))) in ("tmpfs", "ramfs"):
-            sys.exit(f"error: {root} is in RAM: name a folder on a disk in H2O_FLEXGEN_SCRATCH")
+            sys.exit(f"error: {root} is in RAM: name a folder on a disk in H2O_FLEXGEN_HOME")
         yield Path(folder.name)
     finally:
         folder.cleanup()
         os.close(lock)
 
 
-def measure_machine(path: Path, *options: str) -> Path:
+def measure_machine(path: Path) -> Path:
     """Write a hardware profile of this machine, as the policy search reads it."""
-    subprocess.run([sys.executable, "-m", PROFILER, "-o", str(path), *options], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "h2o_flexgen.hardware", "-o", str(path)], cwd=ROOT, check=True)
     return path
 
 

@@ -1,16 +1,15 @@
-"""One system on one job, in a process of its own: load, warm up, generate to the last token, tell what it took.
+"""One peer on one job, in a process of its own: load, warm up, generate to the last token, tell what it took.
 
-python -m bench.job JOB.json RESULT.json
+python -m bench.job JOB.json
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
-import signal
 import sys
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 
@@ -20,11 +19,12 @@ class Job:
 
     Attributes:
         system: a module of bench.systems.
-        model: folder of the checkpoint; scratch: folder for what is offloaded.
+        model: folder or GGUF file of the checkpoint; scratch: folder for what is offloaded.
+        gen_len: tokens that are generated, which may be fewer than the row's.
         batch: sequences generated together (for ours: prompts of the job).
         gpu_bytes, ram_bytes: what a system may plan with; None: whatever there is.
-        options: of the system alone; kv_budget: heavy and recent slots (ours only).
-        hardware: the machine's profile (ours only).
+        options: of a peer alone.
+        flags: of our command line.
     """
 
     system: str
@@ -38,8 +38,7 @@ class Job:
     gpu_bytes: int | None = None
     ram_bytes: int | None = None
     options: dict = field(default_factory=dict)
-    kv_budget: list[int] | None = None
-    hardware: str | None = None
+    flags: str = ""
 
     @property
     def room(self) -> int:
@@ -50,29 +49,26 @@ class Job:
 
     @property
     def checkpoint_bytes(self) -> int:
-        return sum(path.stat().st_size for path in Path(self.model).iterdir())
+        from bench.checkpoint import files_of
+
+        return sum(path.stat().st_size for path in files_of(Path(self.model)))
 
     @property
     def fits_in_ram(self) -> bool:
         return self.checkpoint_bytes < self.room
 
 
-def die_with_parent() -> None:
-    """Else the next benchmark would measure beside this process."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
-    die_with_parent()
-    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    path = Path(sys.argv[1])
+    job = Job(**json.loads(path.read_text()))
     if job.device != "cpu" and job.gpu_bytes is not None:
         import torch
 
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, job.gpu_bytes / total))
-    result = importlib.import_module(f"bench.systems.{job.system}").run(job)
-    Path(sys.argv[2]).write_text(json.dumps(result))
+    module = importlib.import_module(f"bench.systems.{job.system}")
+    result = module.run(job) | {"version": f"{module.PACKAGE} {version(module.PACKAGE)}"}
+    (path.parent / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

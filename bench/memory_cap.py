@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,7 +58,7 @@ class MemoryCap:
         """Run a command inside; a program over its cap may thrash instead of dying, hence the timeout."""
         if self.folder is not None:
             argv = ["sh", "-c", f'echo $$ > {self.folder / "cgroup.procs"} && exec "$@"', "sh", *argv]
-        return subprocess.run(argv, timeout=timeout, **kwargs)
+        return subprocess.run(argv, timeout=timeout, preexec_fn=die_with_parent, **kwargs)
 
     def killed(self) -> bool:
         """Whether the kernel killed a process at the cap, or without one for want of the machine's memory."""
@@ -77,3 +79,9 @@ def oom_kills(path: Path) -> int | None:
     """Processes killed for want of memory that the kernel counts in a file; None if it does not, as older ones."""
     counts = dict(line.split() for line in path.read_text().splitlines())
     return int(counts["oom_kill"]) if "oom_kill" in counts else None
+
+
+def die_with_parent() -> None:
+    """Called in a child: else the next benchmark would measure beside what this one has started."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

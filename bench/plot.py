@@ -10,7 +10,7 @@ import textwrap
 import matplotlib
 
 from bench.common import RESULTS, ROOT, stored
-from bench.tables import FULL, H2O, cap_text, gain_text, job_text, machine_text, medians, rows_measured
+from bench.tables import best, cap_text, gain_text, job_text, machine_text, rows_measured
 from h2o_flexgen.evaluation.figure import draw
 
 matplotlib.use("Agg")
@@ -20,34 +20,37 @@ from matplotlib.patches import Patch  # noqa: E402
 #: of the systems' bars, in their order: grey for the others
 COLOURS = {
     "transformers": "#d0d0d0",
-    "Accelerate": "#a8a8a8",
-    "ZeRO-Inference": "#808080",
-    "FlexGen": "#585858",
-    FULL: "#8fbbe0",
-    H2O: "#d9480f",
+    "Accelerate": "#b0b0b0",
+    "ZeRO-Inference": "#909090",
+    "FlexGen": "#707070",
+    "llama.cpp": "#505050",
+    "ours, full cache": "#8fbbe0",
+    "ours, H2O": "#f0a070",
+    "ours, H2O + int8": "#d9480f",
+    "ours, H2O + int4": "#a03000",
 }
 #: of a bar, in units of a row
-WIDTH = 0.17
+WIDTH = 0.12
 
 
 def plot_throughput(rows: list[dict]) -> None:
-    """Generated tokens/s of every system, a group of bars for each row; above it H2O over the best other system."""
+    """Generated tokens/s of every system, bars for each row; above them the best of ours over the best peer."""
     fig, ax = plt.subplots(figsize=(10, 4.2), layout="constrained")
     for x, data in enumerate(rows):
-        found = medians(data)
-        rates = {name: found[name] for name in COLOURS if name in found}
+        found = best(data)
+        rates = {name: found[name][0] for name in COLOURS if name in found}
         places = [x + (n - (len(rates) - 1) / 2) * WIDTH for n in range(len(rates))]
         bars = ax.bar(places, rates.values(), WIDTH * 0.92, color=[COLOURS[name] for name in rates])
         ax.bar_label(bars, [f"{rate:.1f}" for rate in rates.values()], fontsize=8, color="#444444")
-        ours = {"color": COLOURS[H2O], "weight": "bold", "ha": "center"}
-        ax.annotate(gain_text(found), (places[-1], max(rates.values())), (0, 14), textcoords="offset points", **ours)
+        ours = {"color": COLOURS["ours, H2O + int8"], "weight": "bold", "ha": "center"}
+        ax.annotate(gain_text(data), (places[-1], max(rates.values())), (0, 14), textcoords="offset points", **ours)
     labels = [f"{job_text(data['job'])} tokens\nin {ram_text(data)} of memory" for data in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=9)
     ax.set_ylabel("generated tokens per second")
-    ax.set_title("Models larger than memory, two CPU cores. Bold: H2O over the best other system", fontsize=11)
+    ax.set_title("Two CPU cores. Bold: the best of ours over the best other system", fontsize=11)
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(y=0.12)
-    shown = [name for name in COLOURS if any(name in medians(data) for data in rows)]
+    shown = [name for name in COLOURS if any(name in best(data) for data in rows)]
     patches = [Patch(color=COLOURS[name]) for name in shown]
     fig.legend(patches, shown, loc="outside lower center", ncols=len(shown), fontsize=9, frameon=False)
     fig.savefig(ROOT / "docs" / "throughput.png", dpi=120)

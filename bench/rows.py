@@ -1,18 +1,75 @@
-"""The jobs of the comparison: a model, lengths, and a cap on memory."""
+"""The rows of the comparison as data: a model, a cap on memory, the lengths of a job, and the systems that run it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: heavy + recent slots over prompt + output, as the H2O paper counts
 BUDGET = 0.2
 #: GiB of a GPU that is sold as 16 GB
 GPU_CAP = 14.9
 GIB = 1 << 30
+#: the real model of the demo, a GGUF file of this type
+DEMO, DEMO_KIND = "SmolLM2-135M", "Q4_1"
 
-ON_CPU = ("transformers", "Accelerate", "ZeRO-Inference", "ours, full cache", "ours, H2O")
-#: plain transformers only pages a model that does not fit: shown in the short rows
-OFFLOADING = ON_CPU[1:]
+
+@dataclass(frozen=True)
+class System:
+    """What runs a row.
+
+    Attributes:
+        module: of bench.systems.
+        flags: of ours, on the command line `h2o-flexgen generate`; {hh_ratio} is the row's.
+        kind: of the checkpoint, "safetensors" or a type of GGUF's.
+    """
+
+    module: str
+    flags: str = ""
+    kind: str = "safetensors"
+
+    @property
+    def is_ours(self) -> bool:
+        return self.module == "ours"
+
+
+H2O, INT8 = "--kv-rule h2o --hh-ratio {hh_ratio:g}", "--compute int8"
+PEERS = {
+    "Accelerate": System("accelerate"),
+    "ZeRO-Inference": System("zero_inference"),
+    "FlexGen": System("flexgen"),
+}
+FULL = {"ours, full cache": System("ours")}
+OURS = {
+    **FULL,
+    "ours, H2O": System("ours", H2O),
+    "ours, H2O + int8": System("ours", f"{H2O} {INT8} --compress-weight int8 --compress-cache int8"),
+    "ours, H2O + int4": System("ours", f"{H2O} --compress-weight int4 --compress-cache int4"),
+}
+#: of a GGUF file: its weights stream as they are stored
+STORED = {
+    "ours, full cache": System("ours"),
+    "ours, full cache, int8 matmuls": System("ours", INT8),
+    "ours, H2O": System("ours", H2O),
+    "ours, H2O, int8 matmuls": System("ours", f"{H2O} {INT8}"),
+    "ours, H2O + int8": System("ours", f"{H2O} {INT8} --compress-cache int8"),
+}
+
+
+def of_file(kind: str, systems: dict[str, System]) -> dict[str, System]:
+    """The same systems on a GGUF file, whose type their names end with."""
+    return {f"{name} {kind}": replace(system, kind=kind) for name, system in systems.items()}
+
+
+def column(system: str) -> str:
+    """The column of a system in a table: its name without the type of its file."""
+    return system.removesuffix(f" {system.split()[-1]}") if system.split()[-1].startswith("Q") else system
+
+
+OF_GGUF = {"llama.cpp": System("llama_cpp"), **STORED}
+OPT = {name: system for name, system in (PEERS | OURS).items() if name != "FlexGen"}
+LLAMA_1B = {"Accelerate": PEERS["Accelerate"], **of_file("Q4_0", OF_GGUF), **of_file("Q8_0", OF_GGUF)}
+LLAMA_8B = {"Accelerate": PEERS["Accelerate"], **of_file("Q4_0", OF_GGUF)}
+SMOLLM2 = of_file(DEMO_KIND, {"transformers": System("transformers"), **OF_GGUF})
 
 
 @dataclass(frozen=True)
@@ -20,30 +77,30 @@ class Row:
     """One line of the table.
 
     Attributes:
-        cap: GiB of RAM, or of the GPU with CUDA; None: all there is.
+        cap: GiB of RAM, page cache included, or of the GPU with CUDA; None: all there is.
         prompts: of our job.
         limit: seconds after which a run counts as dead: a program over its cap may thrash.
     """
 
     model: str
+    cap: float | None
     prompt_len: int
     gen_len: int
-    cap: float | None
     prompts: int
+    systems: dict[str, System]
     device: str = "cpu"
-    systems: tuple[str, ...] = ON_CPU
     runs: int = 3
-    limit: int = 10800
+    limit: int = 900
 
     @property
     def dtype(self) -> str:
+        """Of the checkpoint, and of the peers unless their settings say another."""
         return "float16" if self.device == "cuda" else "bfloat16"
 
     @property
-    def kv_budget(self) -> list[int]:
-        """Heavy and recent slots."""
-        slots = round(BUDGET * (self.prompt_len + self.gen_len))
-        return [slots // 2, slots - slots // 2]
+    def hh_ratio(self) -> float:
+        """Heavy hitters, and as many recent tokens, as a part of the prompt: BUDGET of all tokens."""
+        return BUDGET / 2 * (self.prompt_len + self.gen_len) / self.prompt_len
 
     def cap_bytes(self, device: str) -> int | None:
         """Of a device's memory, if the row caps it."""
@@ -51,35 +108,49 @@ class Row:
 
     def job(self) -> dict:
         """As results describe it."""
-        fields = ("model", "prompt_len", "gen_len", "device", "dtype", "kv_budget")
+        fields = ("model", "prompt_len", "gen_len", "device", "dtype", "hh_ratio", "prompts")
         return {name: getattr(self, name) for name in fields} | {"cap_gib": self.cap}
 
 
-ROWS = {
+ON_CPU = {
     # short prompts: on two cores long ones would measure prefill alone
-    "1.3b 32+32": Row("facebook/opt-1.3b", 32, 32, 1.5, 128),
-    "1.3b 128+128": Row("facebook/opt-1.3b", 128, 128, 1.5, 128),
-    "1.3b 64+512": Row("facebook/opt-1.3b", 64, 512, 1.5, 128, systems=OFFLOADING),
-    "6.7b 64+256": Row("facebook/opt-6.7b", 64, 256, 8, 128, systems=OFFLOADING),
-    "30b 64+32": Row("facebook/opt-30b", 64, 32, None, 256, systems=("Accelerate", "ours, H2O"), runs=1, limit=36000),
-    **{
-        f"cuda {size} 512+{gen}": Row(
-            f"facebook/opt-{size}",
-            512,
-            gen,
-            GPU_CAP,
-            prompts,
-            "cuda",
-            systems=("Accelerate", "ZeRO-Inference", "FlexGen", "ours, full cache", "ours, H2O"),
-        )
-        for size, prompts in (("6.7b", 64), ("30b", 512))
-        for gen in (32, 512, 1024)
-    },
+    "opt-1.3b 64+256": Row("facebook/opt-1.3b", 1.5, 64, 256, 96, OPT),
+    "opt-6.7b 64+64": Row("facebook/opt-6.7b", 8, 64, 64, 128, OPT),
+    "llama-1b 128+128": Row("meta-llama/Llama-3.2-1B", 1, 128, 128, 128, LLAMA_1B),
+    "llama-1b 128+128 uncapped": Row("meta-llama/Llama-3.2-1B", None, 128, 128, 128, LLAMA_1B),
+    "llama-8b 64+64": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B),
+    "smollm2 512+64": Row(DEMO, None, 512, 64, 64, SMOLLM2),
+}
+
+
+def on_gpu(row: Row, **changes) -> Row:
+    """A row on a card under its cap: FlexGen runs OPT, and llama.cpp, which is built for the CPU, does not run."""
+    flexgen = {"FlexGen": PEERS["FlexGen"]} if "opt" in row.model else {}
+    systems = {name: s for name, s in (flexgen | row.systems).items() if s.module != "llama_cpp"}
+    return replace(row, device="cuda", cap=GPU_CAP, systems=systems, **changes)
+
+
+ROWS = {
+    **ON_CPU,
+    **{f"cuda {name}": on_gpu(row) for name, row in ON_CPU.items() if "uncapped" not in name},
+    # of the H2O paper, whose card has 16 GB
+    "cuda opt-6.7b 512+32": on_gpu(ON_CPU["opt-6.7b 64+64"], prompt_len=512, gen_len=32, prompts=64),
+    "cuda opt-30b 512+32": on_gpu(
+        ON_CPU["opt-6.7b 64+64"], model="facebook/opt-30b", prompt_len=512, gen_len=32, prompts=512, runs=1, limit=3600
+    ),
     # to try the benchmark itself
-    "125m 16+8": Row("facebook/opt-125m", 16, 8, 1, 32),
+    "tiny opt": Row("facebook/opt-125m", 1, 16, 8, 32, {"transformers": System("transformers"), **OPT}, runs=1),
+    "tiny llama": Row("meta-llama/Llama-3.2-1B", 1, 16, 8, 16, LLAMA_1B, runs=1),
 }
 
 
 def file_name(name: str) -> str:
     """Of a row's results."""
     return f"throughput_{name.replace(' ', '_').replace('+', '_')}"
+
+
+def setting_text(setting: dict) -> str:
+    """The batch of a system, its options, and its output tokens where they are fewer than the row's."""
+    tokens = f" gen_len {setting['gen_len']}" if "gen_len" in setting else ""
+    options = "".join(f" {name} {value}" for name, value in setting.get("options", {}).items())
+    return f"batch {setting['batch']}{options}{tokens}"

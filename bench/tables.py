@@ -11,10 +11,12 @@ import re
 import sys
 
 from bench.common import RESULTS, ROOT, stored
-from bench.rows import ROWS, file_name
+from bench.rows import ROWS, column, file_name, setting_text
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FULL, H2O = "ours, full cache", "ours, H2O"
+#: of the table of all rows; a column that no row has is left out
+COLUMNS = ["transformers", "Accelerate", "ZeRO-Inference", "FlexGen", "llama.cpp", "ours, full cache", "ours, H2O"]
+COLUMNS += ["ours, full cache, int8 matmuls", "ours, H2O, int8 matmuls", "ours, H2O + int8", "ours, H2O + int4"]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -55,8 +57,10 @@ def provenance(data: dict) -> str:
 
 
 def job_text(job: dict) -> str:
-    size = job["model"].removeprefix("facebook/opt-").upper()
-    return f"OPT-{size}, {job['prompt_len']} + {job['gen_len']}"
+    name = job["model"].rpartition("/")[2]
+    name = name.upper() if name.startswith("opt-") else name
+    device = "on a card, " if job["device"] == "cuda" else ""
+    return f"{device}{name}, {job['prompt_len']} + {job['gen_len']}"
 
 
 def cap_text(job: dict) -> str:
@@ -67,35 +71,59 @@ def cap_text(job: dict) -> str:
 
 
 def rows_measured() -> list[dict]:
-    """The results of all rows but the one that tries the benchmark."""
-    return [found for name in ROWS if not name.startswith("125m") and (found := stored(file_name(name)))]
+    """The results of all rows but those that try the benchmark, in the order of ROWS, and then those of rows that are
+    gone."""
+    order = [file_name(name) for name in ROWS]
+    names = sorted(path.stem for path in RESULTS.glob("throughput_*.json"))
+    names.sort(key=lambda name: order.index(name) if name in order else len(order))
+    return [stored(name) for name in names if "_tiny_" not in name]
 
 
 def systems_of(rows: list[dict]) -> list[dict]:
     """What is known of each system of each row, with its name and the job."""
-    return [{"job": job_text(data["job"]), "name": n} | s for data in rows for n, s in data["systems"].items()]
+    found = []
+    for data in rows:
+        job = f"{job_text(data['job'])}, cap {cap_text(data['job'])}"
+        found += [{"job": job, "name": name} | s for name, s in data["systems"].items()]
+    return found
 
 
-def medians(data: dict) -> dict[str, float]:
-    """Tokens/s of every system of a row that came to its end."""
-    return {name: s["tokens_per_s"]["median"] for name, s in data["systems"].items() if s["runs"]}
+def best(data: dict) -> dict[str, tuple[float, str]]:
+    """Tokens/s of every column of a row that came to its end, of the fastest of its files, and that system."""
+    found: dict[str, tuple[float, str]] = {}
+    for name, s in data["systems"].items():
+        if s["runs"]:
+            found[column(name)] = max(found.get(column(name), (0, "")), (s["tokens_per_s"]["median"], name))
+    return found
 
 
-def gain_text(rates: dict[str, float]) -> str:
-    """H2O over the best other system, from `medians`."""
-    best = max((rate for name, rate in rates.items() if name not in (FULL, H2O)), default=None)
-    return f"{rates[H2O] / best:.1f}x" if best and H2O in rates else "-"
+def gain(data: dict) -> float | None:
+    """The fastest of ours over the fastest other system."""
+    found = best(data)
+    ours, peers = ([rate for name, (rate, _) in found.items() if is_ours(name) == x] for x in (True, False))
+    return max(ours) / max(peers) if ours and peers else None
+
+
+def is_ours(system: str) -> bool:
+    return system.startswith("ours")
+
+
+def gain_text(data: dict) -> str:
+    return "-" if gain(data) is None else f"{gain(data):.1f}x"
 
 
 def throughput(rows: list[dict]) -> str:
-    """A line for each row: median tokens/s of every system, in brackets its batch."""
-    peers = list(dict.fromkeys(name for data in rows for name in data["systems"] if name not in (FULL, H2O)))
+    """A line for each row: median tokens/s of every system, in brackets its batch and the type of its file."""
+    shown = [name for name in COLUMNS if any(name in map(column, data["systems"]) for data in rows)]
     lines = []
     for data in rows:
-        rates, batches = medians(data), {name: s["batch"] for name, s in data["systems"].items()}
-        cells = [f"{rates[name]:.1f} ({batches[name]})" if name in rates else "-" for name in (*peers, FULL, H2O)]
-        lines.append([job_text(data["job"]), cap_text(data["job"]), *cells, gain_text(rates)])
-    return markdown(["model, prompt + output", "memory cap", *peers, FULL, H2O, "H2O over the best peer"], lines)
+        found, cells = best(data), []
+        for name in shown:
+            rate, system = found.get(name, (0, ""))
+            about = [str(data["systems"][system]["batch"]), *system.removeprefix(name).split()] if system else []
+            cells.append(f"{rate:.1f} ({', '.join(about)})" if system else "-")
+        lines.append([job_text(data["job"]), cap_text(data["job"]), *cells, gain_text(data)])
+    return markdown(["model, prompt + output", "memory cap", *shown, "best of ours over the best peer"], lines)
 
 
 def throughput_details(rows: list[dict]) -> str:
@@ -104,33 +132,34 @@ def throughput_details(rows: list[dict]) -> str:
         t = s.get("tokens_per_s", {})
         spread = " ({min:.2f} to {max:.2f})".format(**t) if s["runs"] > 1 else ""
         s["rate"] = f"{t['median']:.2f}{spread}" if t else "died"
-    header = "job | system | batch | lowest tier | prefill, s | decode, s | tokens/s | runs"
-    times = "{prefill_seconds:.1f} | {decode_seconds:.1f} | {rate} | {runs}"
+        s |= {"run": s.get("gen_len", "all"), "died": "; ".join(s.get("died", []))}
+    header = "job | system | batch | lowest tier | prefill, s | decode, s | tokens/s | runs | output tokens run | died"
+    times = "{prefill_seconds:.1f} | {decode_seconds:.1f} | {rate} | {runs} | {run} | {died}"
     return columns(found, header, f"{{job}} | {{name}} | {{batch}} | {{lowest_tier}} | {times}")
-
-
-def throughput_deaths(rows: list[dict]) -> str:
-    found = [s | {"died": "; ".join(s["died"])} for s in systems_of(rows) if "died" in s]
-    return columns(found, "job | system | died", "{job} | {name} | {died}")
 
 
 def throughput_ours(rows: list[dict]) -> str:
     """Our policies, and how near they come to what was predicted and to what bounds them."""
-    header = "job | system | policy of the first run | time, predicted / measured | peak / plan | "
+    header = "job | system | policy of the first run | computes in | time, predicted / measured | peak / plan | "
     header += "read a step, GB | decode is bound by | of that bound"
-    template = "{job} | {name} | {policy} | {predicted_over_measured:.2f} | {peak_over_plan:.2f} | "
+    template = "{job} | {name} | {policy} | {computes_in} | {predicted_over_measured:.2f} | {peak_over_plan:.2f} | "
     template += "{read_gb_per_step:.2f} | {bound_by} | {share_of_bound:.0%}"
     return columns([s for s in systems_of(rows) if "policy" in s], header, template)
 
 
+def where(data: dict) -> str:
+    """The machine of a row's results, versions, days and command."""
+    days = sorted({day for s in data["systems"].values() for day in s["dates"]})
+    known = version_text(data)
+    told = dict.fromkeys(s["version"] for s in data["systems"].values() if s.get("version", known) not in known)
+    versions = [known, *told]
+    days = " to ".join(days[:1] + days[1:][-1:])
+    return f"{machine_text(data['machine'])}; {', '.join(versions)}; {days}; {command_text(data)}"
+
+
 def throughput_machines(rows: list[dict]) -> str:
-    found = []
-    for data in rows:
-        days = sorted({day for s in data["systems"].values() for day in s["dates"]})
-        days = days[:1] if len(days) == 1 else [days[0], days[-1]]
-        found.append([job_text(data["job"]), machine_text(data["machine"]), version_text(data), " to ".join(days)])
-        found[-1].append(command_text(data))
-    return markdown(["job", "machine", "versions", "days", "command"], found)
+    header = ["job", "machine; versions; days; command"]
+    return markdown(header, [[job_text(data["job"]), where(data)] for data in rows])
 
 
 def peer_settings(data: dict) -> str:
@@ -138,10 +167,9 @@ def peer_settings(data: dict) -> str:
     lines = []
     for name, systems in data["rows"].items():
         for system, s in systems.items():
-            options = "".join(f" {key} {value}" for key, value in s["options"].items())
             tried = "; ".join(f"{what}: {rate}" for what, rate in s.get("tried", {}).items())
-            lines += [[name, system, f"{s['batch']}{options}", tried]] if tried else []
-    return markdown(["row", "system", "runs with batch", "tokens/s by batch and options, from 8 tokens"], lines)
+            lines.append([name, system, setting_text(s), tried])
+    return markdown(["row", "system", "runs with", "tokens/s by batch and options, from 8 tokens"], lines)
 
 
 #: as those of TABLES
@@ -284,7 +312,7 @@ def analysis(data: dict) -> str:
     return f"{found}\n\n{loss}"
 
 
-OF_ROWS = (throughput, throughput_details, throughput_deaths, throughput_ours, throughput_machines)
+OF_ROWS = (throughput, throughput_details, throughput_ours, throughput_machines)
 OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
 OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}

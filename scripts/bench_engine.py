@@ -40,7 +40,7 @@ from bench.systems.transformers import load, time_generate  # noqa: E402
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams  # noqa: E402
 from h2o_flexgen.kernels.linear import can_pack, pack  # noqa: E402
 from h2o_flexgen.models import opt  # noqa: E402
-from h2o_flexgen.models.registry import family, named_spec  # noqa: E402
+from h2o_flexgen.models.registry import family, named_config, named_spec  # noqa: E402
 
 CAP = 8 * common.GIB
 
@@ -51,7 +51,7 @@ def bench_ram(rounds: int) -> None:
     batch, gen_len = 32, 64
     times: dict[tuple[int, str], list[dict]] = {}
     with common.scratch() as folder:
-        model = str(write_checkpoint("facebook/opt-1.3b", folder / "checkpoint", "bfloat16"))
+        model = str(write_checkpoint(named_config("facebook/opt-1.3b"), folder / "checkpoint", "bfloat16"))
         job = Job("transformers", model, str(folder), "bfloat16", "cpu", 512, gen_len, batch)
         theirs = load(job)
         with LLM(model, Policy(batch, 1), dtype="bfloat16", offload_dir=folder, progress=False) as llm:
@@ -136,7 +136,7 @@ def bench_disk(rounds: int) -> None:
     """Weights on disk under a cap that is too small for them."""
     name = "facebook/opt-6.7b"
     with common.scratch() as folder:
-        model = write_checkpoint(name, folder / "checkpoint", "bfloat16")
+        model = write_checkpoint(named_config(name), folder / "checkpoint", "bfloat16")
         measured = {
             kind: [disk_step(model, name, size, folder, CAP) for _ in range(rounds)] for kind, size in BLOCKS.items()
         }
@@ -150,7 +150,8 @@ def bench_families(rounds: int) -> None:
     measured: dict[tuple[str, str], list[dict]] = {}
     with common.scratch() as folder:
         names = ("facebook/opt-1.3b", "meta-llama/Llama-3.2-1B")
-        models = {name: write_checkpoint(name, folder / name.replace("/", "-"), "bfloat16") for name in names}
+        configs = {name: named_config(name) for name in names}
+        models = {name: write_checkpoint(c, folder / c["model_type"], "bfloat16") for name, c in configs.items()}
         for _ in range(rounds):
             for kind in ("I/O bound", "balanced"):
                 for name, model in models.items():

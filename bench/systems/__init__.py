@@ -1,27 +1,47 @@
-"""Every system of the comparison, one a file, each with `run(job) -> dict`: seconds of `prefill` and `decode`, and the
-`lowest_tier` (GPU, RAM, disk) that it read from."""
+"""Every system of the comparison, one a file: its `command(job)`, which runs in `job.scratch` under the cap, and what
+`result(job, printed)` reads of it: seconds of `prefill` and `decode`, the `lowest_tier` (GPU, RAM, disk) that it read
+from, its `version`, and more that the tables show.
 
-from dataclasses import dataclass
+A peer in Python has `PACKAGE` and `run(job) -> dict` instead, for a process in the peers' environment (bench.job).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from bench.job import Job
 
 
-@dataclass(frozen=True)
-class System:
-    """A column of the table: its module here, the package it needs, and whether it is ours."""
+def built(name: str) -> Path:
+    """The folder that bench/NAME.sh fills once."""
+    from bench.common import ROOT, data_folder
 
-    module: str
-    package: str
-    h2o: bool = False
+    folder = data_folder() / name
+    if not (folder / "ready").exists():
+        print(f"bench/{name}.sh runs (minutes, once)", flush=True)
+        env = os.environ | {"PYTHON": sys.executable}
+        if subprocess.run(["bash", ROOT / "bench" / f"{name}.sh", folder], env=env).returncode:
+            sys.exit(f"error: bench/{name}.sh failed: see what it printed, and what it needs")
+    return folder
 
-    @property
-    def is_ours(self) -> bool:
-        return self.module == "ours"
+
+def command(job: Job) -> list[str]:
+    if hasattr(system(job), "command"):
+        return system(job).command(job)
+    return [str(built("peers") / "bin" / "python"), "-m", "bench.job", str(Path(job.scratch) / "job.json")]
 
 
-SYSTEMS = {
-    "transformers": System("transformers", "transformers"),
-    "Accelerate": System("accelerate", "accelerate"),
-    "ZeRO-Inference": System("zero_inference", "deepspeed"),
-    "FlexGen": System("flexgen", "flexgen"),
-    "ours, full cache": System("ours", "h2o_flexgen"),
-    "ours, H2O": System("ours", "h2o_flexgen", h2o=True),
-}
+def result(job: Job, printed: str) -> dict:
+    if hasattr(system(job), "result"):
+        return system(job).result(job, printed)
+    return json.loads((Path(job.scratch) / "result.json").read_text())
+
+
+def system(job: Job) -> ModuleType:
+    return import_module(f"bench.systems.{job.system}")

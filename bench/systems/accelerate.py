@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: a device map over GPU, RAM and disk; what lies on disk is read from the checkpoint in place.
 
-Options: "share", the share of the cap (of the GPU, with CUDA) that may hold weights; "attention".
+Options: "share", the share of the cap (of the GPU, with CUDA) that may hold weights; "attention", "dtype".
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from bench.job import Job
 from bench.systems.transformers import generate, load
+
+PACKAGE = "accelerate"
 
 
 def run(job: Job) -> dict:
@@ -27,5 +29,5 @@ def run(job: Job) -> dict:
         where = {"device_map": {"": "disk"}}
     model = load(job, **where, offload_folder=str(Path(job.scratch) / "accelerate"))
     homes = set(map(str, getattr(model, "hf_device_map", {}).values()))
-    tier = "disk" if "disk" in homes else "RAM" if "cpu" in homes else "GPU"
+    tier = "disk" if "disk" in homes else "RAM" if "cpu" in homes or job.device == "cpu" else "GPU"
     return generate(model, job, torch.no_grad) | {"lowest_tier": tier}

@@ -13,6 +13,8 @@ from pathlib import Path
 from bench.common import random_prompts
 from bench.job import Job
 
+PACKAGE = "flexgen"
+
 #: the names of `--percent`'s numbers in FlexGen's policy
 SHARES = [f"{what}_{where}_percent" for what in ("w", "cache", "act") for where in ("gpu", "cpu")]
 

@@ -1,67 +1,53 @@
-"""h2o_flexgen, with the policy that its search finds for the job, or with one block of a given size.
-
-Options: "block", sequences of one block instead of what the search would choose.
-"""
+"""h2o_flexgen's command line, with the policy that its search finds for the job. Nothing warms it up."""
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 
+from bench.checkpoint import files_of
 from bench.common import random_prompts
 from bench.job import Job
 from bench.rates import disk_rate
-from h2o_flexgen import LLM, KVBudget, SamplingParams
-
-#: sequences of a batch at most, where a block of a given size is asked for
-BATCH = 64
 
 
-def run(job: Job) -> dict:
-    block = job.options.get("block")
-    prompts = random_prompts(job.batch, job.prompt_len)
-    rates = [checkpoint_rate(job)]  # of a shared machine's disk, which changes while a job runs
-    with LLM(
-        job.model,
-        kv_budget=None if job.kv_budget is None else KVBudget.from_size(*job.kv_budget),
-        device=job.device,
-        dtype=job.dtype,
-        offload_dir=job.scratch,
-        gpu_mem=job.gpu_bytes,
-        gpu_batch_size=None if block is None else min(BATCH, block),
-        num_gpu_batches=None if block is None else -(-block // BATCH),
-        hardware=job.hardware,
-        progress=False,
-    ) as llm:
-        llm.generate(prompts[:1], SamplingParams(max_tokens=2, ignore_eos=True))
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=job.gen_len, ignore_eos=True))
-        report = llm.report
-    rates.append(checkpoint_rate(job))
-    assert all(len(o.outputs[0].token_ids) == job.gen_len for o in outputs)
+def command(job: Job) -> list[str]:
+    scratch = Path(job.scratch)
+    rows = [json.dumps({"prompt_token_ids": ids}) for ids in random_prompts(job.batch, job.prompt_len)]
+    (scratch / "prompts.jsonl").write_text("\n".join(rows))
+    argv = f"-m h2o_flexgen.flex_opt --ignore-eos --gen-len {job.gen_len} --device {job.device} {job.flags}"
+    argv += f" --gpu-mem {job.gpu_bytes / 2**30:g}" if job.gpu_bytes else ""
+    files = {"--model": job.model, "--input-file": scratch / "prompts.jsonl", "--report": scratch / "report.json"}
+    files |= {"--offload-dir": scratch}
+    return [sys.executable, *shlex.split(argv), *(str(word) for pair in files.items() for word in pair)]
+
+
+def result(job: Job, printed: str) -> dict:
+    report = json.loads((Path(job.scratch) / "report.json").read_text())
+    assert report["total"]["generated_tokens"] == job.batch * job.gen_len
     policy, prefill, decode = report["policy"], report["prefill"]["seconds"], report["decode"]["seconds"]
     peak, planned = ([report[f"{what}_memory_bytes"][t] for t in ("gpu", "cpu")] for what in ("peak", "planned"))
-    result = {
+    read = report["decode"]["bytes_moved"]["disk_to_cpu"]
+    found = {
         "prefill": prefill,
         "decode": decode,
         "lowest_tier": lowest_tier(policy["percent"], job.device),
         "policy": policy_text(policy),
+        "computes_in": report["dtype"],
         "peak_over_plan": sum(peak) / sum(planned),
+        "read_gb_per_step": read / max(1, job.gen_len - 1) / 1e9,
     }
     if "predicted" in report:
         guess = report["predicted"]
         seconds = guess["prefill_seconds"] + guess["decode_seconds"]
-        result |= {"predicted_over_measured": seconds / (prefill + decode), "bound_by": guess["bound_by"]}
-    if "bytes_moved" in report["decode"]:
-        read = report["decode"]["bytes_moved"]["disk_to_cpu"]
-        result["read_gb_per_step"] = read / (job.gen_len - 1) / 1e9
-        if result.get("bound_by") == "disk":
-            result["share_of_bound"] = read / mean(rates) / decode
-    return result
-
-
-def checkpoint_rate(job: Job) -> float:
-    return disk_rate(max(Path(job.model).glob("*.safetensors"), key=lambda path: path.stat().st_size))
+        found |= {"predicted_over_measured": seconds / (prefill + decode), "bound_by": guess["bound_by"]}
+        if guess["bound_by"] == "disk":  # its rate on a shared machine changes: measured now
+            file = max(files_of(Path(job.model)), key=lambda path: path.stat().st_size)
+            found["share_of_bound"] = read / disk_rate(file) / decode
+    return found
 
 
 def policy_text(policy: dict) -> str:

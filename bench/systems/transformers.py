@@ -1,14 +1,17 @@
 """Plain transformers, all weights on the device. On a CPU they are a mapped file, which the kernel pages under a cap.
 
-Options: "attention", transformers' implementation ("sdpa" or "eager").
+Options: "attention", transformers' implementation ("sdpa" or "eager"); "dtype", another than the row's.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from bench.common import random_prompts
 from bench.job import Job
+
+PACKAGE = "transformers"
 
 
 def run(job: Job) -> dict:
@@ -23,9 +26,12 @@ def load(job: Job, **kwargs):
     import torch
     from transformers import AutoModelForCausalLM
 
-    attention = job.options.get("attention", "sdpa")
-    dtype = getattr(torch, job.dtype)
-    return AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, attn_implementation=attention, **kwargs).eval()
+    kwargs |= {"dtype": getattr(torch, job.options.get("dtype", job.dtype))}
+    kwargs |= {"attn_implementation": job.options.get("attention", "sdpa")}
+    path = Path(job.model)
+    if path.is_file():  # a GGUF file, which it dequantises
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **kwargs).eval()
+    return AutoModelForCausalLM.from_pretrained(path, **kwargs).eval()
 
 
 def generate(model, job: Job, context) -> dict:

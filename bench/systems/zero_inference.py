@@ -16,6 +16,8 @@ from pathlib import Path
 from bench.job import Job
 from bench.systems.transformers import generate
 
+PACKAGE = "deepspeed"
+
 
 def run(job: Job) -> dict:
     with socket.socket() as free:

@@ -31,6 +31,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: names of ways to split text before byte pairs are merged that transformers follows; others it takes for GPT-2's
 PRE_TOKENIZERS = ("default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "tekken", "qwen2")
+#: llama.cpp's names for a model without a tokenizer
+NO_TOKENIZER = ("none", "no_vocab")
 #: elements that are dequantised at once
 PART = 1 << 22
 #: the RoPE scaling of every LLaMA 3.1 and 3.2 but for its factor
@@ -98,7 +100,7 @@ class GGUFFile:
         """Write config.json and the files of the tokenizer, if there is one, into a folder."""
         spec_of(self.config, str(self.path))  # raises for sizes that make no sense
         (folder / "config.json").write_text(json.dumps(self.config, indent=1))
-        if "tokenizer.ggml.model" not in self.fields:
+        if self._field("tokenizer.ggml.model", "none") in NO_TOKENIZER:
             return
         split = self._field("tokenizer.ggml.pre", "default")
         if self._field("tokenizer.ggml.model") == "gpt2" and split not in PRE_TOKENIZERS:

@@ -37,8 +37,8 @@ def test_a_damaged_file_of_results_is_told_by_name(tmp_path, monkeypatch):
 
 
 def test_the_command_names_no_path_of_this_machine(monkeypatch):
-    monkeypatch.setattr("sys.argv", [str(common.ROOT / "bench" / "run.py"), "--row", "1.3b 32+32"])
-    assert common.command() == "python -m bench.run --row '1.3b 32+32'"
+    monkeypatch.setattr("sys.argv", [str(common.ROOT / "bench" / "run.py"), "opt-1.3b 64+256"])
+    assert common.command() == "python -m bench.run 'opt-1.3b 64+256'"
     monkeypatch.setattr("sys.argv", [str(common.ROOT / "scripts" / "bench_engine.py"), "ram"])
     assert common.command() == "python scripts/bench_engine.py ram"
 
@@ -51,15 +51,15 @@ def test_one_benchmark_at_a_time(tmp_path, monkeypatch):
         pass
     os.close(lock)
     with common.scratch() as folder:
-        assert folder.parent == tmp_path
+        assert folder.parent == common.data_folder()
     assert not folder.exists()
 
 
 def test_a_scratch_folder_that_cannot_be_written_is_told_by_its_own_name(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("H2O_FLEXGEN_SCRATCH", str(tmp_path / "file"))
-    with pytest.raises(SystemExit, match="file .*H2O_FLEXGEN_SCRATCH"), common.scratch():
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "file"))
+    with pytest.raises(SystemExit, match="file/bench .*H2O_FLEXGEN_HOME"), common.scratch():
         pass
 
 

