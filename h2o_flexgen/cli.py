@@ -90,6 +90,7 @@ def add_machine_options(add) -> None:
     add("--dtype", default="auto", help="auto (CUDA: fp16 or bf16; CPU: the fastest), float16, bfloat16, float32")
     compressed = "quantise the weights, once, into a copy under the user's cache folder"
     add("--compress-weight", choices=("int8", "int4"), help=compressed)
+    add("--compute", choices=("exact", "int8"), default="exact", help="matmuls of weights in 8 and 4 bits (exact)")
     add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
     add("--gpu-mem", type=gibibytes, metavar="GIB", help="use at most this much device memory (RAM without CUDA)")
     add("--cpu-mem", type=gibibytes, metavar="GIB", help="use at most this much RAM for the cpu tier, with CUDA")

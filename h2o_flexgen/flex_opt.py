@@ -18,8 +18,8 @@ from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.policy import Policy, gib
 
 #: options that LLM takes as they are
-PASSED = "model device dtype compress_weight compress_cache path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
-PASSED.append("max_latency")
+PASSED = "model device dtype compress_weight compress_cache compute path offload_dir gpu_mem cpu_mem disk_mem".split()
+PASSED += ["hardware", "max_latency"]
 #: options of a search, and of the policy that --percent makes
 SEARCHED = "gpu_batch_size num_gpu_batches overlap cpu_cache_compute".split()
 

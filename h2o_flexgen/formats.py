@@ -228,11 +228,11 @@ class Blocks(Format):
 
     def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
         """Queries (n, G, D) times keys in 8 bits (n, S, W) into `out` (n, G, S), by compiled loops in fp32."""
-        self._attend(_compiled().dots, q, stored, out)
+        self._attend(compiled().dots, q, stored, out)
 
     def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
         """Values (n, S, W) with the weights (n, G, S), summed into `out` (n, G, D), by compiled loops in fp32."""
-        self._attend(_compiled().mix8 if self.bits == 8 else _compiled().mix4, p, stored, out)
+        self._attend(compiled().mix8 if self.bits == 8 else compiled().mix4, p, stored, out)
 
     def _attend(self, kernel, x: Tensor, stored: Tensor, out: Tensor) -> None:
         raw, table, x, out = stored.numpy(), _halves(), x.numpy(), out.numpy()
@@ -269,7 +269,7 @@ class KVFormat(NamedTuple):
     @property
     def is_compiled(self) -> bool:
         """Whether `Blocks.dots` and `Blocks.mix` can be had."""
-        return not self.is_dense and _compiled() is not None
+        return not self.is_dense and compiled() is not None
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Both, as `Format.stored`."""
@@ -314,6 +314,8 @@ GGUF = {f.name: f for f in (Blocks("Q8_0", 8, 32, False), Blocks("Q4_0", 4, 32, 
 DIVISORS = {None: 1, "int8": 2, "int4": 4}
 #: what `compress_weight` and `compress_cache` may be
 COMPRESSED = ("int8", "int4")
+#: what `compute` may be
+COMPUTE = ("exact", "int8")
 
 
 @dataclass
@@ -357,21 +359,38 @@ class Quantised:
         """Write rows `begin` to `end` into `out`, (rows, I) contiguous, of any float type, on the same device; of a
         matrix with `heads` all of them."""
         order = self.order[: len(out)]
-        compiled = None if out.is_cuda else _compiled()
-        is_direct = compiled is not None and out.dtype != torch.float16  # which numba does not know
+        loops = None if out.is_cuda else compiled()
+        is_direct = loops is not None and out.dtype != torch.float16  # which numba does not know
         most = PART if is_direct or out.is_cuda else BUFFERED_PART
         step = max(1, most // self.shape[1])
         for at in range(0, len(out), step):
             rows = order[at : at + step]
             codes = self.format.codes(self.raw, self.shape, begin + at, begin + at + len(rows))
             if is_direct:
-                _by_numba(compiled, codes, rows, out)
-            elif compiled is not None:
+                _by_numba(loops, codes, rows, out)
+            elif loops is not None:
                 buffer = torch.empty(len(rows), self.shape[1])
-                _by_numba(compiled, codes, torch.arange(len(rows)), buffer)
+                _by_numba(loops, codes, torch.arange(len(rows)), buffer)
                 _put(out, rows, buffer)
             else:
                 _put(out, rows, _by_torch(codes, self.shape[1]))
+
+    def to_int8(self, out: Quantised) -> None:
+        """Write the matrix into `out`, in `Int8` on the same device: with one scale for each row."""
+        codes, scale = out.format.parts(out.raw, out.shape)
+        order, loops = self.order, None if self.is_cuda else compiled()
+        step = max(1, (BUFFERED_PART if loops is None else PART) // self.shape[1])
+        for at in range(0, len(order), step):
+            rows = order[at : at + step]
+            read = self.format.codes(self.raw, self.shape, at, at + len(rows))
+            if loops is None:
+                part = _by_torch(read, self.shape[1])
+                rows = rows.to(part.device)
+                found = torch.empty_like(part, dtype=torch.int8), torch.empty_like(part[:, 0])
+                quantise_rows(part, *found)
+                codes[rows], scale[rows] = found
+            else:
+                _in_loops(loops.to_int8, read, rows, self.shape[1], codes.numpy(), scale.numpy())
 
 
 def _put(out: Tensor, order: Tensor, rows: Tensor) -> None:
@@ -396,14 +415,18 @@ def _by_numba(kernels, codes: Codes, order: Tensor, out: Tensor) -> None:
     """Decode by compiled loops on the CPU, with all threads; `out` in fp32 or bf16."""
     is_half = out.dtype == torch.bfloat16
     kernel = kernels.to_bfloat16 if is_half else kernels.to_float32
-    target = out.view(torch.uint16).numpy() if is_half else out.numpy()
-    half = 0 if codes.codes.dtype == torch.int8 else out.shape[1] // codes.scale.shape[1] // 2
+    _in_loops(kernel, codes, order, out.shape[1], out.view(torch.uint16).numpy() if is_half else out.numpy())
+
+
+def _in_loops(kernel, codes: Codes, order: Tensor, width: int, *targets) -> None:
+    """A compiled loop over rows, shared among all threads."""
+    half = 0 if codes.codes.dtype == torch.int8 else width // codes.scale.shape[1] // 2
     arrays = [x.contiguous().numpy() for x in (codes.codes, codes.scale, codes.minimum, order)]
 
     def part(begin: int, end: int) -> None:
-        kernel(*(x[begin:end] for x in arrays), codes.first, codes.step, half, target)
+        kernel(*(x[begin:end] for x in arrays), codes.first, codes.step, half, *targets)
 
-    in_threads(part, len(order), out.numel())
+    in_threads(part, len(order), len(order) * width)
 
 
 def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
@@ -423,7 +446,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 @cache
-def _compiled():
+def compiled():
     """The compiled loops; None without numba, which follows new versions of Python months later."""
     try:
         from h2o_flexgen import unpack
@@ -447,9 +470,13 @@ def prepare_cache(form: KVFormat) -> None:
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Compile what decodes into `dtype` on a CPU, or read it from numba's cache: once, before memory is measured."""
+    """Compile what decodes into `dtype` and into int8 on a CPU, or read it from numba's cache: once, before memory is
+    measured."""
+    shape = 1, 32
     for form in (Int8(), Int4(32)):
-        form.decode(torch.zeros(form.nbytes((1, 32)), dtype=torch.uint8), (1, 32), torch.empty(1, 32, dtype=dtype))
+        matrix = form.view(torch.zeros(form.nbytes(shape), dtype=torch.uint8), shape)
+        matrix.decode(torch.empty(shape, dtype=dtype))
+        matrix.to_int8(Int8().view(torch.zeros(Int8().nbytes(shape), dtype=torch.uint8), shape))
 
 
 def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
@@ -472,6 +499,24 @@ def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]]
 def in_memory(form: Format, dtype: torch.dtype) -> Format:
     """In which a tensor is kept in RAM and on a GPU, for a job that computes in `dtype`."""
     return Dense(dtype) if isinstance(form, Dense) else form
+
+
+def in_matmuls(form: Format, dtype: torch.dtype, compute: str, is_head: bool = False) -> Format:
+    """Which a matmul reads, of a matrix that is kept in `form`: floats, or with `compute` "int8" codes of 8 bits if
+    it is quantised. A head is decoded by its matmul, unless int8 is what it is in."""
+    if isinstance(form, Dense):
+        return Dense(dtype)
+    return form if is_head else Int8() if compute == "int8" else Dense(dtype)
+
+
+def check_compute(compute: str, formats: dict[str, Format]) -> None:
+    """Raises UserError unless `compute` is known, and for int8 there are matrices in 8 or 4 bits among `formats`."""
+    if compute not in COMPUTE:
+        raise UserError(f"`compute` is one of {', '.join(COMPUTE)}, not {compute!r}")
+    if compute == "int8" and all(isinstance(form, Dense) for form in formats.values()):
+        raise UserError(
+            "`compute` int8 is for weights in 8 or 4 bits, and these are in floats: add `compress_weight` int8 or int4"
+        )
 
 
 def decode_bytes(dtype: torch.dtype, cuda: bool) -> int:

@@ -54,6 +54,8 @@ class LLM:
         compress_cache: "int8" or "int4": what is cached of K and V is quantised, a token at a time
             (`formats.cache_format`); None: it is in the type of the computation; "auto": that of these with the least
             loss which costs no throughput.
+        compute: "exact": what is quantised is decoded to floats for its matmuls; "int8": it is multiplied in int8
+            (`kernels.int8`), which is faster and costs a little quality.
         offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
@@ -83,6 +85,7 @@ class LLM:
         path: str | None = None,
         compress_weight: str | None = None,
         compress_cache: str | None = None,
+        compute: str = "exact",
         offload_dir: str | Path | None = None,
         gpu_mem: int | None = None,
         cpu_mem: int | None = None,
@@ -120,9 +123,10 @@ class LLM:
         self.model = load_model(
             model and str(model),
             path,
-            lambda stored: _job_dtype(self.device, dtype, stored, profile),
+            lambda stored: _job_dtype(self.device, dtype, stored, profile, compute),
             progress,
             compress_weight,
+            compute,
         )
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
@@ -141,6 +145,7 @@ class LLM:
                 self.model.is_dummy,
                 self.model.formats,
                 self.model.source.copy_bytes,
+                compute,
             ),
             Constraints(
                 gpu_batch_size,
@@ -359,9 +364,9 @@ class LLM:
             bar.close()
 
 
-def _job_dtype(device: Device, dtype: str, stored: str | None, profile: Profile | None) -> torch.dtype:
+def _job_dtype(device: Device, dtype: str, stored: str | None, profile: Profile | None, compute: str) -> torch.dtype:
     """The type to compute in, of a checkpoint in the type `stored`. Raises UserError if a profile is of another."""
-    found = job_dtype(device, dtype, stored and getattr(torch, stored), profile and profile.kernels)
+    found = job_dtype(device, dtype, stored and getattr(torch, stored), profile and profile.kernels, compute)
     job = (device.torch_device.type, dtype_name(found))
     if profile is not None and (profile.device, profile.dtype) != job:
         raise UserError(

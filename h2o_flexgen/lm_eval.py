@@ -38,11 +38,10 @@ class HarnessLM(TemplateLM):
 
     Args:
         pretrained: as `model` of `LLM`: a folder, a GGUF file, a hub's name, or None for the demo model.
-        path, policy, device, dtype, offload_dir: as for `LLM`.
+        path, policy, device, dtype, compress_weight, compress_cache, compute, offload_dir: as for `LLM`.
         hh_ratio, recent_ratio: the KV budget as fractions of the longest context of a call.
         hh_size, recent_size: the KV budget in slots.
         kv_rule: which tokens have the slots.
-        compress_weight, compress_cache: as for `LLM`.
         gpu_mem, cpu_mem, disk_mem: GiB of a tier to use at most.
         max_length: tokens of a context and what follows; longer contexts lose their beginning. Default: the model's
             positions, or its sliding window.
@@ -64,14 +63,15 @@ class HarnessLM(TemplateLM):
         policy: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
+        compress_weight: str | None = None,
+        compress_cache: str | None = None,
+        compute: str = "exact",
         offload_dir: str | None = None,
         hh_ratio: float | None = None,
         recent_ratio: float | None = None,
         hh_size: int | None = None,
         recent_size: int | None = None,
         kv_rule: str | None = None,
-        compress_weight: str | None = None,
-        compress_cache: str | None = None,
         gpu_mem: float | None = None,
         cpu_mem: float | None = None,
         disk_mem: float | None = None,
@@ -105,6 +105,7 @@ class HarnessLM(TemplateLM):
             path=path,
             compress_weight=compress_weight,
             compress_cache=compress_cache,
+            compute=compute,
             offload_dir=offload_dir,
             **{name: _bytes(name, gib) for name, gib in caps.items()},
         )

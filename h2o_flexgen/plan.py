@@ -102,14 +102,16 @@ def profile_for(args: argparse.Namespace, found):
 
 def model_data(args: argparse.Namespace, found, profile):
     """The model as the planner counts it."""
+    from h2o_flexgen.formats import check_compute
     from h2o_flexgen.models.registry import named_spec
     from h2o_flexgen.planning.memory import ModelData
 
     to_come = args.search and named_spec(args.model) is not None
     formats, copied = found.formats(args.compress_weight)
+    check_compute(args.compute, formats)
     is_new, stored = found.is_dummy or to_come, found.stored(profile.dtype)
     cuda = profile.device == "cuda"
-    return ModelData.of(found.spec, profile.dtype, stored, cuda, is_new, formats, copied)
+    return ModelData.of(found.spec, profile.dtype, stored, cuda, is_new, formats, copied, args.compute)
 
 
 def choose(args: argparse.Namespace, length: int, model, profile, policy, budget, losses):
@@ -210,6 +212,7 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
     options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
     options |= {"device": profile.device if args.device == "auto" else args.device, "dtype": profile.dtype}
     options |= {"compress_weight": args.compress_weight, "compress_cache": choice.compress_cache}
+    options |= {"compute": args.compute if args.compute != "exact" else None}
     options |= {"offload_dir": args.offload_dir}
     for tier in TIERS:
         nbytes = getattr(args, f"{tier}_mem")

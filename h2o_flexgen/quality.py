@@ -17,7 +17,7 @@ from h2o_flexgen.files import rounded, to_json, write_text
 from h2o_flexgen.policy import DEFAULT_RULE, MIB
 
 #: options that LLM takes as they are
-PASSED = "model device dtype compress_weight path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
+PASSED = "model device dtype compress_weight compute path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
 #: packages whose versions stand in the results of some tasks
 MORE_PACKAGES = {"summarize": ("rouge", "rouge-score"), "compare": ("sacrebleu",)}
 
@@ -177,6 +177,7 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
         "model": llm.model.name,
         "dtype": dtype_name(llm.dtype),
         "compress_weight": llm.model.compress_weight,
+        "compute": llm.model.compute,
         "texts": [os.path.basename(source.name) for source in sources],
         "passages": len(items),
         "prompt_len": max(lengths),

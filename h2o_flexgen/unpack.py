@@ -110,3 +110,133 @@ def mix4(halves, codes, table, p, out):
                     low[i] += np.float32(c[i] & np.uint8(15)) * weight + start
                 for i in range(high.shape[0]):
                     high[i] += np.float32(c[i] >> np.uint8(4)) * weight + start
+
+
+@njit(nogil=True, cache=True)
+def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
+    """As `to_float32`, but into symmetric codes of 8 bits: `out` (rows, width) int8, `out_scale` (rows,) float32."""
+    row, top = np.empty(out.shape[1], np.float32), np.empty(1, np.float32)
+    bits, largest = row.view(np.uint32), top.view(np.uint32)
+    for r in range(codes.shape[0]):
+        _unpack_row(codes[r], scale[r], minimum[r], first, step, half, row)
+        largest[0] = _largest(bits)
+        out_scale[order[r]] = top[0] / np.float32(127)
+        _round_row(row, out_scale[order[r]], out[order[r]])
+
+
+# activations to int8, and sums in int32 back to floats
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _largest(bits):
+    """Of the bits of floats, those of the largest absolute value: in this order NaN is the largest of all."""
+    largest = np.uint32(0)
+    for i in range(len(bits)):
+        largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
+    return largest
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _round_row(row, scale, out):
+    step = scale if scale != 0 else np.float32(1)
+    for i in range(len(out)):
+        out[i] = np.int8(np.rint(row[i] / step))
+
+
+@njit(nogil=True, cache=True, inline="always", fastmath={"reassoc"})
+def _sum_abs(row):
+    total = np.float32(0)
+    for i in range(len(row)):
+        total += abs(row[i])
+    return total
+
+
+@njit(nogil=True, cache=True)
+def row_limits(x, times, few, begin, end, limit, scale, is_outlier):
+    """For each row of x (R, I) the limit above which its elements are outliers, and the scale of the others.
+
+    Args:
+        times: the limit is so many times the mean absolute value, doubled until at most `few` elements are above it.
+        limit, scale: (R,), float32, of which `begin` to `end` are written.
+        is_outlier: (I,), uint8, set to 1 where any row has an outlier.
+    """
+    part = 64
+    tops = np.empty((x.shape[1] + part - 1) // part, np.float32)
+    largest, top_of_all = tops.view(np.uint32), np.empty(1, np.float32)
+    for r in range(begin, end):
+        row = x[r]
+        bits = row.view(np.uint32)
+        for n in range(len(tops)):
+            largest[n] = _largest(bits[n * part : n * part + part])
+        top_of_all.view(np.uint32)[0] = _largest(largest)
+        limit[r] = top = top_of_all[0]
+        bound = times * _sum_abs(row) / np.float32(len(row))
+        if few and bound < top < np.inf:
+            count = few + 1
+            while count > few:
+                count, top, limit[r] = 0, np.float32(0), bound
+                for n in range(len(tops)):
+                    if tops[n] <= bound:
+                        top = max(top, tops[n])
+                        continue
+                    for i in range(n * part, min(n * part + part, len(row))):
+                        if abs(row[i]) > bound:
+                            count += 1
+                        else:
+                            top = max(top, abs(row[i]))
+                bound *= np.float32(2)
+            for n in range(len(tops)):
+                if tops[n] > limit[r]:
+                    for i in range(n * part, min(n * part + part, len(row))):
+                        if abs(row[i]) > limit[r]:
+                            is_outlier[i] = 1
+        scale[r] = top / np.float32(127)
+
+
+@njit(nogil=True, cache=True)
+def row_codes(x, limit, scale, columns, begin, end, codes, kept):
+    """The rows of x (R, I) in int8, and their outliers, whose codes are 0.
+
+    Args:
+        limit, scale: from `row_limits`.
+        columns: (U,), those that have outliers.
+        codes: (R, I), int8; kept: (R, U), float32, of both `begin` to `end` are written.
+    """
+    for r in range(begin, end):
+        _round_row(x[r], scale[r], codes[r])
+        for u in range(len(columns)):
+            value = x[r, columns[u]]
+            is_outlier = abs(value) > limit[r]
+            kept[r, u] = value if is_outlier else np.float32(0)
+            if is_outlier:
+                codes[r, columns[u]] = 0
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _add_scaled(total, row, factor):
+    for o in range(len(total)):
+        total[o] += np.float32(row[o]) * factor
+
+
+@njit(nogil=True, cache=True)
+def scale_back(sums, scale, kept, columns, weight_scale, bias, begin, end, out):
+    """out[r] = weight_scale * (scale[r] * sums[r] + kept[r] @ columns) + bias, for rows `begin` to `end` of R; a row
+    adds its outliers up one after the other, so that it does not depend on the columns in which others have some.
+
+    Args:
+        sums: (R, O), columns: (U, O); whole numbers of any type.
+        scale: (R,); kept: (R, U); weight_scale, bias: (O,); out: (R, O); all float32.
+    """
+    part = 1024
+    for r in range(begin, end):
+        for at in range(0, out.shape[1], part):
+            stop = min(at + part, out.shape[1])
+            total = out[r, at:stop]
+            total[:] = 0
+            _add_scaled(total, sums[r, at:stop], scale[r])
+            for u in range(kept.shape[1]):
+                if kept[r, u] != 0:
+                    _add_scaled(total, columns[u, at:stop], kept[r, u])
+            s, b = weight_scale[at:stop], bias[at:stop]
+            for o in range(len(total)):
+                total[o] = total[o] * s[o] + b[o]

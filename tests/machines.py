@@ -35,6 +35,7 @@ def kernels(packed: tuple[str, ...] = (), slow: tuple[str, ...] = (), **fastest:
             linear[dtype][fastest[dtype]] = dict.fromkeys(ROWS, 2e11)
         if dtype in packed:
             linear[dtype]["packed"] = dict.fromkeys(ROWS, 4e11)
+    linear["int8"] = {"native": dict.fromkeys(ROWS, 4e11), "packed": dict.fromkeys(ROWS, 8e11)}
     return KernelRates(linear, {"float32": 1e11} | {t: 1e10 if t in slow else 2e11 for t in HALF_TYPES})
 
 

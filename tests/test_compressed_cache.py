@@ -122,7 +122,7 @@ def test_without_the_compiled_loops_the_tokens_are_the_same(model, monkeypatch):
     budget = (*SLOTS, "h2o", "int4")
     prompts = model().clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
     expected = [t.tokens for t in model().references(prompts, MAX_TOKENS, *budget)]
-    monkeypatch.setattr(formats, "_compiled", lambda: None)
+    monkeypatch.setattr(formats, "compiled", lambda: None)
     with opened(model(), "int4", KVBudget.from_size(*SLOTS, "h2o"), **PLACES["mixed"]) as llm:
         assert tokens(llm, prompts) == expected
 

@@ -54,10 +54,9 @@ def quantised(tiny: zoo.Tiny, kind: str, folder) -> zoo.Tiny:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """models(name, kind) -> a tiny model, and that of the numbers that its compressed weights stand for."""
-    made = {}
+    made, root = {}, tmp_path_factory.mktemp("compressed")
 
     def get(name: str, kind: str) -> tuple[zoo.Tiny, zoo.Tiny]:
-        root = tmp_path_factory.getbasetemp() / "compressed"
         if name not in made:
             default = WIDE | dict(intermediate_size=96)
             made[name] = zoo.build(name, root / name, **SIZES.get(zoo.FAMILY[name], default))

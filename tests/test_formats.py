@@ -23,7 +23,7 @@ def decoder(request, monkeypatch):
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr(formats, "_compiled", lambda: None)
+        monkeypatch.setattr(formats, "compiled", lambda: None)
     for name in ("PART", "BUFFERED_PART"):
         monkeypatch.setattr(formats, name, 5 * SHAPE[1])  # several parts
 
@@ -152,3 +152,21 @@ def test_a_format_that_a_model_cannot_have():
         compressed("int4", [{}, {"q": (8, 40)}, {}])
     with pytest.raises(UserError, match="is one of int8, int4, not 'int2'"):
         compressed("int2", LAYERS)
+
+
+@pytest.mark.parametrize("form", [Int4(32), Int4(64), *GGUF.values()], ids=lambda form: f"{form.name}-{form.group}")
+@pytest.mark.parametrize("heads", [0, 3])
+def test_unpacking_to_int8_gives_every_row_one_scale(decoder, form, heads):
+    form, (rows, width) = replace(form, heads=heads), SHAPE
+    raw = torch.randint(0, 256, (form.nbytes(SHAPE),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    blocks = raw.view(rows, width // form.group, -1)
+    blocks[..., 1] = blocks[..., 1] % 16 + 32  # of the scale in fp16: neither huge nor infinite
+    if form.has_minimum:
+        blocks[..., 3] = blocks[..., 3] % 16 + 160
+    matrix = form.view(raw, SHAPE)
+    floats, found = torch.empty(SHAPE), Int8().view(torch.zeros(Int8().nbytes(SHAPE), dtype=torch.uint8), SHAPE)
+    matrix.decode(floats)
+    matrix.to_int8(found)
+    codes, scale = Int8().parts(found.raw, SHAPE)
+    torch.testing.assert_close(scale, floats.abs().amax(dim=1) / 127)
+    assert (codes - floats / scale[:, None]).abs().max() < 0.5001

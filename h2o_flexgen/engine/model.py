@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.formats import Dense, Format, prepare
+from h2o_flexgen.formats import Dense, Format, check_compute, prepare
+from h2o_flexgen.kernels import int8
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer, model_name
@@ -36,7 +37,7 @@ class LoadedModel:
         layers: embedding, transformer blocks, head: the tensors of each.
         tokenizer: None if the model has none.
         formats: of the matrices in the checkpoint. Vectors do not count: they never stream.
-        compress_weight: the argument of `LLM`.
+        compress_weight, compute: the arguments of `LLM`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class LoadedModel:
     tokenizer: object | None
     formats: dict[str, Format]
     compress_weight: str | None = None
+    compute: str = "exact"
 
     @property
     def is_dummy(self) -> bool:
@@ -151,6 +153,7 @@ def load_model(
     choose_dtype: Callable[[str | None], torch.dtype],
     progress: bool,
     compress_weight: str | None = None,
+    compute: str = "exact",
 ) -> LoadedModel:
     """Find a model, and check that its checkpoint holds what the model needs.
 
@@ -159,7 +162,7 @@ def load_model(
         choose_dtype: from the type that the checkpoint is stored in, such as "bfloat16", or None where that is not
             known, to the type to compute in.
         progress: show a bar if the checkpoint must be converted.
-        compress_weight: as for `LLM`.
+        compress_weight, compute: as for `LLM`.
 
     Raises:
         UserError: there is no such model, its family or its format is not known, or its files are not whole.
@@ -183,10 +186,13 @@ def load_model(
         if compress_weight is not None:
             source.compress(compress_weight, layers, progress)
     formats = {name: source.format(name) for name, shape in shapes.items() if len(shape) > 1}
+    check_compute(compute, formats)
     if not all(isinstance(form, Dense) for form in formats.values()):
         prepare(dtype)
+    if compute == "int8":
+        int8.prepare()
     name = model_name(model, path, weights)
-    return LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight)
+    return LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight, compute)
 
 
 def _dummy_spec(model: str | None) -> ModelSpec:

@@ -61,6 +61,7 @@ class Report:
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
     compress_weight: str | None = None  # int8 or int4, if it was asked for
     compress_cache: str | None = None
+    compute: str = "exact"  # or int8
 
     @classmethod
     def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
@@ -96,6 +97,7 @@ class Report:
             predicted=job.prediction and job.prediction.of_job(),
             compress_weight=model.compress_weight,
             compress_cache=job.compress_cache,
+            compute=model.compute,
         )
 
     def to_dict(self) -> dict:

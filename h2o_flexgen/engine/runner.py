@@ -145,6 +145,7 @@ class Runner:
             job.placement.weights,
             self.model.source,
             self.progress,
+            self.model.compute,
         )
         self._placed = placed
 

@@ -31,6 +31,7 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         "dtype": dtype_name(llm.dtype),
         "compress_weight": llm.model.compress_weight,
         "compress_cache": llm.compress_cache,
+        "compute": llm.model.compute,
         "kv_budget": budget.to_dict(longest_prompt) if isinstance(budget, KVBudget) else budget,
         "layers": layers and hashlib.sha256(repr(layers).encode()).hexdigest()[:16],  # the budget only names a file
         **{name: getattr(params, name) for name in sampling},

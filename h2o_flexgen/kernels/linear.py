@@ -8,7 +8,8 @@ All are exact: 16-bit elements are multiplied and added up in fp32, and rounded 
 its range is too small for bf16, so a value may overflow. fp32, and everything on CUDA, is always `F.linear`.
 
 CPU flags do not tell which kernel is fastest: on some CPUs with bf16 instructions `F.linear` is slower in bf16 than in
-fp32. So each kernel is timed, once in a process or, kept with the profile, on a machine.
+fp32. So each kernel is timed, once in a process or, kept with the profile, on a machine. So are those of
+`kernels.int8`, which are not exact and run only where they are asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.formats import Quantised
+from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels.int8 import Int8Weight, int8_linear
 from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS, slice_rows
 
 #: rows (tokens) of the matmuls that are timed: a decode step of one sequence up to the prefill of a micro-batch
@@ -35,6 +38,8 @@ MIX = ROWS[1:]
 MARGIN = 1.1
 #: types in which a matmul has more than one exact kernel
 HALF_TYPES = ("bfloat16", "float16")
+#: the name of matmuls in int8 among those of float types
+INT8 = "int8"
 #: `widened` has W, not x, as the left operand of its matmul up to so many rows
 LEFT_ROWS = 256
 #: (out, in) of the matrices that are timed: with few rows so large that they come from RAM, as those of a model do
@@ -50,15 +55,21 @@ _HALVES = tuple(getattr(torch, name) for name in HALF_TYPES)
 _rates: KernelRates | None = None
 
 
-def linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` by the fastest kernel.
+def linear(
+    x: Tensor, weight: Tensor | Quantised | Int8Weight, bias: Tensor | None = None, outliers: bool = True
+) -> Tensor:
+    """`F.linear` by the fastest kernel; in int8 with an `Int8Weight`.
 
     Args:
         x: (..., I); weight: (O, I), as it is, from `pack`, or quantised; bias: (O,). All else of one dtype.
+        outliers: as for `int8_linear`.
 
     Returns:
         (..., O), contiguous.
     """
+    if isinstance(weight, Int8Weight):
+        kernel = "native" if x.is_cuda else _chosen_int8(x.numel() // x.shape[-1])
+        return int8_linear(x, weight, bias, outliers, kernel)
     if isinstance(weight, Quantised):
         return sliced(x, weight, bias)
     if weight.is_mkldnn:
@@ -76,6 +87,11 @@ def is_slow(x: Tensor) -> bool:
 def packs(dtype: torch.dtype) -> bool:
     """Whether matrices of this type that stay in RAM should go through `pack`."""
     return dtype in _HALVES and rates().packs(dtype_name(dtype)) and can_pack(dtype)
+
+
+def packs_int8() -> bool:
+    """Whether int8 matrices that stay in RAM should go through `int8.pack`."""
+    return rates().packs(INT8) and int8.can_pack()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -157,7 +173,8 @@ class KernelRates:
     """Measured rates of one CPU, as `measure` finds them.
 
     Attributes:
-        linear: {dtype: {kernel: {rows: flops per second}}}. A kernel that cannot run here is not in it.
+        linear: {dtype, or "int8": {kernel: {rows: flops per second}}}. A kernel that cannot run here is not in
+            it.
         attention: {dtype: flops per second} of the batched matmuls in attention over a prompt.
     """
 
@@ -175,16 +192,15 @@ class KernelRates:
         return cls(linear, {dtype: float(rate) for dtype, rate in data["attention"].items()})
 
     def kernel(self, dtype: str, rows: int) -> str:
-        """The kernel for a matrix that is not packed: "native", or "widened" where that is clearly faster."""
-        rates = self.linear[dtype]
-        if "widened" not in rates:
-            return "native"
+        """The kernel for a matrix that is not packed: "native", or another one that is clearly faster."""
         nearest = min(ROWS, key=lambda n: abs(log(n / rows)))
-        return "widened" if rates["widened"][nearest] > MARGIN * rates["native"][nearest] else "native"
+        rates = {kernel: table[nearest] for kernel, table in self.linear[dtype].items() if kernel != "packed"}
+        best = max(rates, key=rates.get)
+        return best if rates[best] > MARGIN * rates["native"] else "native"
 
     def packs(self, dtype: str) -> bool:
         """Whether a matrix that stays in RAM is better kept packed: it then has no other kernel."""
-        packed = self.linear[dtype].get("packed")
+        packed = self.linear.get(dtype, {}).get("packed")
         return packed is not None and MARGIN * _seconds(packed) < self._unpacked_seconds(dtype)
 
     def is_slow(self, dtype: str) -> bool:
@@ -223,6 +239,7 @@ def use(rates: KernelRates | None) -> None:
     global _rates
     _rates = rates
     _chosen.cache_clear()
+    _chosen_int8.cache_clear()
 
 
 def are_known() -> bool:
@@ -240,6 +257,11 @@ def rates() -> KernelRates:
 @lru_cache(maxsize=4096)
 def _chosen(dtype: torch.dtype, rows: int) -> str:
     return rates().kernel(dtype_name(dtype), rows)
+
+
+@lru_cache(maxsize=4096)
+def _chosen_int8(rows: int) -> str:
+    return rates().kernel(INT8, rows) if INT8 in rates().linear else "turned"
 
 
 # measuring
@@ -281,6 +303,16 @@ def _calls() -> dict[tuple, tuple[Callable, int]]:
             if few == (rows < MANY_ROWS):
                 x = torch.full((rows, weight.shape[1]), 0.5, dtype=dtype)
                 calls[dtype_name(dtype), name, rows] = partial(kernel, x), 2 * rows * weight.numel()
+    for few in (True, False):
+        codes = torch.ones(FEW_ROWS_SHAPE if few else MANY_ROWS_SHAPE, dtype=torch.int8)
+        weights = dict.fromkeys(int8.KERNELS, codes) | ({"packed": int8.pack(codes)} if int8.can_pack() else {})
+        for rows, (name, weight) in product(ROWS, weights.items()):
+            if few == (rows < MANY_ROWS):
+                x = torch.ones(rows, codes.shape[1], dtype=torch.int8)
+                calls[INT8, name, rows] = (
+                    partial(int8.multiply, x, weight, torch.arange(0), name),
+                    2 * rows * codes.numel(),
+                )
     for dtype in (*_HALVES, torch.float32):
         q = torch.full(ATTENTION_SHAPE, 0.1, dtype=dtype)
         call = partial(torch.bmm, q, q.transpose(1, 2))

@@ -18,6 +18,8 @@ from h2o_flexgen.models.rope import rotation
 from h2o_flexgen.models.spec import ModelSpec
 
 Weights = dict[str, Tensor]
+#: linear layers whose input comes from no norm: outliers in it are not in the same few columns for most tokens
+INNER = ("out", "down")
 #: q (B, H, T, D), k and v (B, KV heads, T, D) -> context, shaped as q; it owns the KV cache
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: (short name, ids (B, T)) -> rows of a gathered tensor (B, T, width)
@@ -26,7 +28,7 @@ Gather = Callable[[str, Tensor], Tensor]
 
 def project(w: Weights, name: str, x: Tensor) -> Tensor:
     """x (..., I) through the linear layer `name` -> (..., O)."""
-    return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+    return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"), outliers=name not in INNER)
 
 
 def layer_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:

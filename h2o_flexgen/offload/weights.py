@@ -14,7 +14,8 @@ computed in one buffer, the other takes the first few layers of the next token s
 A checkpoint of another dtype is converted by the copy to CUDA. On the CPU compute converts a layer right before it
 uses it, with all cores: a thread that converts beside compute costs it more time than that takes. Quantised matrices
 stay as they are stored on every tier, and compute decodes a layer once for all batches, on either device. The head,
-which may be as large as many layers, is decoded by its matmul, a slice at a time.
+which may be as large as many layers, is decoded by its matmul, a slice at a time. For matmuls in int8 (`compute`) codes
+of another format become codes of 8 bits, layer by layer likewise; `Int8` is used as it is.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from torch import Tensor
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Dense, Format, Quantised, convert, in_memory
-from h2o_flexgen.kernels.linear import pack, packs
+from h2o_flexgen.formats import Dense, Format, Int8, Quantised, convert, in_matmuls, in_memory
+from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels.int8 import Int8Weight
+from h2o_flexgen.kernels.linear import pack, packs, packs_int8
 from h2o_flexgen.models.spec import Tensors
 from h2o_flexgen.offload.checkpoint import (
     Checkpoint,
@@ -56,15 +59,22 @@ class StagingBytes(NamedTuple):
 
     device: int = 0  # of the staging buffer on the device
     host: int = 0  # (CUDA) of the buffer in RAM that is read into from disk
-    converted: int = 0  # of weights in the dtype of the computation that come in another format
+    converted: int = 0  # of weights as matmuls read them that come in another format
 
 
 def staging_bytes(
-    tier: str, form: Format, shape: Shape, dtype: torch.dtype, cuda: bool, is_head: bool = False
+    tier: str,
+    form: Format,
+    shape: Shape,
+    dtype: torch.dtype,
+    cuda: bool,
+    is_head: bool = False,
+    compute: str = "exact",
 ) -> StagingBytes:
     """What a tensor that is stored in `form` takes in a job that computes in `dtype`; `is_head`: of the last layer."""
     dense, held = Dense(dtype), in_memory(form, dtype)
-    decoded = 0 if held == dense or is_head else aligned(dense.nbytes(shape))
+    read = in_matmuls(held, dtype, compute, is_head)
+    decoded = 0 if held == read else aligned(read.nbytes(shape))
     if tier == "gpu":
         return StagingBytes(converted=decoded)
     if tier == "cpu":
@@ -126,6 +136,7 @@ class WeightStore:
         tiers: tier of every tensor by its name in the checkpoint.
         source: the checkpoint, or random weights.
         progress: show a bar while loading.
+        compute: "exact", or "int8" for matmuls in int8 with what is quantised.
 
     Raises:
         UserError: NaN or infinite elements in a tensor that is not on disk; a tensor that cannot be read; no memory.
@@ -140,14 +151,16 @@ class WeightStore:
         tiers: dict[str, str],
         source: Checkpoint | DummyCheckpoint,
         progress: bool = True,
+        compute: str = "exact",
     ):
+        self.compute = compute
         self.transport, self.device, self._queue = transport, transport.device, transport.queues["weights"]
         self.dtype, self.layers, self.gathered, self.tiers = dtype, layers, gathered, tiers
         self._source = source
         shapes = {name: shape for spec in (*layers, gathered) for name, shape in spec.values()}
         on_disk = [name for name in shapes if tiers[name] == "disk"]
         self.stored = source.on_disk(on_disk, transport.file, transport.io, progress)
-        self.resident: dict[str, Tensor | Quantised] = {}
+        self.resident: dict[str, Tensor | Quantised | Int8Weight] = {}
         self._load({n: shape for n, shape in shapes.items() if tiers[n] != "disk"}, source, progress)
 
         staging = [
@@ -169,7 +182,7 @@ class WeightStore:
 
     def _staging_bytes(self, name: str, shape: Shape, is_head: bool) -> StagingBytes:
         form = self._source.format(name)
-        return staging_bytes(self.tiers[name], form, shape, self.dtype, self.device.is_cuda, is_head)
+        return staging_bytes(self.tiers[name], form, shape, self.dtype, self.device.is_cuda, is_head, self.compute)
 
     def _load(self, shapes: dict[str, Shape], source: Checkpoint | DummyCheckpoint, progress: bool) -> None:
         sizes = {name: self._form(name).nbytes(shape) for name, shape in shapes.items()}
@@ -187,16 +200,18 @@ class WeightStore:
                     advice = ", or too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
                     cause = f"the weights {name!r} hold NaN or infinite numbers"
                     raise UserError(f"{cause}: the checkpoint is broken{advice}")
-                self.resident[name] = pack(tensor) if name in packed else tensor
+                self.resident[name] = _packed(tensor) if name in packed else tensor
                 shown.update(sizes[name])
 
     def _packed(self) -> set[str]:
         """Names of matrices that are kept as the CPU multiplies with them fastest, and are used for nothing else."""
-        if self.device.is_cuda or not packs(self.dtype):
+        if self.device.is_cuda:
             return set()
+        forms = [Dense(self.dtype)] if packs(self.dtype) else []
+        forms += [Int8()] if self.compute == "int8" and packs_int8() else []
         matrices = {name for spec in self.layers for name, shape in spec.values() if len(shape) == 2}
         gathered = {name for name, _ in self.gathered.values()}
-        return {n for n in matrices - gathered if self.tiers[n] == "gpu" and isinstance(self._form(n), Dense)}
+        return {n for n in matrices - gathered if self.tiers[n] == "gpu" and self._form(n) in forms}
 
     def held_bytes(self, cuda: bool) -> int:
         """Bytes that the store holds of a GPU's memory (`cuda`) or of RAM."""
@@ -251,7 +266,7 @@ class WeightStore:
             host_at += sizes.host
         return staged
 
-    def get(self, layer: int) -> dict[str, Tensor | Quantised]:
+    def get(self, layer: int) -> dict[str, Tensor | Quantised | Int8Weight]:
         """The weights of a layer on the device by short name, until `release`; compute waits until they are loaded."""
         self._start(layer)
         staged = self._staged.get(layer)
@@ -260,11 +275,17 @@ class WeightStore:
         found, at = {}, 0
         for short, (name, shape) in self.layers[layer].items():
             tensor = self.resident[name] if self.tiers[name] == "gpu" else staged.tensors[short]
-            is_quantised = isinstance(tensor, Quantised)
-            if is_quantised and layer < len(self.layers) - 1 or not is_quantised and tensor.dtype != self.dtype:
-                source, tensor = tensor, Dense(self.dtype).view(self._converted[at:], shape)
-                source.decode(tensor) if is_quantised else convert(tensor, source)
+            if isinstance(tensor, Int8Weight):
+                found[short] = tensor
+                continue
+            held = tensor.format if isinstance(tensor, Quantised) else Dense(tensor.dtype)
+            read = in_matmuls(held, self.dtype, self.compute, layer == len(self.layers) - 1)
+            if read != held:
+                source, tensor = tensor, read.view(self._converted[at:], shape)
+                _convert(tensor, source)
                 at += aligned(tensor.nbytes)
+            if self.compute == "int8" and isinstance(tensor, Quantised) and read == Int8():
+                tensor = Int8Weight(*Int8().parts(tensor.raw, shape))
             found[short] = tensor
         return found
 
@@ -321,3 +342,21 @@ class WeightStore:
             parts = rows_of if len(stored.shape) > 1 else parts_of
             if not all(is_finite(part) for _, part in parts(stored, self.transport.io)):
                 raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
+
+
+def _packed(tensor: Tensor | Quantised) -> Tensor | Int8Weight:
+    """As the CPU multiplies with it fastest."""
+    if not isinstance(tensor, Quantised):
+        return pack(tensor)
+    codes, scale = tensor.format.parts(tensor.raw, tensor.shape)
+    return Int8Weight(int8.pack(codes), scale.clone())
+
+
+def _convert(out: Tensor | Quantised, source: Tensor | Quantised) -> None:
+    """Into the format that matmuls read."""
+    if isinstance(out, Quantised):
+        source.to_int8(out)
+    elif isinstance(source, Quantised):
+        source.decode(out)
+    else:
+        convert(out, source)

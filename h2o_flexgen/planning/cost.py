@@ -15,6 +15,7 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
+from h2o_flexgen.formats import Int8
 from h2o_flexgen.planning.memory import Shapes
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
@@ -143,9 +144,10 @@ class CostModel:
         self._matrices = [embedding | first, *others]
         self._layer_bytes = [sum(shapes.nbytes(*tensor) for tensor in layer.items()) for layer in self._matrices]
         self.streamed_bytes = sum(self._layer_bytes)
-        # a table whose rows are looked up is not packed, nor is what is quantised
+        # a table whose rows are looked up is not packed, nor is what must be decoded or unpacked
         gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
-        self._packed = {name for name in shapes.formats if shapes.is_dense(name)} - gathered
+        packed = {name for name in shapes.formats if shapes.is_dense(name) or shapes.in_int8(name, is_head=True)}
+        self._packed = packed - gathered
         self._crosses = 1 if shapes.cuda else 0  # whether disk data passes between the CPU and the GPU
         for name in ("_matmuls_of", "_attention", "_decoding"):
             setattr(self, name, lru_cache(maxsize=None)(getattr(self, name)))
@@ -154,9 +156,10 @@ class CostModel:
 
     def _matmuls_of(self, layer: int, rows: int) -> tuple[float, float]:
         """Seconds of `rows` rows with the matrices of a layer if all are resident, and how many more if all stream."""
-        seconds, matrices = self.profile.matmul_seconds, self._matrices[layer].items()
-        streamed = sum(seconds(shape, rows) for _, shape in matrices)
-        resident = sum(seconds(shape, rows, resident=name in self._packed) for name, shape in matrices)
+        seconds, is_head = self.profile.matmul_seconds, layer == _HEAD
+        matrices = [(n, shape, self.shapes.in_int8(n, is_head)) for n, shape in self._matrices[layer].items()]
+        streamed = sum(seconds(shape, rows, int8=int8) for _, shape, int8 in matrices)
+        resident = sum(seconds(shape, rows, resident=n in self._packed, int8=int8) for n, shape, int8 in matrices)
         return resident, max(0.0, streamed - resident)
 
     def _matmuls(self, layer: int, rows: Counter, streamed: float) -> float:
@@ -196,10 +199,14 @@ class CostModel:
         return self._matmuls(_HEAD, parts, streamed) + parts.total() * self._decoding(_HEAD)
 
     def _decoding(self, layer: int) -> float:
-        """Seconds in which compute decodes the quantised matrices of a layer."""
-        shapes, matrices = self.shapes, self._matrices[layer].items()
-        quantised = [(name, shape) for name, shape in matrices if not shapes.is_dense(name)]
-        return sum(prod(shape) / self.profile.decode_rate(shapes.formats[name].bits) for name, shape in quantised)
+        """Seconds in which compute decodes the quantised matrices of a layer, or unpacks them to int8."""
+        seconds, shapes = 0.0, self.shapes
+        for name, shape in self._matrices[layer].items():
+            form, is_int8 = shapes.formats[name], shapes.in_int8(name, layer == _HEAD)
+            if not shapes.is_dense(name) and form != (Int8() if is_int8 else None):
+                rate = self.profile.unpack_rate if is_int8 else self.profile.decode_rate
+                seconds += prod(shape) / rate(form.bits)
+        return seconds
 
     def _conversion(self, weights: Offloaded) -> float:
         """Seconds in which compute converts the weights that come from disk, about as fast as a copy in RAM."""

@@ -8,7 +8,16 @@ from functools import cached_property
 import torch
 
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.formats import Dense, Format, KVFormat, cache_format, decode_bytes, in_memory
+from h2o_flexgen.formats import (
+    Dense,
+    Format,
+    Int8,
+    KVFormat,
+    cache_format,
+    decode_bytes,
+    in_matmuls,
+    in_memory,
+)
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
@@ -23,6 +32,8 @@ from h2o_flexgen.sizes import (
     CHUNK_ELEMENTS,
     COPIED_ELEMENTS,
     HEAD_ROWS,
+    INT8_ROWS,
+    OUTLIER_ROWS,
     QUERY_CHUNK,
     SAMPLE_ROWS,
     SORTING,
@@ -37,6 +48,8 @@ from h2o_flexgen.sizes import (
     slice_rows,
 )
 
+#: a transformer block, which stands for all, and the head, among the layers
+_DECODER, _HEAD = -2, -1
 #: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
 #: for messages: what a tier is called, and what helps if it is too small
@@ -68,6 +81,7 @@ class ModelData:
         compress_cache: as for `LLM`.
         dummy: random weights, which are written to disk first.
         copy_bytes: of a copy of the checkpoint in the cache folder.
+        compute: "exact", or "int8" for matmuls in int8 with what is quantised.
     """
 
     spec: ModelSpec
@@ -77,6 +91,7 @@ class ModelData:
     cuda: bool
     dummy: bool = False
     copy_bytes: int = 0
+    compute: str = "exact"
     compress_cache: str | None = None
 
     @classmethod
@@ -89,13 +104,14 @@ class ModelData:
         dummy: bool = False,
         formats: dict[str, Format] | None = None,
         copy_bytes: int = 0,
+        compute: str = "exact",
     ) -> ModelData:
         """`dtype` and `stored`: names of the type of the computation, and of that in the checkpoint, for matrices that
         `formats` does not name."""
         layers = family(spec.model_type).tensors(spec)
         types = {1: Dense(getattr(torch, dtype)), 2: Dense(getattr(torch, stored))}  # vectors are never streamed
         found = {name: types[min(2, len(shape))] for layer in layers for name, shape in layer.shapes.items()}
-        return cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, copy_bytes)
+        return cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, copy_bytes, compute)
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """With the cache of a job."""
@@ -130,6 +146,14 @@ class ModelData:
 
     def is_dense(self, name: str) -> bool:
         return isinstance(self.formats[name], Dense)
+
+    def in_int8(self, name: str, is_head: bool = False) -> bool:
+        """Whether a matrix is multiplied in int8."""
+        return self.compute == "int8" and self.read_in(name, is_head) == Int8()
+
+    def read_in(self, name: str, is_head: bool = False) -> Format:
+        """The format in which a matmul reads a matrix."""
+        return in_matmuls(self.formats[name], self.torch_dtype, self.compute, is_head)
 
     @property
     def converts_by_compute(self) -> bool:
@@ -285,7 +309,8 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
-    head = (min(rows, HEAD_ROWS) * shapes.itemsize + chosen) * shapes.spec.vocab + _sliced(shapes, min(rows, HEAD_ROWS))
+    few = min(rows, HEAD_ROWS)
+    head = (few * shapes.itemsize + chosen) * shapes.spec.vocab + _sliced(shapes, few) + _in_int8(shapes, few, _HEAD)
     return max(prefill, decode, head)
 
 
@@ -304,7 +329,9 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: boo
     dtype, cuda, head = shapes.torch_dtype, shapes.cuda, shapes.streamed[-1]
     buffers = largest_layer(
         [
-            staging_bytes(placement.weights[name], shapes.formats[name], shape, dtype, cuda, layer is head)
+            staging_bytes(
+                placement.weights[name], shapes.formats[name], shape, dtype, cuda, layer is head, shapes.compute
+            )
             for name, shape in layer.items()
         ]
         for layer in shapes.streamed
@@ -356,7 +383,7 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int
     spec, size = shapes.spec, shapes.itemsize
     E, Q, KV = spec.hidden, spec.query_width, spec.kv_width
     inner = spec.inner * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
-    mlp = tokens * (3 * E + inner) * size + _widened(shapes, tokens)
+    mlp = tokens * (3 * E + inner) * size + max(_widened(shapes, tokens), _in_int8(shapes, tokens))
     # hidden states, normed, and the sum; queries, keys, values, and the context
     attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
     norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
@@ -407,11 +434,19 @@ def _widened(shapes: Shapes, tokens: int) -> int:
     return (min(tokens, WIDEN_ROWS) * widest * 4 + 2 * WIDEN_BYTES) * shapes.may_widen
 
 
+def _in_int8(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
+    """Of a matmul in int8: floats and codes of x, on CUDA also what its operators make of them, sums in int32, and
+    floats of the result."""
+    rows, each = min(rows, INT8_ROWS) + OUTLIER_ROWS, 18 if shapes.cuda else 5
+    names = [item for item in shapes.streamed[layer].items() if shapes.in_int8(item[0], layer == _HEAD)]
+    return max((rows * (each * width + 12 * out) for _, (out, width) in names), default=0)
+
+
 def _sliced(shapes: Shapes, rows: int) -> int:
     """Of a quantised head, a slice that is decoded, and its part of the logits."""
     sizes = [0]
     for name, shape in shapes.streamed[-1].items():
-        if not shapes.is_dense(name):
+        if not shapes.is_dense(name) and not shapes.in_int8(name, is_head=True):
             step = min(shape[0], slice_rows(shape[1], shapes.itemsize))
             sizes.append(step * (shape[1] + rows) * shapes.itemsize)
     return max(sizes)
@@ -430,4 +465,4 @@ def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     cache = min(batch * spec.kv_width * slots, few) * copies
     inner = spec.inner * (2 + spec.gated)
     matmuls = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
-    return matmuls + _widened(shapes, rows) + cache + scores * (4 * 4 + 2 * size)
+    return matmuls + max(_widened(shapes, rows), _in_int8(shapes, rows)) + cache + scores * (4 * 4 + 2 * size)

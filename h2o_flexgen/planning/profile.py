@@ -81,9 +81,9 @@ class Profile:
         links: by name (LINKS); disk past the page cache, in requests as large as those for a cache.
         matmul: "streamed" -> {(out, in): {rows: flops per second}} of x @ W.T with what follows: a pass
             over its output (norm, activation or sum), or the choice of tokens; "resident" likewise, where resident
-            matrices are packed.
+            matrices are packed; "int8" and "int8 resident" in int8.
         attention: "prefill", "decode", and "cpu" for decode steps on the CPU beside a CUDA device -> cache rule.
-        decode: {bits of a code: elements per second} of quantised matrices.
+        decode, unpack: {bits of a code: elements per second} of quantised matrices, to floats and to int8.
         step_seconds: what a step of one batch through one layer costs whatever its size.
         baseline_bytes: RAM of the process before it holds anything; workspace_bytes: of the device, by its libraries.
         crowded: part of the time that the process waited for a core while this was measured.
@@ -101,17 +101,19 @@ class Profile:
     matmul: dict[str, dict[Shape, Rates]]
     attention: dict[str, dict[str, AttentionRates]]
     decode: dict[int, float] = field(default_factory=dict)
+    unpack: dict[int, float] = field(default_factory=dict)
     step_seconds: float = 0.0
     baseline_bytes: int = 0
     workspace_bytes: int = 0
     crowded: float = 0.0
     kernels: KernelRates | None = None
 
-    def matmul_seconds(self, shape: Shape, rows: int, resident: bool = False) -> float:
+    def matmul_seconds(self, shape: Shape, rows: int, resident: bool = False, int8: bool = False) -> float:
         """Of x @ W.T with x of `rows` rows and W of this (out, in) shape, at the rate of the measured shape that is
         nearest in the logarithms of both: that predicts other shapes within 7 % on average, an interpolation by
-        elements within 9 %."""
-        tables = self.matmul["resident" if resident and "resident" in self.matmul else "streamed"]
+        elements within 9 %. Where matmuls in int8 were not measured, they count as the others."""
+        kinds = ["int8 resident"] * (int8 and resident) + ["int8"] * int8 + ["resident"] * resident
+        tables = next((self.matmul[kind] for kind in kinds if kind in self.matmul), self.matmul["streamed"])
         out, width = shape
         nearest = min(tables, key=lambda s: math.hypot(math.log(s[0] / out), math.log(s[1] / width)))
         return 2 * out * width * rows / between(tables[nearest], rows)
@@ -119,6 +121,10 @@ class Profile:
     def decode_rate(self, bits: int) -> float:
         """Elements per second, of quantised matrices; where it was not measured, as fast as a copy in 16 bits."""
         return self.decode.get(bits) or self.links["cpu_to_gpu"].bytes_per_s / 2
+
+    def unpack_rate(self, bits: int) -> float:
+        """Likewise, into int8."""
+        return self.unpack.get(bits) or self.decode_rate(bits)
 
     def to_json(self) -> str:
         data = asdict(self)
@@ -142,7 +148,7 @@ class Profile:
                 phase: {name: _attention(rates) for name, rates in by_rule.items()}
                 for phase, by_rule in data["attention"].items()
             }
-            values["decode"] = _rates(data.get("decode", {}))
+            values |= {name: _rates(data.get(name, {})) for name in ("decode", "unpack")}
             if data.get("kernels") is not None:
                 values["kernels"] = KernelRates.from_dict(data["kernels"])
             profile = cls(**values)
@@ -160,13 +166,13 @@ class Profile:
         attention = [rates for phase in phases for rates in self.attention[phase].values()]
         if not all(set(MEASURED) <= self.attention[phase].keys() for phase in phases):
             raise ValueError("attention was not measured under all rules")
-        tables = [*self.matmul["streamed"].values(), *self.matmul.get("resident", {}).values()]
+        tables = [rates for shapes in self.matmul.values() for rates in shapes.values()]
         tables += [rates.rates for rates in attention]
         if not self.matmul["streamed"] or not all(tables):
             raise ValueError("a table of rates is empty")
         positive = [x for table in tables for entry in table.items() for x in entry]
         positive += [x for shapes in self.matmul.values() for shape in shapes for x in shape]
-        positive += self.decode.values()
+        positive += [*self.decode.values(), *self.unpack.values()]
         positive += [link.bytes_per_s for link in self.links.values()] + [rates.grouped for rates in attention]
         others = [x for link in self.links.values() for x in astuple(link)] + [
             rates.head_seconds for rates in attention

@@ -6,14 +6,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import cycle, product
+from math import prod
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.engine.sampling import SamplingParams, sample
-from h2o_flexgen.formats import Format, Int4, Int8, KVFormat
-from h2o_flexgen.kernels.linear import linear, pack, packs
+from h2o_flexgen.formats import GGUF, Format, Int4, Int8, KVFormat
+from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels.int8 import Int8Weight
+from h2o_flexgen.kernels.linear import INT8, linear, pack, packs, packs_int8
 from h2o_flexgen.kv_cache import MEASURED, CacheRule, KVLayout
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
@@ -83,6 +86,7 @@ def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
         "step_seconds": tiny + max(attention),
         "matmul": matmul_rates(device, dtype, scale, tiny / LAYER_MATMULS),
         "decode": {form.bits: decode_rate(device, dtype, form, scale) for form in (Int8(), Int4(64))},
+        "unpack": {form.bits: decode_rate(device, INT8, form, scale) for form in (GGUF["Q8_0"], Int4(64))},
         "attention": {
             phase: {
                 rule: attention_rates(on, dtype, phase, rule, scale if on is device else Scale()) for rule in MEASURED
@@ -119,29 +123,34 @@ def beyond(taken: float, known: float) -> float:
 def matmul_rates(
     device: Device, dtype: torch.dtype, scale: Scale, dispatch: float
 ) -> dict[str, dict[Shape, dict[int, float]]]:
-    """Of each shape with streamed weights, and with resident ones where these are packed. `dispatch`: seconds that any
-    matmul takes, which count as part of a step."""
-    kinds = ("streamed", "resident") if not device.is_cuda and packs(dtype) else ("streamed",)
+    """Of each shape with streamed weights, and with resident ones where these are packed; and of those in int8.
+    `dispatch`: seconds that any matmul takes, which count as part of a step."""
+    kinds = ["streamed"] + ["resident"] * (not device.is_cuda and packs(dtype))
+    kinds += [INT8] + [f"{INT8} resident"] * (not device.is_cuda and packs_int8())
     free = device.free_bytes()
     shapes = [s for s in scale.shapes if s == scale.shapes[0] or s[0] * s[1] * dtype.itemsize <= free // 4]
     found = {kind: {shape: {} for shape in shapes} for kind in kinds}
     for kind, (out, width) in product(kinds, shapes):
-        weights = _weights(device, dtype, (out, width), scale.weight_bytes, kind == "resident")
-        for rows in scale.rows:
+        type_, is_packed = INT8 if kind.startswith(INT8) else dtype, kind.endswith("resident")
+        weights = _weights(device, type_, (out, width), scale.weight_bytes, is_packed)
+        for rows in scale.rows[:: 2 if type_ == INT8 else 1]:
             if rows <= HEAD_ROWS or not is_head((out, width)):
-                seconds = call_seconds(device, matmul_call(rows, (out, width), weights), scale)
+                seconds = call_seconds(device, matmul_call(device, dtype, rows, (out, width), weights), scale)
                 found[kind][out, width][rows] = 2 * out * width * rows / beyond(seconds, dispatch)
         del weights
     return found
 
 
-def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale) -> float:
-    """Elements per second of a quantised matrix that are decoded."""
+def decode_rate(device: Device, dtype: torch.dtype | str, form: Format, scale: Scale) -> float:
+    """Elements per second of a quantised matrix that are decoded, or unpacked to INT8."""
     shape = scale.shapes[0]
     count = 1 + scale.weight_bytes // form.nbytes(shape)
     turn = cycle([form.view(device.buffer(form.nbytes(shape)).fill_(1), shape) for _ in range(count)])
+    if dtype == INT8:
+        codes = Int8().view(device.buffer(Int8().nbytes(shape)), shape)
+        return prod(shape) / call_seconds(device, lambda: next(turn).to_int8(codes), scale)
     out = torch.empty(shape, dtype=dtype, device=device.torch_device)
-    return shape[0] * shape[1] / call_seconds(device, lambda: next(turn).decode(out), scale)
+    return prod(shape) / call_seconds(device, lambda: next(turn).decode(out), scale)
 
 
 def is_head(shape: Shape) -> bool:
@@ -149,28 +158,38 @@ def is_head(shape: Shape) -> bool:
     return shape[0] >= HEAD_RATIO * shape[1]
 
 
-def matmul_call(rows: int, shape: Shape, weights: list[Tensor]) -> Callable[[], object]:
+def matmul_call(
+    device: Device, dtype: torch.dtype, rows: int, shape: Shape, weights: list[Tensor | Int8Weight]
+) -> Callable[[], object]:
     """x @ W.T with the next of the weights, and a pass over its output: about one for each matmul is what norms,
     activations and sums of a layer come to. Behind a head it is the choice of tokens."""
     turn = cycle(weights)
-    x = torch.randn(rows, shape[1], device=weights[0].device).to(weights[0].dtype)
+    x = torch.randn(rows, shape[1], device=device.torch_device).to(dtype)
     if is_head(shape):
         params, keys = [SamplingParams()] * rows, list(range(rows))
         return lambda: sample(linear(x, next(turn)), params, keys, 0)
     return lambda: linear(x, next(turn)).relu_()
 
 
-def _weights(device: Device, dtype: torch.dtype, shape: Shape, most_bytes: int, packed: bool = False) -> list[Tensor]:
+def _weights(
+    device: Device, dtype: torch.dtype | str, shape: Shape, most_bytes: int, packed: bool = False
+) -> list[Tensor | Int8Weight]:
     """One matrix, and as many more as memory and `most_bytes` have room for."""
     room = min(most_bytes, memory.ram_available() // 4, device.free_bytes() // 4)
-    count = 1 + room // (shape[0] * shape[1] * dtype.itemsize)
+    if dtype == INT8:
+        codes = (
+            torch.ones(shape, dtype=torch.int8, device=device.torch_device) for _ in range(1 + room // prod(shape))
+        )
+        scale = torch.full(shape[:1], 0.01, device=device.torch_device)
+        return [Int8Weight(int8.pack(c) if packed else c, scale) for c in codes]
+    count = 1 + room // (prod(shape) * dtype.itemsize)
     full = (torch.full(shape, 0.01, dtype=dtype, device=device.torch_device) for _ in range(count))
     return [pack(w) if packed else w for w in full]
 
 
 def layer_call(device: Device, dtype: torch.dtype, shape: Shape, rows: int, weight_bytes: int) -> Callable[[], object]:
     """As many matmuls as a layer has."""
-    call = matmul_call(rows, shape, _weights(device, dtype, shape, weight_bytes))
+    call = matmul_call(device, dtype, rows, shape, _weights(device, dtype, shape, weight_bytes))
     return lambda: [call() for _ in range(LAYER_MATMULS)]
 
 

@@ -30,13 +30,17 @@ log = logging.getLogger(__name__)
 
 
 def job_dtype(
-    device: Device, name: str, stored: torch.dtype | None = None, kernels: KernelRates | None = None
+    device: Device,
+    name: str,
+    stored: torch.dtype | None = None,
+    kernels: KernelRates | None = None,
+    compute: str = "exact",
 ) -> torch.dtype:
     """The dtype that a job computes in, as `Device.dtype` says, by kernels as they were measured on this machine, or
-    by `kernels` of a given profile."""
+    by `kernels` of a given profile. In fp32 only matmuls in int8 have a choice of kernels."""
     if kernels is not None:
         linear.use(kernels)
-    elif not device.is_cuda and name not in ("float32", "fp32") and not linear.are_known():
+    elif not device.is_cuda and (compute == "int8" or name not in ("float32", "fp32")) and not linear.are_known():
         linear.use(load_or_measure_kernels())
     return device.dtype(name, stored)
 

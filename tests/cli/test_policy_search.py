@@ -141,6 +141,7 @@ def test_hh_ratio_auto_prints_the_trade(find, tmp_path):
         (("--percent", 1, 2, 3, 4, 5, 6, "--max-latency", 9), "--percent contradicts --max-latency"),
         (("--min-hh-ratio", 0.2), "--min-hh-ratio is the floor of --hh-ratio auto"),
         (("--dtype", "float32"), "--device and --dtype are of this machine"),
+        (("--compute", "int8"), "add --compress-weight int8 or int4"),
         (("-o", "x.json", "--hardware", "./x.json"), "--hardware and --output name the same file"),
         (("--hardware", "/nowhere/x.json"), "cannot read the hardware profile"),
         (("-o", "/nowhere/policy.json"), "the folder /nowhere does not exist"),
@@ -159,6 +160,12 @@ def test_where_nothing_fits_it_says_how_large_the_model_is(find):
     code, out, err = find(*JOB, "--disk-mem", 0.1, "--gpu-mem", 1)
     assert code == 2
     assert "1,316 M parameters" in out and "tier is too small" in err
+
+
+def test_the_command_names_formats_and_matmuls(find):
+    code, out, err = find(*JOB, "--compress-weight", "int4", "--compute", "int8", "--json")
+    assert code == 0, err
+    assert "--compress-weight int4 --compute int8" in json.loads(out)["command"]
 
 
 def test_a_checkpoint_counts_in_its_own_type(find, tmp_path):

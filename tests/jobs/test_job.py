@@ -227,6 +227,12 @@ def test_other_settings_are_an_error_that_names_them(job, out, texts, options, s
     assert Path(f"{out}~").read_bytes() == before
 
 
+def test_other_matmuls_are_another_setting(job, out):
+    assert job("--compress-weight", "int8")[0] == 0
+    code, err = job("--compress-weight", "int8", "--compute", "int8")
+    assert code == 2 and "--compute 'exact', now 'int8'" in last_line(err)
+
+
 def test_what_changes_no_token_may_change(job, out, tmp_path):
     assert job(rows=ROWS[:3])[0] == 0
     code, err = job("--gpu-batch-size", 4, "--offload-dir", tmp_path / "elsewhere", "--gpu-mem", 1)

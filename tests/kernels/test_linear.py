@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import kernels
 
-from h2o_flexgen.kernels import attention, linear
+from h2o_flexgen.kernels import attention, int8, linear
 
 pytest_plugins = ["cli_tools"]
 
@@ -144,7 +144,8 @@ def small_matrices(monkeypatch):
 
 def test_every_kernel_that_runs_here_is_measured(small_matrices):
     found = linear.measure()
-    assert set(found.linear) == set(found.attention) == {"bfloat16", "float16", "float32"}
+    assert set(found.linear) - {"int8"} == set(found.attention) == {"bfloat16", "float16", "float32"}
+    assert set(found.linear["int8"]) - {"packed"} == {*int8.KERNELS}
     for dtype in HALVES:
         packed = {"packed"} if linear.can_pack(dtype) else set()
         assert set(found.linear[linear.dtype_name(dtype)]) == {*linear.KERNELS, *packed}

@@ -86,7 +86,7 @@ def test_a_latency_limit_contradicts_percentages(refused, model):
 def test_a_searched_policy_brings_its_budget(cli, model, tmp_path):
     file, report = tmp_path / "policy.json", tmp_path / "report.json"
     policy = {"gpu_batch_size": 2, "num_gpu_batches": 1}
-    file.write_text(json.dumps({"policy": policy, "kv_budget": {"heavy": 5, "recent": 3}}))
+    file.write_text(json.dumps({"policy": policy, "kv_budget": {"heavy": 5, "recent": 3, "rule": "mean"}}))
     job = (
         "--model",
         model,
@@ -106,7 +106,7 @@ def test_a_searched_policy_brings_its_budget(cli, model, tmp_path):
         assert code == 0, err
         budget = json.loads(report.read_text())["kv_budget"]
         assert (budget["heavy"], budget["recent"]) == wanted
-    assert LLM(str(model), str(file)).kv_budget == KVBudget.from_size(5, 3)
+    assert LLM(str(model), str(file)).kv_budget == KVBudget.from_size(5, 3, "mean")
     for bad in ({"heavy": 5}, [5, 3], {"heavy": -1, "recent": 3}, {"heavy": "5", "recent": 3}):
         file.write_text(json.dumps({"policy": policy, "kv_budget": bad}))
         with pytest.raises(UserError):

@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import T4, laptop, percents, planner_of, search
 
-from h2o_flexgen.planning.memory import Resources, plan_policy
+from h2o_flexgen.formats import compressed
+from h2o_flexgen.models.registry import family, named_spec
+from h2o_flexgen.planning.memory import ModelData, Resources, plan_policy
+from h2o_flexgen.planning.planner import Planner
 from h2o_flexgen.planning.profile import Link, between
+from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.planning.traffic import Offloaded, weights_beside
 from h2o_flexgen.policy import KVBudget, Policy
 from h2o_flexgen.sizes import Workload
@@ -56,6 +60,21 @@ def test_weights_that_stay_compute_at_the_packed_rate_and_the_others_do_not(perc
     matmuls = 2 * 8 * (resident / 2e11 + (L * 12 * E * E - resident + V * E) / 1e11)
     rest = L * 8 * 129 * 2 * E * 2 / 2e10
     assert s.candidate(policy).prediction.decode_seconds == pytest.approx(matmuls + rest, rel=0.01)
+
+
+@pytest.mark.parametrize("kind, unpacked", [("int8", 0), ("int4", 1)])
+def test_int8_matmuls_cost_their_own_rate_and_what_unpacking_takes(kind, unpacked):
+    int8 = {"int8": {(2048, 2048): {1: 4e11}}, "int8 resident": {(2048, 2048): {1: 8e11}}}
+    profile = laptop(matmul=laptop().matmul | int8, unpack={4: 1e10}, decode={4: 1e9, 8: 1e9}, step_seconds=0.0)
+    spec = named_spec("facebook/opt-1.3b")
+    shapes = [layer.shapes for layer in family(spec.model_type).tensors(spec)]
+    model = ModelData.of(spec, "bfloat16", "bfloat16", False, True, compressed(kind, shapes), compute="int8")
+    planner, workload = Planner(model, Constraints(), profile), Workload((128,) * 8, 2)
+    found = planner.choose(workload, NO_LIMITS, Policy(8, 1, ALL_GPU), None).prediction
+    E, L, V = 2048, 24, 50272
+    layer = 12 * E * E
+    matmuls = 2 * 8 * (L * layer / (4e11 if unpacked else 8e11) + V * E / 4e11) + unpacked * L * layer / 1e10
+    assert found.decode_seconds == pytest.approx(matmuls + L * 8 * 129 * 2 * E * 2 / 2e10, rel=0.01)
 
 
 def test_weights_on_disk_cost_their_bytes_over_the_disks_rate():

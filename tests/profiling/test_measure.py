@@ -49,9 +49,11 @@ def test_a_measured_profile_is_a_profile(tmp_path, dtype):
     assert profile.machine["cores"] >= 1
     assert list((tmp_path / "offload").iterdir()) == []
     assert profile.kernels == (None if dtype == torch.float32 else KERNELS)
-    for tables in profile.matmul.values():
+    for kind, tables in profile.matmul.items():
         rows = {shape: list(rates) for shape, rates in tables.items()}
-        assert rows == {(64, 64): [1, 512], (256, 64): [1, 512], (1024, 64): [1]}  # a head takes few rows
+        both = [1] if kind.startswith("int8") else [1, 512]  # every second one
+        assert rows == {(64, 64): both, (256, 64): both, (1024, 64): [1]}  # a head takes few rows
+    assert profile.unpack.keys() == profile.decode.keys() == {4, 8}
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -59,7 +61,7 @@ def test_resident_matrices_are_measured_packed_where_they_are(monkeypatch, packe
     monkeypatch.setattr(compute, "packs", lambda dtype: packed)
     monkeypatch.setattr(compute, "pack", lambda w: w)
     found = compute.matmul_rates(Device("cpu"), torch.bfloat16, TINY, 0.0)
-    assert found.keys() == ({"streamed", "resident"} if packed else {"streamed"})
+    assert found.keys() - {"int8", "int8 resident"} == ({"streamed", "resident"} if packed else {"streamed"})
 
 
 def test_matrices_that_memory_has_no_room_for_are_left_out(monkeypatch):

@@ -1,0 +1,220 @@
+"""x @ W.T + b in int8: codes times codes add up to int32 exactly, by torch's own operators.
+
+Every row of x (a token) gets a scale of its own, so a token does not depend on its neighbours. A few elements far above
+the others of their row would take the precision of all: they stay floats (LLM.int8(), arXiv 2208.07339). Which they are
+is also decided row by row, and each row adds up its own in order: in whatever block it is, its result is the same to
+the bit.
+
+    out = (scale * (codes @ W.T) + kept @ W.T[columns with outliers]) * scales of W's rows + b
+
+    native   `torch._int_mm` with W.T as its right operand, which it lays out anew in every call
+    turned   the same with W as its left operand, and x.T as the right one: with few rows that is several times faster
+    packed   oneDNN's, on a W that was laid out for it beforehand, with codes + 128 in uint8: on signed ones it is slow
+
+All are tried out first; where torch's are wrong or missing, floats take their place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from h2o_flexgen.formats import MOST, compiled, in_threads
+from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
+
+#: what is more than so many times the mean absolute value of its row is an outlier
+TIMES = 8.0
+#: outliers of a row at most
+FEW = 16
+#: CUDA's `_int_mm` wants more rows than this, and multiples of 8 of the rest
+CUDA_ROWS, CUDA_MULTIPLE = 16, 8
+
+
+@dataclass
+class Int8Weight:
+    """A matrix (O, I) for matmuls in int8.
+
+    Attributes:
+        codes: (O, I), int8, or those from `pack`.
+        scale: (O,), fp32.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.scale.is_cuda
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.numel() + self.scale.nbytes
+
+
+def int8_linear(
+    x: Tensor, weight: Int8Weight, bias: Tensor | None = None, outliers: bool = True, kernel: str = "turned"
+) -> Tensor:
+    """As `linear`, with the rows of x in int8: INT8_ROWS at a time.
+
+    Args:
+        outliers: keep a few elements of a row as floats.
+        kernel: on a CPU, for a weight that is not packed.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    out = x.new_empty(len(rows), len(weight.scale))
+    for part, part_out in zip(rows.split(INT8_ROWS), out.split(INT8_ROWS)):
+        codes, scale, kept, places = quantise(part.float().contiguous(), outliers)
+        sums, columns = multiply(codes, weight.codes, places, kernel)
+        part_out.copy_(_scaled_back(sums, scale, kept, columns, weight.scale, bias))
+    return out.view(*x.shape[:-1], -1)
+
+
+def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (R, I) fp32 -> codes (R, I) int8 and scale (R,) fp32; kept (R, U) fp32, the outliers, 0 where an element is
+    none, and places (U,), their columns in x."""
+    loops = None if x.is_cuda else compiled()
+    if loops is None:
+        return _quantise_by_torch(x, outliers)
+    (rows, width), few = x.shape, FEW if outliers else 0
+    limit, scale = torch.empty(rows), torch.empty(rows)
+    is_outlier = torch.zeros(width, dtype=torch.uint8)
+    numbers = [t.numpy() for t in (x, limit, scale, is_outlier)]
+    in_threads(lambda a, b: loops.row_limits(numbers[0], TIMES, few, a, b, *numbers[1:]), rows, x.numel())
+    places = is_outlier.nonzero()[:, 0]
+    codes, kept = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows, len(places))
+    arrays = [t.numpy() for t in (x, limit, scale, places)], [codes.numpy(), kept.numpy()]
+    in_threads(lambda a, b: loops.row_codes(*arrays[0], a, b, *arrays[1]), rows, x.numel())
+    return codes, scale, kept, places
+
+
+def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    size = x.abs()
+    limit = TIMES * size.mean(dim=1, keepdim=True)
+    if not outliers:
+        limit = torch.full_like(limit, torch.inf)
+    while bool((many := (size > limit).sum(dim=1, keepdim=True) > FEW).any()):
+        limit = torch.where(many, 2 * limit, limit)
+    is_outlier = size > limit
+    places = is_outlier.any(dim=0).nonzero()[:, 0]
+    scale = size.masked_fill_(is_outlier, 0.0).amax(dim=1) / MOST
+    rounded = (x / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
+    codes = rounded.masked_fill_(is_outlier, 0.0).to(torch.int8)
+    return codes, scale, torch.where(is_outlier, x, 0.0)[:, places], places
+
+
+def _scaled_back(
+    sums: Tensor, scale: Tensor, kept: Tensor, columns: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """(R, O), fp32, as unpack.scale_back says."""
+    loops = None if sums.is_cuda else compiled()
+    if loops is None:
+        out = (scale[:, None] * sums).addmm_(kept, columns.float()).mul_(weight_scale)
+        return out if bias is None else out.add_(bias)
+    bias = torch.zeros_like(weight_scale) if bias is None else bias.float()
+    out = torch.empty(sums.shape)
+    arrays = [t.numpy() for t in (sums, scale, kept, columns, weight_scale, bias)]
+    in_threads(lambda a, b: loops.scale_back(*arrays, a, b, out.numpy()), len(out), out.numel())
+    return out
+
+
+def prepare() -> None:
+    """Compile the loops, or read them from numba's cache: once, before memory is measured."""
+    weight = torch.ones(8, 8, dtype=torch.int8)
+    for codes in (weight, pack(weight)) if can_pack() else (weight,):
+        int8_linear(torch.ones(1, 8), Int8Weight(codes, torch.ones(8)))
+
+
+# the kernels
+
+
+def multiply(codes: Tensor, weight: Tensor, places: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
+    """codes (R, I) int8 @ weight.T (O, I), or from `pack` -> sums (R, O), int32 or floats that hold whole numbers, and
+    the columns of the weight at `places` (U,), as (U, O). Of a packed weight they are its sums of unit vectors."""
+    if not weight.is_mkldnn:
+        return _sums(codes, weight, kernel), weight.index_select(1, places).t().contiguous()
+    units = F.one_hot(places, codes.shape[1]).to(torch.int8)
+    return packed(torch.cat([codes, units]), weight).tensor_split([len(codes)])
+
+
+def _sums(codes: Tensor, weight: Tensor, kernel: str) -> Tensor:
+    if codes.is_cuda:
+        return _on_cuda(codes, weight)
+    return KERNELS[kernel](codes, weight) if is_exact(kernel) else by_floats(codes, weight)
+
+
+def native(codes: Tensor, weight: Tensor) -> Tensor:
+    return torch._int_mm(codes, weight.t())
+
+
+def turned(codes: Tensor, weight: Tensor) -> Tensor:
+    return torch._int_mm(weight, codes.t()).t().contiguous()
+
+
+#: of weights that are not packed
+KERNELS = {"native": native, "turned": turned}
+
+
+def _on_cuda(codes: Tensor, weight: Tensor) -> Tensor:
+    if any(size % CUDA_MULTIPLE for size in weight.shape):
+        return by_floats(codes, weight)
+    missing = max(CUDA_ROWS + CUDA_MULTIPLE - len(codes), -len(codes) % CUDA_MULTIPLE)
+    return torch._int_mm(F.pad(codes, (0, 0, 0, missing)), weight.t())[: len(codes)]
+
+
+def by_floats(codes: Tensor, weight: Tensor) -> Tensor:
+    """In fp32, a slice of the weight at a time. Sums beyond 2^24 are rounded."""
+    step, x = max(1, WIDEN_BYTES // (4 * weight.shape[1])), codes.float()
+    return torch.cat([F.linear(x, part.float()) for part in weight.split(step)], dim=1)
+
+
+def packed(codes: Tensor, weight: Tensor) -> Tensor:
+    """Of a weight from `pack`."""
+    x = codes.view(torch.uint8) ^ 128  # codes + 128
+    out = weight.shape[1]  # it is transposed
+    ones, zeros = _ones(out)
+    return torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, 128, weight, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+
+
+@cache
+def _ones(size: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(size), torch.zeros(size, dtype=torch.int32)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A matrix (O, I) of int8 in RAM as oneDNN wants it; good for `multiply` only. Holds as many bytes."""
+    return torch.ops.onednn.qlinear_prepack(weight, None)
+
+
+def _extremes() -> tuple[Tensor, Tensor]:
+    """Of which 16-bit sums would overflow, as those of some older CPUs do."""
+    codes = torch.full((24, 136), 127, dtype=torch.int8)
+    codes[::2] = -127
+    weight = torch.arange(72 * 136).remainder(255).sub(127).to(torch.int8).view(72, 136)
+    weight[::3] = 127
+    return codes, weight
+
+
+def _works(kernel) -> bool:
+    codes, weight = _extremes()
+    try:
+        return torch.equal(kernel(codes, weight).double(), codes.double() @ weight.double().t())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+@cache
+def is_exact(kernel: str) -> bool:
+    """Whether one of KERNELS is right here."""
+    return _works(KERNELS[kernel])
+
+
+@cache
+def can_pack() -> bool:
+    """Whether `pack` and `packed` work here: their operators are those of torch's compiler, not public ones."""
+    return _works(lambda codes, weight: packed(codes, pack(weight)))

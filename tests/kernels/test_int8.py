@@ -1,0 +1,144 @@
+"""Matmuls in int8: those of the same numbers in fp64, and the same to the bit whatever else is multiplied beside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from int8_oracle import int8_linear as slow_linear
+from int8_oracle import to_codes
+from machines import kernels
+
+from h2o_flexgen.kernels import int8, linear
+from h2o_flexgen.kernels.int8 import FEW, TIMES, Int8Weight, int8_linear
+
+WIDTH, OUT = 200, 90
+
+
+@pytest.fixture(params=["numba", "torch"])
+def loops(request, monkeypatch):
+    """Both ways to quantise: compiled loops, and torch's operators, which CUDA has."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(int8, "compiled", lambda: None)
+
+
+def activations(rows: int = 37, width: int = WIDTH, seed: int = 0) -> torch.Tensor:
+    """Rows of all sizes, some with outliers: in a column that most have, in one of their own, in too many."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    x *= torch.logspace(-4, 1, rows)[:, None]
+    x[:, 5] *= 40
+    x[3 % rows, 7] *= 1000
+    x[8 % rows, ::5] *= 300
+    x[9 % rows] = 0
+    return x
+
+
+def weights(out: int = OUT, width: int = WIDTH) -> tuple[torch.Tensor, Int8Weight]:
+    w = torch.randn(out, width, generator=torch.Generator().manual_seed(1))
+    w[2] = 0
+    codes, scale = zip(*map(to_codes, w))
+    return w, Int8Weight(torch.stack(codes).to(torch.int8), torch.tensor(scale))
+
+
+@pytest.mark.parametrize("few", [FEW, 0])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_it_is_the_matmul_of_the_rounded_numbers(loops, dtype, has_bias, few):
+    (w, weight), x = weights(), activations().to(dtype)
+    bias = torch.randn(OUT).to(dtype) if has_bias else None
+    exact = slow_linear(x.float(), w, bias, TIMES, few)
+    got = int8_linear(x, weight, bias, outliers=few > 0)
+    assert got.dtype == dtype
+    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    error = (got.float() - exact).abs().amax(dim=1) / exact.abs().amax(dim=1).clamp(min=1e-3)
+    assert error.max() < 2 * rounding
+
+
+def test_outliers_take_no_precision_from_the_others(loops):
+    _, weight = weights()
+    x = activations()[20:21]  # with an outlier in column 5
+    w = weight.codes * weight.scale[:, None]
+    plain, kept = (int8_linear(x, weight, outliers=o) - x @ w.T for o in (False, True))
+    assert kept.abs().max() < plain.abs().max() / 3
+
+
+@given(rows=st.lists(st.integers(0, 36), min_size=1, max_size=12, unique=True))
+def test_a_row_does_not_depend_on_its_neighbours(rows):
+    pytest.importorskip("numba")
+    (_, weight), x = weights(), activations()
+    assert torch.equal(int8_linear(x[rows], weight), int8_linear(x, weight)[rows])
+
+
+def test_every_kernel_gives_the_same_to_the_bit():
+    if not int8.can_pack():
+        pytest.skip("torch has no such operator here")
+    (_, weight), x, bias = weights(), activations(), torch.randn(OUT)
+    packed = Int8Weight(int8.pack(weight.codes), weight.scale)
+    assert packed.nbytes == weight.nbytes
+    found = [int8_linear(x, packed, bias), *(int8_linear(x, weight, bias, kernel=k) for k in int8.KERNELS)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_many_rows_go_in_parts(monkeypatch):
+    (_, weight), x = weights(), activations()
+    whole = int8_linear(x, weight)
+    monkeypatch.setattr(int8, "INT8_ROWS", 10)
+    assert torch.equal(int8_linear(x, weight), whole)
+
+
+def test_what_torch_cannot_multiply_floats_do(monkeypatch):
+    (_, weight), x = weights(), activations()
+    expected = int8_linear(x, weight)
+    monkeypatch.setattr(int8, "is_exact", lambda kernel: False)
+    monkeypatch.setattr(int8, "WIDEN_BYTES", 4 * WIDTH * 7)
+    assert torch.equal(int8_linear(x, weight), expected)  # sums below 2^24 are exact in fp32 too
+
+
+def test_a_kernel_that_is_wrong_is_found():
+    def wrong(codes, weight):
+        exact = codes.float() @ weight.float().t()
+        return exact.clamp(-32768, 32767)  # as sums of 16 bits
+
+    assert not int8._works(wrong)
+    assert int8._works(lambda codes, weight: codes.float() @ weight.float().t())
+    assert not int8._works(lambda codes, weight: torch.ops.onednn.no_such_operator(codes))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row(loops, bad):
+    (_, weight), x = weights(), activations()
+    expected, broken = int8_linear(x, weight), x.clone()
+    broken[4, 11] = bad
+    got = int8_linear(broken, weight)
+    assert not got[4].isfinite().any()
+    others = [n for n in range(len(x)) if n != 4]
+    assert torch.equal(got[others], expected[others])
+
+
+def test_linear_takes_such_a_weight():
+    (_, weight), x = weights(), activations()
+    assert torch.equal(linear.linear(x[None], weight)[0], int8_linear(x, weight))
+    assert torch.equal(linear.linear(x, weight, outliers=False), int8_linear(x, weight, outliers=False))
+
+
+def test_the_rates_choose_the_kernel_by_rows():
+    rates = kernels()
+    fast, slow = {n: 2e12 for n in linear.ROWS}, {n: 1e12 if n < 100 else 3e12 for n in linear.ROWS}
+    rates.linear["int8"] = {"native": slow, "turned": fast}
+    linear.use(rates)
+    assert [linear._chosen_int8(rows) for rows in (1, 30, 128, 2000)] == ["turned"] * 2 + ["native"] * 2
+
+
+def test_packing_is_chosen_by_the_rates():
+    for packs in (True, False):
+        rates = kernels()
+        rows = {n: 1e12 for n in linear.ROWS}
+        rates.linear["int8"] = {"native": rows, "packed": {n: 2e12 if packs else 5e11 for n in linear.ROWS}}
+        linear.use(rates)
+        assert linear.packs_int8() == (packs and int8.can_pack())
+    del rates.linear["int8"]  # as in older profiles
+    linear.use(rates)
+    assert not linear.packs_int8()

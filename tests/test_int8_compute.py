@@ -1,0 +1,98 @@
+"""`compute` int8: the engine gives what transformers does with the same matmuls, slowly, wherever the weights are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import zoo
+from int8_oracle import patch
+from test_compressed_weights import PLACES, models  # noqa: F401  a fixture
+
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels import int8
+from h2o_flexgen.offload import weights
+
+#: of log-probabilities: an element that is rounded to another code, since it differed in its last bit, changes them so
+BOUND = 0.01
+#: what is an outlier in these tests, where rows are so short that real limits are never met
+LIMIT = 3.0
+
+
+@pytest.fixture(autouse=True)
+def many_outliers(monkeypatch):
+    monkeypatch.setattr(int8, "TIMES", LIMIT)
+
+
+def score(folder, texts, kind="int8", compute="int8", budget=None, prompt_len=4, **policy) -> list[list[float]]:
+    options = dict(device="cpu", dtype="float32", compress_weight=kind, compute=compute, progress=False)
+    with LLM(str(folder), Policy(**policy), budget, **options) as llm:
+        return [s.token_logprobs for s in llm.score(texts, prompt_len)]
+
+
+def logprobs(model, text: list[int], prompt_len: int = 4) -> list[float]:
+    with torch.inference_mode():
+        found = model(torch.tensor([text])).logits[0].float().log_softmax(dim=-1)
+    return [float(found[n - 1, text[n]]) for n in range(prompt_len, len(text))]
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", zoo.FIRST.values())
+def test_every_family_gives_the_scores_of_the_oracle(models, name, kind):  # noqa: F811
+    tiny, rounded = models(name, kind)
+    oracle = copy.deepcopy(rounded.hf)
+    patch(oracle, LIMIT, int8.FEW)
+    texts = tiny.prompts([12, 9])
+    expected = [logprobs(oracle, text) for text in texts]
+    exact = [logprobs(rounded.hf, text) for text in texts]
+    found = score(tiny.folder, texts, kind, gpu_batch_size=2, percent=PLACES["mixed"])
+    errors, losses = (
+        max(abs(a - b) for x, y in zip(other, expected) for a, b in zip(x, y)) for other in (found, exact)
+    )
+    assert errors < BOUND and losses > 0
+
+
+@pytest.mark.parametrize("budget", [None, (3, 3)], ids=["full", "h2o"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_scores_do_not_depend_on_the_placement(models, kind, budget, monkeypatch):  # noqa: F811
+    tiny, _ = models("llama_no_groups_tied", kind)
+    texts, budget = tiny.prompts([12, 9, 15]), budget and KVBudget.from_size(*budget)
+    sizes = dict(gpu_batch_size=2, num_gpu_batches=2)
+    found = []
+    for place, packs in ((PLACES["gpu"], True), (PLACES["gpu"], False), (PLACES["cpu"], True), (PLACES["disk"], True)):
+        monkeypatch.setattr(weights, "packs_int8", lambda packs=packs: packs and int8.can_pack())
+        found.append(score(tiny.folder, texts, kind, budget=budget, percent=place, **sizes))
+    assert found == found[:1] * len(found)
+
+
+def test_a_text_does_not_depend_on_its_neighbours(models):  # noqa: F811
+    tiny, _ = models("opt", "int8")
+    texts = tiny.prompts([12] * 4)
+    together = score(tiny.folder, texts, gpu_batch_size=4)
+    alone = [score(tiny.folder, [text], gpu_batch_size=1)[0] for text in texts]
+    for a, b in zip(together, alone):
+        assert a == pytest.approx(b, abs=BOUND)
+
+
+def test_floats_in_the_checkpoint_must_be_compressed_first(models):  # noqa: F811
+    tiny, _ = models("llama", "int8")
+    with pytest.raises(UserError, match="add `compress_weight` int8 or int4"):
+        score(tiny.folder, [], None)
+    with pytest.raises(UserError, match="`compute` is one of exact, int8, not 'int4'"):
+        score(tiny.folder, [], "int8", "int4")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_random_weights_are_multiplied_so_too(kind):
+    found = []
+    for percent in (PLACES["gpu"], PLACES["disk"]):
+        options = dict(path="_DUMMY_", compress_weight=kind, compute="int8", device="cpu", dtype="float32")
+        with LLM("facebook/opt-125m", Policy(percent=percent), **options, progress=False) as llm:
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            found.append(llm.generate([[5, 6, 7, 8]], params)[0].outputs[0].token_ids)
+            report = llm.report
+        peaks, plans = report["peak_memory_bytes"], report["planned_memory_bytes"]
+        assert report["compute"] == "int8" and sum(peaks.values()) < 1.1 * sum(plans.values())
+    assert found[0] == found[1]
