@@ -19,7 +19,7 @@ from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.kv_cache import RULES
 
 #: sequences, tokens of their prompts, and decode steps that are timed
-SEQUENCES, PROMPT, STEPS = 16, 512, 48
+SEQUENCES, PROMPT, STEPS = 8, 224, 32
 
 
 def run(args: argparse.Namespace) -> None:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = cli.Parser("python -m bench.rule_steps", "Time a decode step with each cache rule.")
     parser.add_argument("--slots", type=int, default=204)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", required=True)
     return parser
 

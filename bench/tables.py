@@ -181,6 +181,7 @@ KILLS = (
 )
 #: of one result: a line above the table, where its rows are, the header, and the columns
 TABLES = {
+    "rule_steps": ("", "rows", "rule | decode step, ms | over h2o's", "{rule} | {ms:.1f} | {over_h2o:.2f}"),
     "rule_ideas": ("", "rows", "idea | prose | code", "{idea} | {handbook:+.1%} | {stdlib:+.1%}"),
     "frontier": (
         "",
@@ -268,11 +269,30 @@ def quality(data: dict) -> str:
     w, rows = data["workload"], []
     for row in data["rows"]:
         slots = "all" if row["slots"] is None else "{heavy} + {recent}".format(**row)
-        rows.append(row | {"slots": slots, "mib": row["kv_bytes"] / (1 << 20)})
+        rule = row["rule"].split("layers=")
+        rule = row["rule"] if len(rule) == 1 else f"{rule[0]}layers"
+        rows.append(row | {"rule": rule, "slots": slots, "mib": row["kv_bytes"] / (1 << 20)})
     header = "rule | slots, heavy + recent | KV cache of a sequence, MiB | perplexity | rise | agreement"
     template = "{rule} | {slots} | {mib:.2f} | {perplexity:.2f} | {rise:+.1%} | {agreement:.1%}"
     job = f"{w['passages']} passages of {', '.join(w['texts'])}, {w['prompt_len']} tokens of prompt and {w['gen_len']}"
     return f"{w['model']} in {w['dtype']}, {job} teacher-forced.\n\n{columns(rows, header, template)}"
+
+
+def format_losses(data: dict) -> str:
+    """What fewer bits cost."""
+    rows = [
+        row
+        | {
+            "weights": row["compress_weight"] or "as stored",
+            "cache": row["compress_cache"] or "floats",
+            "slots": row["slots"] or "all",
+            "mib": row["kv_bytes"] / (1 << 20),
+        }
+        for row in data["rows"]
+    ]
+    header = "weights | matmuls | cache | slots | KV cache of a sequence, MiB | perplexity | rise"
+    template = "{weights} | {compute} | {cache} | {slots} | {mib:.2f} | {perplexity:.2f} | {rise:+.1%}"
+    return columns(rows, header, template)
 
 
 def command_line(data: dict) -> str:
@@ -316,6 +336,7 @@ OF_ROWS = (throughput, throughput_details, throughput_ours, throughput_machines)
 OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
 OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
+OTHERS |= {"format_losses": format_losses}
 
 
 def table(name: str) -> str:

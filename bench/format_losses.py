@@ -1,0 +1,60 @@
+"""What fewer bits cost in quality: weights, matmuls and cache, each alone and all together, and with a KV budget.
+
+python -m bench.format_losses TEXT --output docs/benchmarks/format_losses.json
+
+As `h2o-flexgen quality`, but over several models: tokens behind a prompt are fed one by one through the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from h2o_flexgen import LLM, KVBudget, cli
+from h2o_flexgen.evaluation import perplexity
+from h2o_flexgen.evaluation.origin import origin
+from h2o_flexgen.evaluation.passages import passages_of, read_source
+from h2o_flexgen.evaluation.settings import Setting
+from h2o_flexgen.files import rounded, to_json, write_text
+from h2o_flexgen.policy import DEFAULT_RULE
+
+#: (weights, matmuls): caches, each a format and slots; None: floats, all tokens. The file's own weights come first
+#: with a full cache of floats: the exact model. 204 slots of 16 bits have the bytes of 378 in int8, and of 478 in int4.
+TRIED = {
+    (None, "exact"): [("int8", None), ("int4", None), (None, 204), ("int8", 378), ("int4", 478)],
+    ("int8", "exact"): [],
+    (None, "int8"): [],
+    ("int8", "int8"): [("int8", None), ("int4", None), (None, 204), ("int8", 378), ("int4", 478)],
+}
+
+
+def run(args: argparse.Namespace) -> None:
+    source, exact, rows = read_source(args.text), None, []
+    for (weights, compute), caches in TRIED.items():
+        settings = [setting_of(*cache) for cache in caches]
+        with LLM(dtype="float32", compress_weight=weights, compute=compute) as llm:
+            passages, _ = passages_of(source, llm.model, 512, 512, args.windows)
+            for row in perplexity.measure(llm, passages, settings):
+                exact = exact or row["perplexity"]
+                names = ("slots", "compress_cache", "kv_bytes", "perplexity")
+                kept = {name: row[name] for name in names} | {"rise": row["perplexity"] / exact - 1}
+                rows.append({"compress_weight": weights, "compute": compute, **kept})
+                result = origin(args) | {"model": llm.model.name, "rule": DEFAULT_RULE, "rows": rows}
+                write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")
+
+
+def setting_of(compress_cache: str | None, slots: int | None) -> Setting:
+    budget = None if slots is None else KVBudget.from_size(slots // 2)
+    return Setting("full" if budget is None else budget.rule, budget, compress_cache)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = cli.Parser("python -m bench.format_losses", "Measure what fewer bits cost in quality.")
+    parser.add_argument("text", metavar="TEXT")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--output", required=True)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(make_parser(), run, None))
