@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from math import exp
 
 from bench.common import RESULTS, ROOT, stored
 from bench.rows import ROWS, column, file_name, setting_text
@@ -181,6 +182,19 @@ KILLS = (
 )
 #: of one result: a line above the table, where its rows are, the header, and the columns
 TABLES = {
+    "stream_long": (
+        "",
+        "windows",
+        "tokens | perplexity | ms a token | resident, MiB",
+        "{tokens} | {perplexity:.2f} | {ms:.2f} | {mib:.0f}",
+    ),
+    "format_rates": (
+        "{threads} threads, TOP/s.\n\n",
+        "rows",
+        "out x in | rows | `_int_mm` alone | int8, native | turned | packed | the best of these / `_int_mm` | bf16",
+        "{shape} | {rows} | {tops[_int_mm]:.2f} | {tops[native]:.2f} | {tops[turned]:.2f} | {tops[packed]:.2f} | "
+        "{of_int_mm:.2f} | {tops[bf16]:.2f}",
+    ),
     "rule_steps": ("", "rows", "rule | decode step, ms | over h2o's", "{rule} | {ms:.1f} | {over_h2o:.2f}"),
     "rule_ideas": ("", "rows", "idea | prose | code", "{idea} | {handbook:+.1%} | {stdlib:+.1%}"),
     "frontier": (
@@ -278,6 +292,26 @@ def quality(data: dict) -> str:
     return f"{w['model']} in {w['dtype']}, {job} teacher-forced.\n\n{columns(rows, header, template)}"
 
 
+def stream_age(fresh: dict) -> str:
+    """The last two windows of a long stream beside those of one that began later."""
+    found = []
+    for name, data in (("from the beginning", stored("stream_long")), ("begun 4,096 tokens before them", fresh)):
+        last = data["windows"][-2:]
+        perplexity = exp(-sum(w["logprob"] for w in last) / sum(w["scored"] for w in last))
+        found.append({"stream": name, "tokens": last[-1]["tokens"], "perplexity": perplexity})
+    header, template = (
+        "stream | tokens at its end | perplexity of the last 8,192",
+        "{stream} | {tokens} | {perplexity:.2f}",
+    )
+    return columns(found, header, template)
+
+
+def decoding(data: dict) -> str:
+    """Of quantised weights."""
+    header = "from | to fp32 | bf16 | int8 codes, a scale a row"
+    return columns(data["decoding"], header, "{format} | {float32:.1f} | {bfloat16:.1f} | {int8:.1f}")
+
+
 def format_losses(data: dict) -> str:
     """What fewer bits cost."""
     rows = [
@@ -336,14 +370,16 @@ OF_ROWS = (throughput, throughput_details, throughput_ours, throughput_machines)
 OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
 OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
-OTHERS |= {"format_losses": format_losses}
+OTHERS |= {"format_losses": format_losses, "stream_age": stream_age, "decoding": decoding}
 
 
 def table(name: str) -> str:
     """Raises KeyError for a name that is no table's."""
     if name in OF_ROWS:
         return OF_ROWS[name](rows_measured())
-    data = stored("search_machine" if name == "prediction" else name)
+    data = stored(
+        {"prediction": "search_machine", "stream_age": "stream_fresh", "decoding": "format_rates"}.get(name, name)
+    )
     if not data:
         return f"(not measured yet: docs/benchmarks/{name}.json)"
     if name == "peer_settings":
@@ -360,6 +396,8 @@ def table(name: str) -> str:
 def readable(row: dict) -> dict:
     """The model and the cache of a row in words, if it has them."""
     found = {"model": row["model"].removeprefix("facebook/").upper()} if "model" in row else {}
+    if "seconds_per_token" in row:
+        found |= {"ms": 1000 * row["seconds_per_token"], "mib": row["resident_bytes"] / (1 << 20)}
     ratio = row.get("hh_ratio")
     return found | {"cache": f"H2O {ratio:g}" if ratio else "full"}
 

@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> None:
     turns = read_turns(args.input_file) if args.plain is None else None
     budget, policy = make_budget(args), cli.make_policy(args, 1)
 
+    from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.llm import LLM
 
     options = {name: getattr(args, name) for name in (PASSED if policy else PASSED + SEARCHED)}
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     with LLM(policy=policy or "auto", **options) as llm:
         ids = None if args.plain is None else plain_ids(llm, args)
         with llm.session(budget, **how) as session:
-            report = describe(llm, session, args.full)
+            report = origin(args) | describe(llm, session, args.full)
             cache = cli.describe_budget(report["kv_budget"])
             cli.say(f"{llm.model.name}, {report['dtype']} on {report['device']}, KV cache: {cache}")
             try:
@@ -127,7 +128,7 @@ def describe(llm, session, is_full: bool) -> dict:
     from h2o_flexgen.kernels.linear import dtype_name
 
     choice, dtype = session.choice, dtype_name(llm.dtype)
-    found = {"command": sys.argv[1:], "model": llm.model.name, "device": str(llm.device), "dtype": dtype}
+    found = {"model": llm.model.name, "device": str(llm.device), "dtype": dtype}
     found |= {"policy": asdict(choice.policy), "chunk": choice.workload.longest}
     found["kv_budget"] = None if is_full else choice.rule.to_dict()
     return found | {"planned_bytes": choice.plan.needed("ram" if choice.plan.shared else "gpu")}

@@ -1,0 +1,96 @@
+"""Rates of matmuls in int8 beside others, conversions included, and of decoding quantised weights.
+
+python -m bench.format_rates --output docs/benchmarks/format_rates.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+
+from h2o_flexgen import cli
+from h2o_flexgen.evaluation.origin import origin
+from h2o_flexgen.files import rounded, to_json, write_text
+from h2o_flexgen.formats import GGUF, Int4, Int8
+from h2o_flexgen.kernels.int8 import Int8Weight, int8_linear, pack
+
+#: (out, in) of the matrices; rows of activations; a few columns of these are far larger than the rest, as in a model
+SHAPES, ROWS = ((16384, 4096), (4096, 16384), (8192, 2048), (2048, 8192)), (8, 32, 128, 512)
+LARGE_COLUMNS, LARGE = 4, 50.0
+#: formats of weights that are decoded, and the shape of the matrix
+FORMATS, DECODED = (Int8(), Int4(64), GGUF["Q8_0"], GGUF["Q4_0"], GGUF["Q4_1"]), (4096, 4096)
+ROUNDS = 5
+
+
+def seconds_of(jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The median of each, run in turn."""
+    times = {name: [] for name in jobs}
+    for _ in range(1 + ROUNDS):  # the first warms up
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            times[name].append(time.perf_counter() - start)
+    return {name: median(each[1:]) for name, each in times.items()}
+
+
+def matmuls(out: int, width: int) -> list[dict]:
+    """TOP/s by rows."""
+    codes, scale = torch.randint(-127, 128, (out, width), dtype=torch.int8), torch.rand(out)
+    streamed, packed = Int8Weight(codes, scale), Int8Weight(pack(codes), scale)
+    dense, found = torch.randn(out, width).bfloat16(), []
+    for count in ROWS:
+        x = torch.randn(count, width)
+        x[:, :LARGE_COLUMNS] *= LARGE
+        halves, eights = x.bfloat16(), torch.randint(-127, 128, (count, width), dtype=torch.int8)
+        jobs = {
+            "_int_mm": partial(torch._int_mm, eights, codes.t()),
+            "native": partial(int8_linear, halves, streamed, kernel="native"),
+            "turned": partial(int8_linear, halves, streamed, kernel="turned"),
+            "packed": partial(int8_linear, halves, packed),
+            "bf16": partial(torch.nn.functional.linear, halves, dense),
+        }
+        operations = 2 * count * out * width
+        rates = {name: operations / seconds / 1e12 for name, seconds in seconds_of(jobs).items()}
+        best = max(rates[name] for name in ("native", "turned", "packed"))
+        found.append({"shape": f"{out} x {width}", "rows": count, "tops": rates, "of_int_mm": best / rates["_int_mm"]})
+    return found
+
+
+def decoding() -> list[dict]:
+    """G elements/s by format."""
+    weight, found = torch.randn(DECODED), []
+    for each in FORMATS:
+        raw = torch.zeros(each.nbytes(DECODED), dtype=torch.uint8)
+        if each.name in ("int8", "int4"):
+            each.encode(weight, raw)
+        stored = each.view(raw, DECODED)
+        eights = Int8().view(torch.empty(Int8().nbytes(DECODED), dtype=torch.uint8), DECODED)
+        outs = {name: torch.empty(DECODED, dtype=getattr(torch, name)) for name in ("float32", "bfloat16")}
+        jobs = {name: partial(stored.decode, out) for name, out in outs.items()}
+        if each.name != "int8":
+            jobs["int8"] = partial(stored.to_int8, eights)
+        rates = {name: weight.numel() / seconds / 1e9 for name, seconds in seconds_of(jobs).items()}
+        found.append({"format": each.name, **rates})
+    return found
+
+
+def run(args: argparse.Namespace) -> None:
+    rows = [row for shape in SHAPES for row in matmuls(*shape)]
+    result = origin(args) | {"threads": torch.get_num_threads(), "rows": rows, "decoding": decoding()}
+    write_text("--output", args.output, to_json(rounded(result, 3)) + "\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = cli.Parser("python -m bench.format_rates", "Time matmuls in int8, and the decoding of weights.")
+    parser.add_argument("--output", required=True)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(make_parser(), run, None))
