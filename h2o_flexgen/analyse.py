@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.analysis.study import check_rule, study
     from h2o_flexgen.engine.model import load_model
     from h2o_flexgen.evaluation.extras import need
+    from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.kv_cache import rule_for
     from h2o_flexgen.sizes import Workload
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     model = load_model(args.model, None, lambda stored: dtype, progress=True)
     ids = windows.cut(text, model.tokenizer, args.windows, args.prompt_len + args.gen_len)
 
-    result = {
+    result = origin(args) | {
         "model": model.name,
         "dtype": args.dtype,
         "text": name,

@@ -51,7 +51,6 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.analysis.model import LayerModel, fits
     from h2o_flexgen.engine.model import load_model
     from h2o_flexgen.evaluation.origin import origin
-    from h2o_flexgen.kv_cache.layers import LayerLosses
 
     calibration.check(args.window, args.kv_rule)
     text, name = windows.read(args.text)
@@ -68,11 +67,11 @@ def run(args: argparse.Namespace) -> None:
         "windows": args.windows,
         "window": args.window,
         "rule": args.kv_rule,
-        "budgets": calibration.GRID,
-        "losses": losses,
+        "budgets": losses.budgets,
+        "losses": losses.losses,
     }
     write_text("--output", args.output, to_json(rounded(result, 3)) + "\n")
-    cli.say(describe(args, LayerLosses(calibration.GRID, losses), args.window // 5))
+    cli.say(describe(args, losses, args.window // 5))
 
 
 def describe(args: argparse.Namespace, losses, mean: int) -> str:

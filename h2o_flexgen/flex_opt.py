@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> None:
         if job is not None and job.dtype and args.dtype == "auto":
             options["dtype"] = job.dtype
         with LLM(policy=policy or args.policy or "auto", kv_budget=budget, **options) as llm:
-            cli.check_model(losses, llm.model.name)
+            cli.check_model(losses, args.kv_rule, llm.model.name)
             rows = made_up_rows(llm, args) if rows is None else rows
             if job is not None:
                 job.run(llm, rows, params, args.retry_errors)

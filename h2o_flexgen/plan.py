@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen import forecast
 
     found = forecast.find(args.model, args.path)
-    cli.check_model(losses, found.name)
+    cli.check_model(losses, args.kv_rule, found.name)
     length = cli.prompt_len(args, found.spec.positions, args.position_rolling)
     found.spec.check_length(length, args.gen_len, args.position_rolling)
     profile = profile_for(args, found)

@@ -37,6 +37,9 @@ TASKS = {
     "compare": Default(128, (DEFAULT_RULE, "recent"), ratios=(0.4,)),
 }
 
+#: of passages and of texts that are drawn
+PROMPT_LEN, WINDOWS, TEMPERATURE = 512, 8, 0.8
+
 
 def make_parser(prog: str = "python -m h2o_flexgen.quality") -> argparse.ArgumentParser:
     parser = cli.Parser(prog, "Measure what KV budgets cost in quality, on your own texts.")
@@ -44,13 +47,13 @@ def make_parser(prog: str = "python -m h2o_flexgen.quality") -> argparse.Argumen
     rows = 'JSON lines {"prompt", "completion"} or {"text"} in a file that ends in .jsonl'
     add("texts", nargs="*", metavar="FILE", help=f"texts, or {rows} (default: Python's language reference)")
     tasks = "perplexity (default), or summarize: summaries of the rows' articles, by ROUGE"
-    add("--task", choices=("perplexity", "summarize"), default="perplexity", help=tasks)
+    add("--task", choices=("perplexity", "summarize"), help=tasks)
     add("--compare", metavar="PROMPT", help="show what follows this text, or the text in this file, instead")
-    add("--prompt-len", type=cli.count, default=512, help="tokens of a passage that are its prompt (default: 512)")
+    add("--prompt-len", type=cli.count, help="tokens of a passage that are its prompt (default: 512)")
     add("--gen-len", type=cli.count, help="tokens behind it, at most (default: 512 are scored, or 128 generated)")
-    add("--windows", type=cli.count, default=8, help="passages of a text, at even distances (default: up to 8)")
+    add("--windows", type=cli.count, help="passages of a text, at even distances (default: up to 8)")
     add("--samples", type=int, default=0, help="for --compare: texts to draw for each setting, for self-BLEU")
-    add("--temperature", type=cli.amount, default=0.8, help="of those texts (default: 0.8)")
+    add("--temperature", type=cli.amount, help="of those texts (default: 0.8)")
 
     add = parser.add_argument_group("settings: each rule with each budget, and the full cache").add_argument
     rule = f"a cache rule; may be given several times (default: {DEFAULT_RULE}, and sinks or recent tokens beside it)"
@@ -73,7 +76,11 @@ def make_parser(prog: str = "python -m h2o_flexgen.quality") -> argparse.Argumen
 
 
 def run(args: argparse.Namespace) -> None:
-    args.task = "compare" if args.compare is not None else args.task
+    if args.compare is not None:
+        if args.task is not None:
+            raise UserError("--compare is a task of its own: leave --task out")
+        args.task = "compare"
+    args.task = args.task or "perplexity"
     check(args)
     settings = settings_of(args)
     sources = sources_of(args)
@@ -103,6 +110,12 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--plot draws perplexities: leave it out here")
     if args.samples != 0 and (args.task != "compare" or args.samples < 2):
         raise UserError("--samples is for --compare, 2 or more")
+    if args.task != "perplexity" and not (args.prompt_len is None and args.windows is None):
+        raise UserError("--prompt-len and --windows cut texts whose perplexity is measured: leave them out here")
+    if args.gen_len == 1:
+        raise UserError("--gen-len must be 2 or more: of one token nothing is evicted")
+    if args.temperature is not None and not args.samples:
+        raise UserError("--temperature is of --samples: give them too")
     cli.check_files(args, reads=("hardware",), writes=("output", "plot"))
     cli.check_not_written(args, args.texts, ("output", "plot"))
 
@@ -123,6 +136,8 @@ def settings_of(args: argparse.Namespace) -> list:
 
     default = TASKS[args.task]
     args.gen_len = args.gen_len or default.gen_len
+    args.prompt_len, args.windows = args.prompt_len or PROMPT_LEN, args.windows or WINDOWS
+    args.temperature = TEMPERATURE if args.temperature is None else args.temperature
     rules = args.kv_rule or default.rules
     for rule in rules:
         check_rule(rule)
@@ -153,23 +168,26 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
     """
     from h2o_flexgen.evaluation import compare, perplexity, summaries
     from h2o_flexgen.evaluation.passages import passages_of
-    from h2o_flexgen.evaluation.settings import check_settings
+    from h2o_flexgen.evaluation.settings import allowed
     from h2o_flexgen.kernels.linear import dtype_name
 
     if args.task == "compare":
         items, errors = [llm.admit(sources[0].text, args.gen_len)], []
         lengths = [len(items[0])]
-        rows = compare.measure(llm, items[0], settings, args.gen_len, args.samples, args.temperature)
+        measure = lambda: compare.measure(llm, items[0], settings, args.gen_len, args.samples, args.temperature)
     elif args.task == "summarize":
         items, errors = gathered(summaries.articles_of(source, llm, args.gen_len) for source in sources)
         lengths = [len(item.prompt) for item in items]
-        rows = summaries.measure(llm, items, settings)
+        measure = lambda: summaries.measure(llm, items, settings)
     else:
         lens = (args.prompt_len, args.gen_len, args.windows)
         items, errors = gathered(passages_of(source, llm.model, *lens) for source in sources)
         lengths = [item.prompt_len for item in items]
-        rows = perplexity.measure(llm, items, settings)
-    check_settings(settings, max(lengths), args.gen_len, llm.model.spec)
+        measure = lambda: perplexity.measure(llm, items, settings)
+    count, is_strict = len(settings), args.kv_rule is not None
+    settings = allowed(settings, max(lengths), args.gen_len, llm.model.spec, is_strict)
+    if len(settings) < count:
+        print(f"{count - len(settings)} settings left out: too few slots for what the rule protects", file=sys.stderr)
     if errors:
         print(f"{len(errors)} rows cannot be measured; {errors[0]}", file=sys.stderr)
     workload = {
@@ -184,7 +202,7 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
         "gen_len": args.gen_len,
         "hh_share": args.hh_share,
     }
-    return workload, rows
+    return workload, measure()
 
 
 def gathered(found: Iterator[tuple[list, list[str]]]) -> tuple[list, list[str]]:

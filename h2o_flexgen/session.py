@@ -17,6 +17,7 @@ from h2o_flexgen.engine.stop import PARTIAL
 from h2o_flexgen.engine.streams import Told
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import layer_losses
+from h2o_flexgen.models.rope import rollable
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.planner import Choice, Planner
 from h2o_flexgen.policy import KVBudget, Policy
@@ -218,10 +219,14 @@ def choose(
         if position_rolling:
             raise UserError("`position_rolling` needs a KV budget: a full cache ends with the model's positions")
         kv_budget = KVBudget.from_size(0, positions, "recent")  # all that there can be
-    elif not isinstance(kv_budget, KVBudget) or kv_budget.hh_size is None:
+    elif not isinstance(kv_budget, KVBudget) or (kv_budget.hh_ratio, kv_budget.recent_ratio) != (None, None):
         raise UserError("the KV budget of a session is in slots, since a stream has no length: KVBudget.from_size(512)")
     elif position_rolling is None:
         position_rolling = True
+        try:
+            rollable(spec)
+        except UserError as e:
+            raise UserError(f"{e}. With `position_rolling` off a stream ends with the model's positions") from None
     if layer_losses(kv_budget.rule):
         raise UserError("`kv_rule`: `layers` shares out the slots of texts of a known length, which a stream has not")
     slots = sum(kv_budget.slots(positions))

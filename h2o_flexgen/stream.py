@@ -21,6 +21,8 @@ from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget
 
 #: slots of the KV cache, if none are given: half for heavy hitters, half for recent tokens
 SLOTS = 1024
+#: tokens of an answer, at most
+GEN_LEN = 256
 #: tokens of a text over which a line of --plain averages
 WINDOW = 4096
 #: a turn for a model without a chat template, as in the H2O repository's demonstration
@@ -40,7 +42,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.stream") -> argparse.Argument
     add("--plain", metavar="FILE", help=f"a text to read only; prints perplexity, speed and memory by {WINDOW} tokens")
     add("--begin", type=int, default=0, help="of --plain, the first token to read (default: 0)")
     add("--tokens", type=cli.count, help="of --plain, how many tokens to read (default: all)")
-    add("--gen-len", type=cli.count, default=256, help="the most tokens of an answer (default: 256)")
+    add("--gen-len", type=cli.count, help=f"the most tokens of an answer (default: {GEN_LEN})")
     add("--report", help="write the measurements to this file as JSON")
 
     add = parser.add_argument_group("KV cache").add_argument
@@ -88,6 +90,12 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("give one of --input-file, with turns, and --plain, a text")
     if args.plain is None and (args.begin or args.tokens):
         raise UserError("--begin and --tokens are for --plain")
+    if args.plain is not None and args.gen_len is not None:
+        raise UserError("--gen-len is of answers: leave it out, --plain only reads")
+    if args.gpu_batch_size is not None or args.num_gpu_batches is not None:
+        raise UserError("a stream is one sequence: leave --gpu-batch-size and --num-gpu-batches out")
+    if args.tokens == 1:
+        raise UserError("--tokens must be 2 or more: the first token of a stream has no probability")
     if args.full and any(value is not None for value in (args.hh_size, args.recent_size, args.kv_rule)):
         raise UserError("--full keeps all tokens: leave --hh-size, --recent-size and --kv-rule out")
     cli.check_files(args, reads=("input_file", "plain", "hardware"), writes=("report",))
@@ -106,7 +114,10 @@ def run(args: argparse.Namespace) -> None:
             cache = cli.describe_budget(report["kv_budget"])
             cli.say(f"{llm.model.name}, {report['dtype']} on {report['device']}, KV cache: {cache}")
             try:
-                talk(llm, session, turns, args.gen_len, report) if ids is None else read(session, ids, report)
+                if ids is None:
+                    talk(llm, session, turns, args.gen_len or GEN_LEN, report)
+                else:
+                    read(session, ids, report)
             finally:
                 if args.report is not None:
                     write_text("--report", args.report, json.dumps(report, indent=1) + "\n")

@@ -6,7 +6,8 @@ import pytest
 import zoo
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
-from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache
+from h2o_flexgen.kv_cache import FullCache
+from h2o_flexgen.kv_cache.rule import FixedRule
 from h2o_flexgen.models.registry import read_spec
 from h2o_flexgen.sizes import wal_rows
 
@@ -14,7 +15,7 @@ LENGTHS = [5, 17, 9, 21, 1, 12, 3]
 BUDGET = (4, 4)
 
 
-def assert_same(outputs, references, atol=1e-4):
+def assert_same(outputs, references, atol=2e-4):
     for n, (output, reference) in enumerate(zip(outputs, references, strict=True)):
         assert output.token_ids == reference.tokens, f"prompt {n}"
         assert output.finish_reason == "length"
@@ -242,14 +243,14 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
     order = sorted(prompts, key=len, reverse=True)
     references = [model.reference(p, 24, *budget) for p in order]
     layers, seen = model.hf.config.num_hidden_layers, []
-    decode = HeavyHitterCache.decode
+    decode = FixedRule.decode
 
     def spy(self, cache, q, k, v, lengths, step):
         result = decode(self, cache, q, k, v, lengths, step)
         seen.append((step, cache.position.tolist()))
         return result
 
-    monkeypatch.setattr(HeavyHitterCache, "decode", spy)
+    monkeypatch.setattr(FixedRule, "decode", spy)
     run(model, prompts, 24, budget, percent=PLACEMENTS[placement]["percent"], gpu_batch_size=len(prompts))
     assert len(seen) == 23 * layers
     for call, (step, position) in enumerate(seen):

@@ -28,8 +28,10 @@ from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.attention import causal_attention, causal_attention_with_scores
 from h2o_flexgen.kv_cache import layer_losses, rule_for
+from h2o_flexgen.kv_cache.layers import LayerLosses
 from h2o_flexgen.kv_cache.rule import BudgetRule, Tokens
 from h2o_flexgen.models.parts import Attend
+from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.progress import bar
 from h2o_flexgen.sizes import Workload
@@ -89,9 +91,11 @@ class Probe:
     def _kept(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """(B, KV, N) bool for each rule: which tokens of the prompt it keeps."""
         q, k, v = (x[:, :, : self.prompt] for x in (q, k, v))
-        _, score = causal_attention_with_scores(q, k, v, torch.ones(len(k), self.prompt, device=k.device))
-        position = torch.arange(self.prompt, dtype=torch.int32, device=k.device).expand(score.shape)
+        position = torch.arange(self.prompt, dtype=torch.int32, device=k.device)
         n = torch.full((len(k), 1, 1), self.prompt, dtype=torch.int32, device=k.device)
+        weights = self.rules[0].weights_of(position.expand(len(k), -1), n[:, 0] - 1)  # the same for any slots
+        _, score = causal_attention_with_scores(q, k, v, weights)
+        position = position.expand(score.shape)
         found = []
         for rule in self.rules:
             tokens = Tokens({"score": score, "position": position, **rule.remember(k, v)}, n - 1, n)
@@ -145,19 +149,20 @@ class Watched:
 
 
 @torch.inference_mode()
-def measure(model: LayerModel, ids: Tensor, rule: str, progress: bool = True) -> list[list[float]]:
-    """For each layer the loss with each budget of GRID, on average over texts `ids` (B, N) and PROMPTS.
+def measure(model: LayerModel, ids: Tensor, rule: str, progress: bool = True) -> LayerLosses:
+    """The loss of each layer with each budget, on average over texts `ids` (B, N) and PROMPTS.
 
     Args:
         rule: name and options of the rule that keeps tokens, half of them as recent ones.
+
+    Raises:
+        UserError: most budgets are too small for what the rule protects.
     """
     N, spec = ids.shape[1], model.spec
-    slots = [int(part * N) for part in GRID]
-    budgets = [KVBudget.from_size(n - n // 2, n // 2, rule) for n in slots]
-    rules = [rule_for(budget, Workload((N,), 2), spec) for budget in budgets]
+    rules = rules_of(rule, N, spec)
     positions = torch.arange(N).expand(ids.shape)
     hidden = model.embed(ids, positions)
-    probes = [Probe(model, int(part * N), rules, hidden) for part in PROMPTS]
+    probes = [Probe(model, int(part * N), list(rules.values()), hidden) for part in PROMPTS]
     for layer in bar(range(spec.layers), "calibrating", unit="layers", show=progress):
         attention = Watched()
         following = model.block(layer, hidden, positions, attention)
@@ -166,4 +171,19 @@ def measure(model: LayerModel, ids: Tensor, rule: str, progress: bool = True) ->
         model.release(layer)
         hidden = following
     losses = torch.stack([probe.losses() for probe in probes]).mean(0)
-    return losses.view(spec.layers, len(GRID)).tolist()
+    return LayerLosses(tuple(rules), tuple(map(tuple, losses.view(spec.layers, len(rules)).tolist())))
+
+
+def rules_of(text: str, length: int, spec: ModelSpec) -> dict[float, BudgetRule]:
+    """By budget of GRID, the rule with so many slots, where they suffice for what it protects."""
+    found = {}
+    for part in GRID:
+        slots = int(part * length)
+        try:
+            budget = KVBudget.from_size(slots - slots // 2, slots // 2, text)
+            found[part] = rule_for(budget, Workload((length,), 2), spec)
+        except UserError as e:
+            too_few = e
+    if len(found) < 2:
+        raise UserError(f"take a larger `window` than {length}: {too_few}")
+    return found

@@ -61,7 +61,7 @@ class Report:
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
     compress_weight: str | None = None  # int8 or int4, if it was asked for
     compress_cache: str | None = None
-    compute: str = "exact"  # or int8
+    compute: str | None = None  # of the matmuls; None: exact
 
     @classmethod
     def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
@@ -97,12 +97,12 @@ class Report:
             predicted=job.prediction and job.prediction.of_job(),
             compress_weight=model.compress_weight,
             compress_cache=job.compress_cache,
-            compute=model.compute,
+            compute=None if model.compute == "exact" else model.compute,
         )
 
     def to_dict(self) -> dict:
         """For JSON; some only where there is something to say."""
-        found, optional = asdict(self), ("predicted", "compress_weight", "compress_cache")
+        found, optional = asdict(self), ("predicted", "compress_weight", "compress_cache", "compute")
         return {name: value for name, value in found.items() if value is not None or name not in optional}
 
 

@@ -68,11 +68,27 @@ def make_settings(
     return full + [Setting(*each, kind) for kind in formats for each in budgets]
 
 
-def check_settings(settings: list[Setting], longest_prompt: int, gen_len: int, spec: ModelSpec) -> None:
-    """Raises UserError for a rule or a format that is not for this model, or a budget that does not suffice for it."""
+def allowed(
+    settings: list[Setting], longest_prompt: int, gen_len: int, spec: ModelSpec, is_strict: bool
+) -> list[Setting]:
+    """Those whose budget suffices for what the rule protects.
+
+    Raises:
+        UserError: with `is_strict` one is not, or none is; or a format is not for this model.
+    """
+    found, refused = [], None
     for setting in settings:
-        rule_for(setting.budget, Workload((longest_prompt,), gen_len), spec)
         cache_format(setting.compress_cache, torch.float32, spec.head_dim)
+        try:
+            rule_for(setting.budget, Workload((longest_prompt,), gen_len), spec)
+            found.append(setting)
+        except UserError as e:
+            refused = e
+            if is_strict:
+                raise
+    if refused is not None and not found:
+        raise refused
+    return found
 
 
 def measure_each(llm: LLM, settings: list[Setting], tokens: int, job: Callable[[], dict]) -> Iterator[dict]:
@@ -125,5 +141,7 @@ def row_of(llm: LLM, setting: Setting) -> dict:
     heavy, recent = budget.slots(longest)
     ratios = {"hh_ratio": budget.hh_ratio, "recent_ratio": budget.recent_ratio}
     if budget.hh_ratio is None:
-        ratios = {"hh_ratio": heavy / longest, "recent_ratio": recent / longest}
+        # half a slot more where there is room, or rounding would lose one on the way back
+        share = lambda n: (n + 0.5 * (0 < n < longest)) / longest
+        ratios = {"hh_ratio": share(heavy), "recent_ratio": share(recent)}
     return row | {"slots": heavy + recent, "heavy": heavy, "recent": recent, **ratios, "kv_bytes": nbytes["job"]}

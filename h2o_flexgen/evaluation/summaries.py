@@ -70,7 +70,9 @@ def measure(llm: LLM, articles: list[Article], settings: list[Setting]) -> Itera
 
     def job() -> dict:
         outputs = llm.generate(prompts, params, skip_errors=True)
-        texts = [output.outputs[0].text.strip() if output.error is None else "" for output in outputs]
+        if error := next((f"article {o.index}: {o.error}" for o in outputs if o.error), None):
+            raise UserError(error)
+        texts = [output.outputs[0].text.strip() for output in outputs]
         full.extend(texts if not full else [])
         found = {"reference": mean_rouge(texts, references), "full_cache": mean_rouge(texts, full)}
         return {"rouge": found, "texts": texts}

@@ -108,7 +108,10 @@ def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> Ca
         if len(known.losses) != spec.layers:
             raise UserError(f"`kv_rule`: {rule.layers} is of a model of {len(known.losses)} layers, not {spec.layers}")
         rule = replace(rule, by_layer=known.slots(rule.heavy, rule.recent, length))
-    largest = max(rule.in_layer(layer).slots for layer in range(spec.layers))  # raises for one that has too few
+    try:
+        largest = max(rule.in_layer(layer).slots for layer in range(spec.layers))
+    except UserError as e:
+        raise UserError(f"a layer gets too few slots by {rule.layers}: {e}") from None
     if budget.position_rolling:
         if rule.growth != "fixed":
             raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps all that is generated")

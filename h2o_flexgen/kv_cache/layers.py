@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import isfinite
+
+import numpy as np
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_json
@@ -16,10 +19,12 @@ class LayerLosses:
     Attributes:
         budgets: slots as fractions of a text, rising.
         losses: for each layer the loss with each budget.
+        model: the name of the model that was measured, if it is known.
     """
 
     budgets: tuple[float, ...]
     losses: tuple[tuple[float, ...], ...]
+    model: str | None = None
 
     @classmethod
     def from_file(cls, path: str) -> LayerLosses:
@@ -31,10 +36,12 @@ class LayerLosses:
             rising = all(a < b for a, b in pairwise((0.0, *budgets)))
             if not (len(budgets) > 1 and rising and losses and all(len(each) == len(budgets) for each in losses)):
                 raise ValueError
+            if not all(isfinite(x) for each in (budgets, *losses) for x in each):
+                raise ValueError
+            return cls(budgets, losses, data.get("model"))
         except (KeyError, TypeError, ValueError):
             made = "h2o-flexgen calibrate --output FILE makes one"
             raise UserError(f"`kv_rule`: {path} holds no losses of layers: {made}") from None
-        return cls(budgets, losses)
 
     def slots(self, heavy: int, recent: int, length: int) -> tuple[tuple[int, int], ...]:
         """(heavy, recent) of each layer, so that the sum of the losses is the least, each in the proportion of the two.
@@ -42,22 +49,32 @@ class LayerLosses:
         Args:
             heavy, recent: of the average layer.
             length: tokens of the longest text.
+
+        Raises:
+            UserError: the budget is not among those that were measured.
         """
-        least, most, mean = self.budgets[0] * length, self.budgets[-1] * length, heavy + recent
-        if not least < mean < most:  # nothing is known there
-            return ((heavy, recent),) * len(self.losses)
+        mean = heavy + recent
+        if not self.budgets[0] <= mean / length <= self.budgets[-1]:
+            known = f"{self.budgets[0]:.1%} to {self.budgets[-1]:.1%}"
+            raise UserError(
+                f"`kv_rule`: `layers` knows what slots for {known} of a text cost, not {mean} for {length} tokens: "
+                "leave it out, or give a budget between"
+            )
+        least = max(1.0, self.budgets[0] * length)
+        sizes = [least, *(x * length for x in self.budgets if x * length > least)]
+        known = [x * length for x in self.budgets]
         steps = sorted(
-            (_slope(a, b), layer, (b[0] - a[0]) * length)
+            (_slope(a, b), layer, b[0] - a[0])
             for layer, each in enumerate(self.losses)
-            for a, b in pairwise(_convex(list(zip(self.budgets, each))))
+            for a, b in pairwise(_convex(list(zip(sizes, np.interp(sizes, known, each)))))
         )
         slots, left = [least] * len(self.losses), (mean - least) * len(self.losses)
         for _, layer, width in steps:  # of a convex curve the first steps are the steepest
             taken = min(width, left)
             slots[layer] += taken
             left -= taken
-        ends = [round(end) for end in accumulate(slots, initial=0)]  # rounded so that the sum stays
-        whole = [max(1, b - a) for a, b in pairwise(ends)]
+        ends = [int(end + 0.5) for end in accumulate(slots, initial=0)]  # rounded so that the sum stays
+        whole = [b - a for a, b in pairwise(ends)]
         recents = [round(n * recent / mean) for n in whole]
         return tuple((n - r, r) for n, r in zip(whole, recents))
 

@@ -252,7 +252,7 @@ class BudgetRule(CacheRule):
         held = past.seen.clamp(max=self.slots)
         before, is_ragged, newest = int(held.max()), bool((held < held.max()).any()), past.seen + lengths - 1
         position = past.seen[:, None] + torch.arange(k.shape[2])
-        weights = self._query_weights(position, newest[:, None]).to(k.device, non_blocking=True)
+        weights = self.weights_of(position, newest[:, None]).to(k.device, non_blocking=True)
         position = torch.where(position <= newest[:, None], position, -1)[:, None]
         new = {"position": position.to(k.device, torch.int32).expand(k.shape[:3]), **self.remember(k, v)}
         held, newest = _column(held, k.device), _column(newest, k.device)
@@ -270,8 +270,8 @@ class BudgetRule(CacheRule):
         self._keep(cache, *stored, Tokens({"score": score, **new}, newest, newest + 1))
         return context
 
-    def _query_weights(self, position: Tensor, newest: Tensor) -> Tensor:
-        """(B, T) fp32: how much each query counts; padding does not."""
+    def weights_of(self, position: Tensor, newest: Tensor) -> Tensor:
+        """(B, T) fp32: how much each query counts, as `query_weights` says; padding does not."""
         weights, real = self.query_weights(position, newest), position <= newest
         return real.float() if weights is None else torch.where(real, weights, 0.0)
 

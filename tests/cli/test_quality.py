@@ -136,6 +136,10 @@ REFUSED = {
     "summaries of nothing": (("--task", "summarize"), "needs a file of JSON lines"),
     "files beside a prompt": (("a.txt", "--compare", "b"), "--compare brings its own text"),
     "samples": (("--samples", "3"), "--samples is for --compare"),
+    "one token": (("--gen-len", "1"), "--gen-len must be 2 or more"),
+    "windows of a prompt": (("--compare", "b"), "--prompt-len and --windows cut texts"),
+    "temperature of nothing": (("--temperature", "1"), "--temperature is of --samples"),
+    "two tasks": (("--compare", "b", "--task", "summarize"), "leave --task out"),
     "one sample": (("--samples", "1", "--compare", "b"), "2 or more"),
     "unknown option": (("--rules", "h2o"), "unknown option --rules"),
 }

@@ -30,7 +30,7 @@ def llm(tiny):
 def test_rows_are_those_of_the_oracle(tiny, llm):
     model = tiny("llama")
     passages = [clear_cut(model, n, length) for n, length in zip(PROMPTS, LENGTHS)]
-    settings = [Setting("h2o", KVBudget.from_size(*budget)) for budget in BUDGETS]
+    settings = [Setting("smoothed", KVBudget.from_size(*budget)) for budget in BUDGETS]
     full, *rows = measure(llm, passages, settings)
     perplexity, greedy = by_oracle(model, passages)
     assert full["perplexity"] == pytest.approx(perplexity, rel=1e-4)
@@ -49,7 +49,7 @@ def test_rows_are_those_of_the_oracle(tiny, llm):
 def test_bytes_are_those_of_a_sequence_in_all_layers(tiny, llm):
     """Of K and V 2 layers, 2 heads, 6 elements of 4 bytes; the last token is never attended to."""
     (text,) = tiny("llama").prompts([24])
-    full, row = measure(llm, [Passage(text, 8)], [Setting("h2o", KVBudget.from_size(3, 4))])
+    full, row = measure(llm, [Passage(text, 8)], [Setting("h2o", KVBudget.from_size(3, 4, "h2o"))])
     slot = 2 * 2 * 2 * 6 * 4
     assert full["kv_bytes"] == 23 * slot
     score_and_position = 2 * 2 * 8

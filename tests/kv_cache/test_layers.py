@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from analysis_tools import resident
 from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
+from h2o_flexgen.analysis.calibration import Probe, Watched
+from h2o_flexgen.analysis.simulation import MaskedCache
 from h2o_flexgen.kv_cache import check_rule, rule_for
 from h2o_flexgen.kv_cache.layers import LayerLosses
 from h2o_flexgen.models.spec import ModelSpec, Rope
@@ -22,8 +26,8 @@ STEEP, FLAT = [8.0, 4.0, 1.0, 0.0], [0.1, 0.05, 0.02, 0.0]
 
 @given(
     losses=st.lists(st.lists(st.floats(0, 9), min_size=4, max_size=4), min_size=1, max_size=9),
-    heavy=st.integers(1, 200),
-    recent=st.integers(0, 200),
+    heavy=st.integers(50, 250),
+    recent=st.integers(0, 250),
 )
 def test_all_layers_together_have_the_slots_of_the_budget(losses, heavy, recent):
     slots = LayerLosses(tuple(BUDGETS), tuple(map(tuple, losses))).slots(heavy, recent, 1000)
@@ -38,9 +42,28 @@ def test_the_layer_whose_loss_falls_most_gets_most():
     assert many[0] == pytest.approx(many[1], abs=1)
 
 
-def test_where_nothing_was_measured_all_layers_are_alike():
+@pytest.mark.parametrize("slots", [20, 300])
+def test_a_budget_that_was_not_measured_is_refused(slots):
     known = LayerLosses(tuple(BUDGETS), (tuple(FLAT), tuple(STEEP)))
-    assert known.slots(300, 300, 1000) == ((300, 300),) * 2 and known.slots(20, 20, 1000) == ((20, 20),) * 2
+    with pytest.raises(UserError, match="slots for 5.0% to 50.0% of a text"):
+        known.slots(slots, slots, 1000)
+
+
+def test_calibration_keeps_what_the_rule_keeps(tiny):
+    """Whatever its queries' weights: masks, which give what dropping gives, say who stays of a prompt."""
+    model, length = resident(tiny()), 96
+    ids = torch.tensor(tiny().prompts([length] * 2))
+    for text in ("h2o", "decayed:decay=0.5", "snapkv:window=4", "smoothed:decay=0.9"):
+        budget = KVBudget.from_size(8, 8, text)
+        rule = rule_for(budget, Workload((64,), length - 64), model.spec)
+        cache, attention = MaskedCache(rule, length), Watched()
+        positions = torch.arange(length).expand(ids.shape)
+        hidden = model.embed(ids, positions)
+        model.block(0, hidden, positions, attention)
+        q, k, v = attention.seen
+        cache.prefill(*(x[:, :, :64] for x in (q, k, v)))
+        (kept,) = Probe(model, 64, [rule], hidden)._kept(q, k, v)
+        assert torch.equal(kept, cache.kept[:, :, :64]), text
 
 
 @pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0)], ids=["ram", "disk"])
@@ -73,7 +96,14 @@ def test_with_rolling_positions_the_largest_layer_leaves_room(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{", '{"budgets": [0.2, 0.1], "losses": [[1, 0]]}', '{"budgets": [0.1], "losses": [[1]]}']
+    "text",
+    [
+        "[]",
+        "{",
+        '{"budgets": [0.1, 0.2], "losses": [[1, NaN]]}',
+        '{"budgets": [0.2, 0.1], "losses": [[1, 0]]}',
+        '{"budgets": [0.1], "losses": [[1]]}',
+    ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path, text):
     path = tmp_path / "layers.json"
@@ -82,7 +112,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text):
         check_rule(f"h2o:layers={path}")
 
 
-def test_calibrate_writes_what_generate_takes(texts, tmp_path):
+def test_calibrate_writes_what_generate_takes(texts, tmp_path, capsys):
     text, path = tmp_path / "text.txt", tmp_path / "layers.json"
     text.write_text("to be or not to be, that is the question. " * 200)
     from h2o_flexgen import calibrate
@@ -92,3 +122,6 @@ def test_calibrate_writes_what_generate_takes(texts, tmp_path):
     assert calibrate.main([*options[:-1], str(tmp_path / "b.json"), "--kv-rule", f"h2o:layers={path}"]) == 2
     known = LayerLosses.from_file(str(path))
     assert known.losses and min(map(min, known.losses)) > -1e-6
+    assert known.model == str(texts)
+    assert calibrate.main([*options[:-1], str(tmp_path / "c.json"), "--kv-rule", "vatp"]) == 2
+    assert "take a larger --window than 64" in capsys.readouterr().err
