@@ -146,6 +146,7 @@ class LLM:
                 self.model.formats,
                 self.model.source.copy_bytes,
                 compute,
+                compress_weight is not None,
             ),
             Constraints(
                 gpu_batch_size,

@@ -111,7 +111,8 @@ def model_data(args: argparse.Namespace, found, profile):
     check_compute(args.compute, formats)
     is_new, stored = found.is_dummy or to_come, found.stored(profile.dtype)
     cuda = profile.device == "cuda"
-    return ModelData.of(found.spec, profile.dtype, stored, cuda, is_new, formats, copied, args.compute)
+    is_asked = args.compress_weight is not None
+    return ModelData.of(found.spec, profile.dtype, stored, cuda, is_new, formats, copied, args.compute, is_asked)
 
 
 def choose(args: argparse.Namespace, length: int, model, profile, policy, budget, losses):

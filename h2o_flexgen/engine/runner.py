@@ -17,6 +17,7 @@ from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import memory
+from h2o_flexgen.offload.checkpoint import Decoded
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
@@ -129,7 +130,7 @@ class Runner:
 
     def _load_weights(self, job) -> None:
         """Unless those that are loaded are placed as the job wants them."""
-        placed = (job.placement.weights, job.policy.overlap)
+        placed = (job.placement.weights, job.policy.overlap, job.decoded)
         if placed == self._placed:
             return
         self.close()
@@ -143,7 +144,7 @@ class Runner:
             streamed,
             gathered,
             job.placement.weights,
-            self.model.source,
+            Decoded(self.model.source, self.model.dtype) if job.decoded else self.model.source,
             self.progress,
             self.model.compute,
         )

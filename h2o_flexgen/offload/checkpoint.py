@@ -210,6 +210,27 @@ class Checkpoint:
             convert(flat[at : at + len(part)], part)
 
 
+class Decoded:
+    """A checkpoint whose quantised matrices are decoded to `dtype` when they are read; none may be on disk."""
+
+    def __init__(self, source: Checkpoint, dtype: torch.dtype):
+        self._source, self._dtype = source, dtype
+        self.on_disk = source.on_disk
+
+    def format(self, name: str) -> Format:
+        form = self._source.format(name)
+        return form if isinstance(form, Dense) else Dense(self._dtype)
+
+    def read(self, name: str, out: Tensor, io: DiskIO) -> None:
+        """Fill `out`, as `Checkpoint.read`."""
+        form, shape = self._source.format(name), tuple(out.shape)
+        if isinstance(form, Dense):
+            return self._source.read(name, out, io)
+        stored = form.view(torch.empty(form.nbytes(shape), dtype=torch.uint8, device=out.device), shape)
+        self._source.read(name, stored, io)
+        stored.decode(out)
+
+
 def dummy_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which random weights are "stored", for a job that computes in `dtype`."""
     return torch.float16 if dtype == torch.float32 else dtype

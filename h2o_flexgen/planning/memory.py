@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -82,6 +82,7 @@ class ModelData:
         dummy: random weights, which are written to disk first.
         copy_bytes: of a copy of the checkpoint in the cache folder.
         compute: "exact", or "int8" for matmuls in int8 with what is quantised.
+        compressed: the formats were asked for, by `compress_weight`; else they are those of the checkpoint.
     """
 
     spec: ModelSpec
@@ -93,6 +94,7 @@ class ModelData:
     copy_bytes: int = 0
     compute: str = "exact"
     compress_cache: str | None = None
+    compressed: bool = False
 
     @classmethod
     def of(
@@ -105,13 +107,23 @@ class ModelData:
         formats: dict[str, Format] | None = None,
         copy_bytes: int = 0,
         compute: str = "exact",
+        compressed: bool = False,
     ) -> ModelData:
         """`dtype` and `stored`: names of the type of the computation, and of that in the checkpoint, for matrices that
         `formats` does not name."""
         layers = family(spec.model_type).tensors(spec)
         types = {1: Dense(getattr(torch, dtype)), 2: Dense(getattr(torch, stored))}  # vectors are never streamed
         found = {name: types[min(2, len(shape))] for layer in layers for name, shape in layer.shapes.items()}
-        return cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, copy_bytes, compute)
+        data = cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, copy_bytes, compute)
+        return replace(data, compressed=compressed)
+
+    def decoded(self) -> ModelData | None:
+        """With floats for the quantised matrices of the checkpoint, which are decoded once, when they are loaded. None
+        if there are none, or they are wanted as they are."""
+        if self.compressed or self.compute != "exact" or all(map(self.is_dense, self.formats)):
+            return None
+        dense = {name: Dense(self.torch_dtype) for name in self.formats if not self.is_dense(name)}
+        return replace(self, formats=self.formats | dense)
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """With the cache of a job."""

@@ -28,6 +28,7 @@ class Choice:
     Attributes:
         rule: the cache rule of `kv_budget`.
         compress_cache: as for `LLM`.
+        decoded: quantised matrices are decoded when they are loaded: all are on the device, which has room for floats.
         plan: the bytes it needs. A policy that was given may need more than there is (`plan.check`).
         prediction: what it costs; None while this machine has not been measured.
         curve: where the KV budget or the format is "auto" the trade of slots and bits for throughput; else empty.
@@ -41,6 +42,7 @@ class Choice:
     plan: Plan
     prediction: Prediction | None
     compress_cache: str | None = None
+    decoded: bool = False
     curve: list[BudgetPoint] = field(default_factory=list)
 
 
@@ -61,7 +63,8 @@ class Planner:
         measure: Callable[[], Profile] | None = None,
         progress: bool = False,
     ):
-        self.model, self.constraints, self.profile = model, constraints or Constraints(), profile
+        self.model = self._stored = model
+        self.constraints, self.profile = constraints or Constraints(), profile
         self.progress, self._measure = progress, measure
 
     def choose(
@@ -125,8 +128,14 @@ class Planner:
         kv_budget: KVBudget | None,
         compress_cache: str | None,
     ) -> Choice:
-        self.model = replace(self.model, compress_cache=compress_cache)
-        rule = rule_for(kv_budget, workload, self.model.spec)
+        stored = self.model = replace(self._stored, compress_cache=compress_cache)
+        rule, given = rule_for(kv_budget, workload, stored.spec), policy
+        decoded = stored.decoded()
+        if decoded is not None:
+            self.model = decoded
+            policy = self._decoded(workload, resources, rule, given)
+            if policy is None:
+                self.model, decoded, policy = stored, None, given
         policy = policy or self._resident(workload, resources, rule)
         if policy is None:
             policy = self.search(rule, workload, resources).best().policy
@@ -136,7 +145,18 @@ class Planner:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
             prediction = cost.predict(policy, placement, planned.prompt_lens)
-        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, compress_cache)
+        is_decoded = decoded is not None
+        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, compress_cache, is_decoded)
+
+    def _decoded(
+        self, workload: Workload, resources: Resources, rule: CacheRule, given: Policy | None
+    ) -> Policy | None:
+        """A policy with all weights on the device, the given one if there is one, if there is room for floats."""
+        if given is None:
+            return self._resident(workload, resources, rule)
+        if given.fractions("weights")[0] < 1 or self.plan(given, rule, workload, resources)[1].missing():
+            return None
+        return given
 
     def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +18,13 @@ from cli_tools import write_rows
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
-from h2o_flexgen import LLM
+from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import Quantised
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile
 from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.source import find_model
+from h2o_flexgen.sizes import Workload
 
 pytest_plugins = ["cli_tools"]
 
@@ -336,3 +339,31 @@ def test_a_tensor_that_is_missing(refused, tmp_path):
 def test_without_the_package(refused, quantised, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install gguf" in refused("--model", quantised.folder)
+
+
+def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
+    """Then no step decodes; else it stays as it is stored, and so on disk."""
+    prompts = quantised.clear_cut_prompts([9, 4], 4)
+    found = []
+    for policy, compute, decoded in (
+        (Policy(), "exact", True),
+        ("auto", "exact", True),
+        (Policy(), "int8", False),
+        (Policy(percent=(50, 0, 100, 0, 100, 0)), "exact", False),
+    ):
+        with LLM(str(quantised.folder), policy, compute=compute, device="cpu", dtype="float32", progress=False) as llm:
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+            assert llm.choice.decoded == decoded
+            held = llm.runner.weights.resident["model.layers.0.mlp.up_proj.weight"] if decoded else None
+            assert held is None or not isinstance(held, Quantised)
+            found.append([o.outputs[0].token_ids for o in outputs])
+    assert found[0] == found[1] == found[3]
+
+
+def test_a_model_that_has_no_room_for_floats_stays_as_it_is(quantised):
+    with LLM(str(quantised.folder), device="cpu", dtype="float32", progress=False) as llm:
+        workload, resources = Workload((8, 8), 4), llm.resources()
+        plenty = llm.planner.choose(workload, resources, Policy())
+        most = plenty.plan.needed("ram") - 4096
+        few = replace(resources, limits=resources.limits | {"gpu": most, "ram": most})
+        assert plenty.decoded and not llm.planner.choose(workload, few, Policy()).decoded
