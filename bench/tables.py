@@ -13,6 +13,7 @@ from math import exp
 
 from bench.common import RESULTS, ROOT, stored
 from bench.rows import ROWS, column, file_name, setting_text
+from h2o_flexgen.kv_cache.layers import LayerLosses
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: of the table of all rows; a column that no row has is left out
@@ -306,6 +307,15 @@ def stream_age(fresh: dict) -> str:
     return columns(found, header, template)
 
 
+def layers_smollm2(data: dict) -> str:
+    """The slots of each layer that a calibration comes to."""
+    known, found = LayerLosses(data["budgets"], data["losses"]), []
+    for slots in (102, 204):
+        each = known.slots(slots // 2, slots // 2, data["window"])
+        found.append({"slots": slots, "each": " ".join(str(heavy + recent) for heavy, recent in each)})
+    return columns(found, "slots on average | of each layer", "{slots} | {each}")
+
+
 def decoding(data: dict) -> str:
     """Of quantised weights."""
     header = "from | to fp32 | bf16 | int8 codes, a scale a row"
@@ -370,7 +380,12 @@ OF_ROWS = (throughput, throughput_details, throughput_ours, throughput_machines)
 OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
 OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
-OTHERS |= {"format_losses": format_losses, "stream_age": stream_age, "decoding": decoding}
+OTHERS |= {
+    "format_losses": format_losses,
+    "stream_age": stream_age,
+    "decoding": decoding,
+    "layers_smollm2": layers_smollm2,
+}
 
 
 def table(name: str) -> str:
