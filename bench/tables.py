@@ -293,7 +293,7 @@ def quality(data: dict) -> str:
     return f"{w['model']} in {w['dtype']}, {job} teacher-forced.\n\n{columns(rows, header, template)}"
 
 
-def stream_age(fresh: dict) -> str:
+def stream_fresh(fresh: dict) -> str:
     """The last two windows of a long stream beside those of one that began later."""
     found = []
     for name, data in (("from the beginning", stored("stream_long")), ("begun 4,096 tokens before them", fresh)):
@@ -382,7 +382,7 @@ RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
 OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
 OTHERS |= {
     "format_losses": format_losses,
-    "stream_age": stream_age,
+    "stream_fresh": stream_fresh,
     "decoding": decoding,
     "layers_smollm2": layers_smollm2,
 }
@@ -392,9 +392,7 @@ def table(name: str) -> str:
     """Raises KeyError for a name that is no table's."""
     if name in OF_ROWS:
         return OF_ROWS[name](rows_measured())
-    data = stored(
-        {"prediction": "search_machine", "stream_age": "stream_fresh", "decoding": "format_rates"}.get(name, name)
-    )
+    data = stored({"prediction": "search_machine", "decoding": "format_rates"}.get(name, name))
     if not data:
         return f"(not measured yet: docs/benchmarks/{name}.json)"
     if name == "peer_settings":
