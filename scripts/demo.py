@@ -42,7 +42,7 @@ def perplexity(llm: LLM) -> float:
 def main() -> None:
     questions = [ask(question) for question in QUESTIONS]
     summaries = [ask(f"Summarize this text in two sentences:\n\n{topics[name][:2400]}") for name in TEXTS]
-    with LLM(kv_budget=KVBudget.from_ratio(0.2), progress=False) as llm:
+    with LLM(kv_budget=KVBudget.from_ratio(0.2, rule="h2o"), progress=False) as llm:
         answers = [output.outputs[0].text for output in llm.chat(questions + summaries, PARAMS)]
         slots, longest = llm.report["kv_budget"], llm.report["workload"]["prompt_len"]
         print(
