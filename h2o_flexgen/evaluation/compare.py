@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from h2o_flexgen.engine.params import SamplingParams
-from h2o_flexgen.errors import UserError
 from h2o_flexgen.evaluation.extras import need
-from h2o_flexgen.evaluation.settings import Setting, measure_each
+from h2o_flexgen.evaluation.settings import Setting, check_outputs, measure_each
 from h2o_flexgen.llm import LLM
 
 
@@ -24,9 +23,8 @@ def measure(
     params = [SamplingParams(max_tokens=gen_len)] + [SamplingParams(temperature, max_tokens=gen_len)] * samples
 
     def job() -> dict:
-        outputs = llm.generate([prompt] * len(params), params, skip_errors=True)
-        if error := next((output.error for output in outputs if output.error), None):
-            raise UserError(error)
+        outputs = llm.generate([prompt] * len(params), params)
+        check_outputs(outputs, "text")
         text, *drawn = [output.outputs[0].text for output in outputs]
         return {"text": text, "samples": drawn, "self_bleu": self_bleu(drawn) if drawn else None}
 

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from statistics import fmean
 
-from h2o_flexgen.errors import UserError
 from h2o_flexgen.evaluation.passages import Passage
-from h2o_flexgen.evaluation.settings import Setting, measure_each
+from h2o_flexgen.evaluation.settings import Setting, check_outputs, measure_each
 from h2o_flexgen.llm import LLM
 
 
@@ -30,9 +29,7 @@ def measure(llm: LLM, passages: list[Passage], settings: list[Setting]) -> Itera
 
     def job() -> dict:
         scores = llm.score(texts, prompt_lens)
-        for score in scores:
-            if score.error is not None:
-                raise UserError(f"passage {score.index}: {score.error}")
+        check_outputs(scores, "passage")
         perplexity = math.exp(-fmean(logprob for score in scores for logprob in score.token_logprobs))
         greedy = [token for score in scores for token in score.greedy_token_ids]
         if not full:

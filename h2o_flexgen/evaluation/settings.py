@@ -111,6 +111,13 @@ def measure_each(llm: LLM, settings: list[Setting], tokens: int, job: Callable[[
             yield row_of(llm, setting) | found
 
 
+def check_outputs(outputs: list, name: str) -> None:
+    """Raises UserError for the first of the outputs or scores that has an error; `name`: what one of them is of."""
+    for output in outputs:
+        if output.error is not None:
+            raise UserError(f"{name} {output.index}: {output.error}")
+
+
 class _Count(Observer):
     """Moves a bar on by the tokens of a job."""
 
@@ -133,15 +140,15 @@ def row_of(llm: LLM, setting: Setting) -> dict:
     """
     choice = llm.choice
     row = {"rule": setting.rule} | dict.fromkeys(("slots", "heavy", "recent", "hh_ratio", "recent_ratio"))
-    row["compress_cache"] = choice.compress_cache
     nbytes = kv_bytes(llm.planner.model, choice.workload, choice.rule, choice.compress_cache)
+    row |= {"compress_cache": choice.compress_cache, "kv_bytes": nbytes["job"]}
     budget, longest = setting.budget, choice.workload.longest
     if budget is None:
-        return row | {"kv_bytes": nbytes["job"] if choice.compress_cache else nbytes["full"]}
+        return row
     heavy, recent = budget.slots(longest)
     ratios = {"hh_ratio": budget.hh_ratio, "recent_ratio": budget.recent_ratio}
     if budget.hh_ratio is None:
         # half a slot more where there is room, or rounding would lose one on the way back
         share = lambda n: (n + 0.5 * (0 < n < longest)) / longest
         ratios = {"hh_ratio": share(heavy), "recent_ratio": share(recent)}
-    return row | {"slots": heavy + recent, "heavy": heavy, "recent": recent, **ratios, "kv_bytes": nbytes["job"]}
+    return row | {"slots": heavy + recent, "heavy": heavy, "recent": recent, **ratios}

@@ -10,7 +10,7 @@ from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.evaluation.extras import need
 from h2o_flexgen.evaluation.passages import Source
-from h2o_flexgen.evaluation.settings import Setting, measure_each
+from h2o_flexgen.evaluation.settings import Setting, check_outputs, measure_each
 from h2o_flexgen.jobs.openai import sampling
 from h2o_flexgen.llm import LLM
 
@@ -70,8 +70,7 @@ def measure(llm: LLM, articles: list[Article], settings: list[Setting]) -> Itera
 
     def job() -> dict:
         outputs = llm.generate(prompts, params, skip_errors=True)
-        if error := next((f"article {o.index}: {o.error}" for o in outputs if o.error), None):
-            raise UserError(error)
+        check_outputs(outputs, "article")
         texts = [output.outputs[0].text.strip() for output in outputs]
         full.extend(texts if not full else [])
         found = {"reference": mean_rouge(texts, references), "full_cache": mean_rouge(texts, full)}

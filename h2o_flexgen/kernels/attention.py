@@ -126,10 +126,10 @@ def cached_attention(
         context (B, H, 1, D), and per KV head the attention that each slot receives from the heads of its group
         (B, KV, sum of S) in fp32.
     """
-    # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
     form = form or KVFormat.dense(q.dtype)
     if rotate is None and not q.is_cuda and form.is_compiled:
         return _cached_attention_by_codes(q, k, v, empty, form)
+    # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
     if rotate is not None or not form.is_dense or (q.device.type == "cpu" and q.dtype == torch.float16):
         return _cached_attention_by_parts(q, k, v, empty, rotate, form)
     B, H, _, D = q.shape

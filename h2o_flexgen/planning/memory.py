@@ -114,8 +114,8 @@ class ModelData:
         layers = family(spec.model_type).tensors(spec)
         types = {1: Dense(getattr(torch, dtype)), 2: Dense(getattr(torch, stored))}  # vectors are never streamed
         found = {name: types[min(2, len(shape))] for layer in layers for name, shape in layer.shapes.items()}
-        data = cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, copy_bytes, compute)
-        return replace(data, compressed=compressed)
+        found |= formats or {}
+        return cls(spec, layers, dtype, found, cuda, dummy, copy_bytes, compute, compressed=compressed)
 
     def decoded(self) -> ModelData | None:
         """With floats for the quantised matrices of the checkpoint, which are decoded once, when they are loaded. None

@@ -128,14 +128,14 @@ class Planner:
         kv_budget: KVBudget | None,
         compress_cache: str | None,
     ) -> Choice:
-        stored = self.model = replace(self._stored, compress_cache=compress_cache)
-        rule, given = rule_for(kv_budget, workload, stored.spec), policy
-        decoded = stored.decoded()
-        if decoded is not None:
-            self.model = decoded
-            policy = self._decoded(workload, resources, rule, given)
-            if policy is None:
-                self.model, decoded, policy = stored, None, given
+        stored = replace(self._stored, compress_cache=compress_cache)
+        rule = rule_for(kv_budget, workload, stored.spec)
+        self.model = stored.decoded() or stored
+        if self.model is not stored:
+            chosen = policy or self._resident(workload, resources, rule)
+            on_device = chosen is not None and chosen.fractions("weights")[0] == 1
+            if not on_device or self.plan(chosen, rule, workload, resources)[1].missing():
+                self.model = stored
         policy = policy or self._resident(workload, resources, rule)
         if policy is None:
             policy = self.search(rule, workload, resources).best().policy
@@ -145,18 +145,9 @@ class Planner:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
             prediction = cost.predict(policy, placement, planned.prompt_lens)
-        is_decoded = decoded is not None
-        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, compress_cache, is_decoded)
-
-    def _decoded(
-        self, workload: Workload, resources: Resources, rule: CacheRule, given: Policy | None
-    ) -> Policy | None:
-        """A policy with all weights on the device, the given one if there is one, if there is room for floats."""
-        if given is None:
-            return self._resident(workload, resources, rule)
-        if given.fractions("weights")[0] < 1 or self.plan(given, rule, workload, resources)[1].missing():
-            return None
-        return given
+        return Choice(
+            workload, policy, kv_budget, rule, placement, plan, prediction, compress_cache, self.model is not stored
+        )
 
     def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""
