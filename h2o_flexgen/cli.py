@@ -128,7 +128,7 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | N
 
 
 def prompt_len(args: argparse.Namespace, positions: int, rolling: bool) -> int:
-    """Tokens of a built-in prompt, for a model with so many positions, in which the output has to fit unless they are
+    """Tokens of a built-in prompt, for a model whose `positions` have to hold the output too, unless they are
     `rolling`."""
     return args.prompt_len or min(512, positions if rolling else max(1, positions - args.gen_len))
 

@@ -118,7 +118,7 @@ class Losses:
         return self.max_loss is None or (rise is not None and rise <= self.max_loss)
 
     def at(self, rule: str | None, ratio: float | None, compress_cache: str | None = None) -> float | None:
-        """The loss of a rule with slots for so much of the longest prompt, half of them heavy, and of the full cache
+        """The loss of a rule with slots for this part of the longest prompt, half of them heavy, and of the full cache
         for None; with the cache in this format. It is on straight lines between what was measured and the full cache;
         None below the smallest budget that was measured, and for a full cache that was not.
 

@@ -78,7 +78,7 @@ class KVBudget:
         return cls(hh_size=data["heavy"], recent_size=data["recent"], rule=rule, position_rolling=rolling)
 
     def to_dict(self, longest_prompt: int) -> dict:
-        """In slots, for a job whose longest prompt has so many tokens."""
+        """In slots, for a job whose longest prompt has `longest_prompt` tokens."""
         heavy, recent = self.slots(longest_prompt)
         found = {"heavy": heavy, "recent": recent, "rule": self.rule}
         return found | ({"position_rolling": True} if self.position_rolling else {})

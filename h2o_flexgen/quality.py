@@ -49,11 +49,11 @@ def make_parser(prog: str = "python -m h2o_flexgen.quality") -> argparse.Argumen
     tasks = "perplexity (default), or summarize: summaries of the rows' articles, by ROUGE"
     add("--task", choices=("perplexity", "summarize"), help=tasks)
     add("--compare", metavar="PROMPT", help="show what follows this text, or the text in this file, instead")
-    add("--prompt-len", type=cli.count, help="tokens of a passage that are its prompt (default: 512)")
+    add("--prompt-len", type=cli.count, help=f"tokens of a passage that are its prompt (default: {PROMPT_LEN})")
     add("--gen-len", type=cli.count, help="tokens behind it, at most (default: 512 are scored, or 128 generated)")
-    add("--windows", type=cli.count, help="passages of a text, at even distances (default: up to 8)")
+    add("--windows", type=cli.count, help=f"passages of a text, at even distances (default: up to {WINDOWS})")
     add("--samples", type=int, default=0, help="for --compare: texts to draw for each setting, for self-BLEU")
-    add("--temperature", type=cli.amount, help="of those texts (default: 0.8)")
+    add("--temperature", type=cli.amount, help=f"of those texts (default: {TEMPERATURE})")
 
     add = parser.add_argument_group("settings: each rule with each budget, and the full cache").add_argument
     rule = f"a cache rule; may be given several times (default: {DEFAULT_RULE}, and sinks or recent tokens beside it)"

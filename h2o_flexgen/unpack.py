@@ -156,7 +156,7 @@ def row_limits(x, times, few, begin, end, limit, scale, is_outlier):
     """For each row of x (R, I) the limit above which its elements are outliers, and the scale of the others.
 
     Args:
-        times: the limit is so many times the mean absolute value, doubled until at most `few` elements are above it.
+        times: the limit is this many times the mean absolute value, doubled until at most `few` elements are above it.
         limit, scale: (R,), float32, of which `begin` to `end` are written.
         is_outlier: (I,), uint8, set to 1 where any row has an outlier.
     """

@@ -175,7 +175,7 @@ def measure(model: LayerModel, ids: Tensor, rule: str, progress: bool = True) ->
 
 
 def rules_of(text: str, length: int, spec: ModelSpec) -> dict[float, BudgetRule]:
-    """By budget of GRID, the rule with so many slots, where they suffice for what it protects."""
+    """The rule with the slots of each budget of GRID, where they suffice for what it protects."""
     found = {}
     for part in GRID:
         slots = int(part * length)

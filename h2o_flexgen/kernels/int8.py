@@ -26,7 +26,7 @@ from torch import Tensor
 from h2o_flexgen.formats import MOST, compiled, in_threads
 from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
 
-#: what is more than so many times the mean absolute value of its row is an outlier
+#: an outlier is more than this many times the mean absolute value of its row
 TIMES = 8.0
 #: outliers of a row at most
 FEW = 16

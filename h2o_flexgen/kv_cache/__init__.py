@@ -96,8 +96,8 @@ def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> Ca
     """The rule of a KV budget, None for a full cache; slots beyond the model's positions could never be filled.
 
     Raises:
-        UserError: as `make_rule`, the budget comes to no slot at all, or positions should roll that cannot, or that
-            so many slots do not leave one of.
+        UserError: as `make_rule`, the budget comes to no slot at all, or positions should roll that cannot, or of
+            which the slots leave none.
     """
     if budget is None:
         return NoCache() if workload.gen_len == 1 else FullCache()

@@ -66,7 +66,7 @@ class CacheRule:
         return prompt_len + step - 1
 
     def layout(self, spec: ModelSpec, form: KVFormat, batch: int, prompt_len: int, gen_len: int) -> KVLayout:
-        """The KV block of a layer for a batch of so many sequences, with vectors in a format."""
+        """The KV block of a layer for `batch` sequences, with vectors in a format."""
         segments = self.segments(prompt_len, gen_len)
         return KVLayout(batch, spec.kv_heads, segments, spec.head_dim, form, self.slot_fields, self.growth)
 

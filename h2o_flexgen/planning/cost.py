@@ -33,7 +33,7 @@ from h2o_flexgen.sizes import (
 
 #: the batches of a block: sequences, and tokens of the longest prompt
 Batches = Sequence[tuple[int, int]]
-#: attention over a cache takes so many times as long if its keys are rotated when they are used: measured on 2 cores,
+#: attention over a cache takes this many times as long if its keys are rotated when they are used: measured on 2 cores,
 #: with 205 to 1025 slots of 3 to 32 heads, 1.4 to 2.3 in fp32, 1.5 to 2.8 in bf16, 1.5 to 2 in fp16
 ROLLED = 2.0
 #: full blocks of a job that are costed at most
