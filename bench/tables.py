@@ -293,6 +293,16 @@ def quality(data: dict) -> str:
     return f"{w['model']} in {w['dtype']}, {job} teacher-forced.\n\n{columns(rows, header, template)}"
 
 
+def summaries_demo(data: dict) -> str:
+    """How near the summaries under KV budgets come to the full cache's own."""
+    rows = []
+    for row in data["rows"]:
+        found = {f"rouge_{n}": x for n, x in row["rouge"]["full_cache"]["rouge-score"].items()}
+        rows.append(found | {"rule": row["rule"], "slots": row["slots"] or "all"})
+    template = "{rule} | {slots} | {rouge_1:.3f} | {rouge_2:.3f} | {rouge_l:.3f}"
+    return columns(rows, "rule | slots | ROUGE-1 | ROUGE-2 | ROUGE-L", template)
+
+
 def stream_fresh(fresh: dict) -> str:
     """The last two windows of a long stream beside those of one that began later."""
     found = []
@@ -381,6 +391,7 @@ OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
 OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
 OTHERS |= {
+    "summaries_demo": summaries_demo,
     "format_losses": format_losses,
     "stream_fresh": stream_fresh,
     "decoding": decoding,
