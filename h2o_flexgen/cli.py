@@ -174,15 +174,18 @@ def make_losses(args: argparse.Namespace) -> Losses | None:
 
 
 def check_model(losses: Losses | None, kv_rule: str | None, model: str) -> None:
-    """Warn if losses, or those of the layers of a rule, were measured with another model than that of the job."""
+    """Warn if losses, or those of the layers of a rule, were measured with another model than that of the job, or with
+    another rule."""
     if losses is not None and losses.model != model:
         print(f"warning: --quality {losses.path} is of {losses.model}, this job is of {model}", file=sys.stderr)
     if kv_rule is not None:
         from h2o_flexgen.kv_cache import layer_losses
 
-        layers = layer_losses(kv_rule)
+        layers, name = layer_losses(kv_rule), kv_rule.partition(":")[0]
         if layers is not None and layers.model not in (None, model):
             print(f"warning: the layers of --kv-rule are of {layers.model}, this job is of {model}", file=sys.stderr)
+        if layers is not None and layers.rule and layers.rule.partition(":")[0] != name:
+            print(f"warning: the layers of --kv-rule are of {layers.rule}, this job has {name}", file=sys.stderr)
 
 
 def make_budget(args: argparse.Namespace, losses: Losses | None = None) -> KVBudget | str | None:

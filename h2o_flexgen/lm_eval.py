@@ -223,9 +223,15 @@ class HarnessLM(TemplateLM):
 
         As with the harness's `hf` model a context loses its beginning where `max_length` needs it; the last token of a
         continuation is no input, and does not count.
+
+        Raises:
+            UserError: a continuation has no token, or more than `max_length`; or a text cannot be scored.
         """
         rows, starts, answers = [], [], {}
-        for context, continuation in pairs:
+        for index, (context, continuation) in enumerate(pairs):
+            if not continuation:
+                mend = "mend the task's choices or its target_delimiter"
+                raise UserError(f"{kind}, request {index}: the continuation has no token behind its context: {mend}")
             rows.append((context + continuation)[-(self.max_length + 1) :])
             starts.append(len(rows[-1]) - len(continuation))
             if starts[-1] < 1:
@@ -273,6 +279,8 @@ class HarnessLM(TemplateLM):
         """The `SamplingParams` of a request. Raises UserError for arguments that would be without effect."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
+        if arguments.get("do_sample"):  # the harness would take 0, which is greedy
+            arguments = {"temperature": 1.0} | arguments
         how = normalize_gen_kwargs(arguments, self.max_gen_toks)
         unknown = [name for name in how if name not in GENERATION and how[name] != NEUTRAL.get(name)]
         if unknown:

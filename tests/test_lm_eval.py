@@ -153,6 +153,15 @@ def test_sampling_is_ours_and_repeats(evaluate, model):
     assert answers(once) == answers(again) != answers(evaluate("h2o_flexgen", args, names=["write"]))
 
 
+def test_sampling_without_a_temperature_has_1(evaluate, model):
+    args = {"pretrained": str(model.folder)}
+    drawn = [
+        answers(evaluate("h2o_flexgen", args, names=["write"], gen_kwargs={"do_sample": True, "until": []} | more))
+        for more in ({}, {"temperature": 1.0}, {"temperature": 0.0})
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
 @pytest.fixture
 def make(model):
     """make(...) -> a model for the harness, with more of --model_args."""
@@ -313,6 +322,9 @@ def test_requests_that_cannot_be_run_are_refused(make, tiny):
     lm = make(max_length=20)
     with pytest.raises(UserError, match="a continuation has [0-9]+ tokens; `max_length` is 20"):
         lm.loglikelihood(requests(("a", MORE)))
+    for refuses in (lm, make(hh_size=HEAVY)):
+        with pytest.raises(UserError, match="loglikelihood, request 1: the continuation has no token"):
+            refuses.loglikelihood(requests(("a", " b"), ("a", "")))
     with pytest.raises(UserError, match="20 tokens are to be generated; `max_length` is 20"):
         lm.generate_until(requests(("a", {"max_gen_toks": 20})))
     with pytest.raises(UserError, match="unknown in --gen_kwargs: num_beams; known: until, "):

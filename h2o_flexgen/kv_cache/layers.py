@@ -19,12 +19,13 @@ class LayerLosses:
     Attributes:
         budgets: slots as fractions of a text, rising.
         losses: for each layer the loss with each budget.
-        model: the name of the model that was measured, if it is known.
+        model, rule: the names of what was measured, if they are known.
     """
 
     budgets: tuple[float, ...]
     losses: tuple[tuple[float, ...], ...]
     model: str | None = None
+    rule: str | None = None
 
     @classmethod
     def from_file(cls, path: str) -> LayerLosses:
@@ -38,7 +39,7 @@ class LayerLosses:
                 raise ValueError
             if not all(isfinite(x) for each in (budgets, *losses) for x in each):
                 raise ValueError
-            return cls(budgets, losses, data.get("model"))
+            return cls(budgets, losses, data.get("model"), data.get("rule"))
         except (KeyError, TypeError, ValueError):
             made = "h2o-flexgen calibrate --output FILE makes one"
             raise UserError(f"`kv_rule`: {path} holds no losses of layers: {made}") from None

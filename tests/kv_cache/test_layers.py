@@ -10,7 +10,7 @@ from analysis_tools import resident
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, cli
 from h2o_flexgen.analysis.calibration import Probe, Watched
 from h2o_flexgen.analysis.simulation import MaskedCache
 from h2o_flexgen.kv_cache import check_rule, rule_for
@@ -110,6 +110,22 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(UserError, match="kv_rule"):
         check_rule(f"h2o:layers={path}")
+
+
+@pytest.mark.parametrize(
+    "measured, says",
+    [
+        (dict(model="m", rule="mean:first=4"), ""),
+        (dict(model="other"), "warning: the layers of --kv-rule are of other, this job is of m\n"),
+        (dict(model="m", rule="h2o"), "warning: the layers of --kv-rule are of h2o, this job has mean\n"),
+    ],
+    ids=["the_same", "another_model", "another_rule"],
+)
+def test_a_file_of_another_model_or_rule_is_a_warning(tmp_path, capsys, measured, says):
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"budgets": BUDGETS, "losses": [FLAT, STEEP]} | measured))
+    cli.check_model(None, f"mean:layers={path}", "m")
+    assert capsys.readouterr().err == says
 
 
 def test_calibrate_writes_what_generate_takes(texts, tmp_path, capsys):
