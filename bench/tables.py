@@ -293,7 +293,7 @@ def quality(data: dict) -> str:
     return f"{w['model']} in {w['dtype']}, {job} teacher-forced.\n\n{columns(rows, header, template)}"
 
 
-def summaries_demo(data: dict) -> str:
+def summaries(data: dict) -> str:
     """How near the summaries under KV budgets come to the full cache's own."""
     rows = []
     for row in data["rows"]:
@@ -391,7 +391,6 @@ OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
 OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
 OTHERS |= {
-    "summaries_demo": summaries_demo,
     "format_losses": format_losses,
     "stream_fresh": stream_fresh,
     "decoding": decoding,
@@ -408,8 +407,9 @@ def table(name: str) -> str:
         return f"(not measured yet: docs/benchmarks/{name}.json)"
     if name == "peer_settings":
         return peer_settings(data)
-    if name.startswith("quality_"):
-        return f"{quality(data)}\n\n{provenance(data)}"
+    for kind in (quality, summaries):
+        if name.startswith(f"{kind.__name__}_"):
+            return f"{kind(data)}\n\n{provenance(data)}"
     if name in OTHERS:
         return f"{OTHERS[name](data)}\n\n{provenance(data)}"
     above, key, header, template = TABLES[name]
