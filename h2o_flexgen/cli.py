@@ -84,12 +84,14 @@ def gibibytes(text: str) -> int:
     return int(amount(text) * GIB)
 
 
-def add_machine_options(add) -> None:
-    """In which types and where a job runs, and what it may use of each tier; `add` is a group's `add_argument`."""
+def add_machine_options(add, weights: tuple[str, ...] = ("int8", "int4")) -> None:
+    """In which types and where a job runs, and what it may use of each tier; `add` is a group's `add_argument`.
+    `weights`: what --compress-weight may be."""
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     add("--dtype", default="auto", help="auto (CUDA: fp16 or bf16; CPU: the fastest), float16, bfloat16, float32")
     compressed = "quantise the weights, once, into a copy under the user's cache folder"
-    add("--compress-weight", choices=("int8", "int4"), help=compressed)
+    compressed += "; auto: as is fastest" * ("auto" in weights)
+    add("--compress-weight", choices=weights, help=compressed)
     add("--compute", choices=("exact", "int8"), default="exact", help="matmuls of weights in 8 and 4 bits (exact)")
     add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
     add("--gpu-mem", type=gibibytes, metavar="GIB", help="use at most this much device memory (RAM without CUDA)")
@@ -293,19 +295,24 @@ def describe_budget(kv_budget: dict | None) -> str:
 
 
 def describe_curve(curve: list[BudgetPoint]) -> str:
-    """A table for people: KV budget, format of the cache where there are several, block, tokens per second, and the
-    loss where one is known. An arrow marks the one that `largest_free` takes."""
-    chosen = largest_free(curve)
+    """A table for people: formats of weights and cache where there are several, KV budget, block, tokens per second,
+    how many times those of the largest budget in the formats with most bits, and the loss where one is known. An arrow
+    marks the one that `largest_free` takes."""
+    chosen, formats = largest_free(curve), [(point.compress_weight, point.compress_cache) for point in curve]
+    dearest = [point for point, each in zip(curve, formats) if each == formats[0]][-1]
     has_losses = any(point.loss is not None for point in curve)
-    has_formats = len({point.compress_cache for point in curve}) > 1
-    lines = ["   hh-ratio  slots" + "   cache" * has_formats + "       block  tokens/s" + "      loss" * has_losses]
+    has_weights, has_caches = (len(set(each)) > 1 for each in zip(*formats))
+    head = "  weights" * has_weights + "   cache" * has_caches
+    lines = [f"  {head} hh-ratio  slots       block  tokens/s    gain" + "      loss" * has_losses]
     for point in curve:
         mark = "=>" if point == chosen else "  "
         ratio = "full" if point.ratio is None else f"{point.ratio:g}"
         block = f"{point.gpu_batch_size} x {point.num_gpu_batches}"
         loss = "unknown" if point.loss is None else f"{point.loss:+.1%}"
-        form = f"{point.compress_cache or 'floats':>8}" * has_formats
-        lines.append(f"{mark} {ratio:>8}{point.slots:>7}{form}{block:>12}{point.tokens_per_s:>10.2f}")
+        form = f"{point.compress_weight or 'stored':>9}" * has_weights
+        form += f"{point.compress_cache or 'floats':>8}" * has_caches
+        gain = f"{point.tokens_per_s / dearest.tokens_per_s:.2f}x"
+        lines.append(f"{mark}{form}{ratio:>9}{point.slots:>7}{block:>12}{point.tokens_per_s:>10.2f}{gain:>8}")
         lines[-1] += f"{loss:>10}" * has_losses
     return "\n".join(lines)
 

@@ -136,18 +136,19 @@ class LLM:
                 if not self.device.is_cuda:
                     prepare_cache(form)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
+        data = ModelData.of(
+            self.spec,
+            dtype_name(self.dtype),
+            dtype_name(self.dtype),
+            self.device.is_cuda,
+            self.model.is_dummy,
+            self.model.formats,
+            self.model.source.copy_bytes,
+            compute,
+            compress_weight is not None,
+        )
         self.planner = Planner(
-            ModelData.of(
-                self.spec,
-                dtype_name(self.dtype),
-                dtype_name(self.dtype),
-                self.device.is_cuda,
-                self.model.is_dummy,
-                self.model.formats,
-                self.model.source.copy_bytes,
-                compute,
-                compress_weight is not None,
-            ),
+            {compress_weight: data},
             Constraints(
                 gpu_batch_size,
                 num_gpu_batches,

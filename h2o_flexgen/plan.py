@@ -41,7 +41,7 @@ def add_options(parser: cli.Parser, add, default_prompts: str) -> None:
     add("--num-prompts", type=cli.count, help=f"prompts of the job (default: {default_prompts})")
     cli.add_budget_options(parser)
     add = parser.add_argument_group("machine").add_argument
-    cli.add_machine_options(add)
+    cli.add_machine_options(add, weights=("int8", "int4", "auto"))
     cli.add_cache_option(add)
     cli.add_policy_options(parser.add_argument_group("policy; what is not given is searched").add_argument)
     add = parser.add_argument_group("output").add_argument
@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> None:
     if args.hardware is not None and (args.device, args.dtype) != ("auto", "auto"):
         raise UserError("--device and --dtype are of this machine: --hardware brings its own")
     cli.check_files(args, reads=("hardware", "quality"), writes=("output",))
+    if args.compress_weight == "auto" and args.quality is not None:
+        raise UserError("--compress-weight auto does not go with --quality, which is of one format of the weights")
     losses = cli.make_losses(args)
     budget, policy = cli.make_budget(args, losses), cli.make_policy(args, args.num_prompts)
 
@@ -67,14 +69,18 @@ def run(args: argparse.Namespace) -> None:
     length = cli.prompt_len(args, found.spec.positions, args.position_rolling)
     found.spec.check_length(length, args.gen_len, args.position_rolling)
     profile = profile_for(args, found)
-    model = model_data(args, found, profile)
-    sizes = forecast.sizes(model, args.compress_weight or found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
+    models = models_of(args, found, profile)
+
+    def sizes_of(kind: str | None) -> dict:
+        return forecast.sizes(models[kind], kind or found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
+
     try:
-        choice = choose(args, length, model, profile, policy, budget, losses)
+        choice = choose(args, length, models, profile, policy, budget, losses)
     except PlanError:  # a newcomer wants to know how large the model is
         if not args.json:
-            cli.say(describe_sizes(sizes))
+            cli.say(describe_sizes(sizes_of(next(iter(models)))))
         raise
+    model, sizes = models[choice.compress_weight], sizes_of(choice.compress_weight)
     prompts = args.num_prompts or (choice.policy.block_size if args.search else len(choice.workload.prompt_lens))
     workload = {"prompt_len": length, "gen_len": args.gen_len, "num_prompts": prompts}
     sizes["kv_bytes_per_sequence"] = forecast.kv_bytes(model, choice.workload, choice.rule, choice.compress_cache)
@@ -100,22 +106,30 @@ def profile_for(args: argparse.Namespace, found):
     return this_machine(args.device, args.dtype, args.offload_dir, found.declared)
 
 
-def model_data(args: argparse.Namespace, found, profile):
-    """The model as the planner counts it."""
-    from h2o_flexgen.formats import check_compute
+def models_of(args: argparse.Namespace, found, profile) -> dict:
+    """{compress_weight: the model as the planner counts it}; one, but all that it can have for auto."""
+    from h2o_flexgen.formats import COMPRESSED, check_compute
     from h2o_flexgen.models.registry import named_spec
     from h2o_flexgen.planning.memory import ModelData
 
     to_come = args.search and named_spec(args.model) is not None
-    formats, copied = found.formats(args.compress_weight)
-    check_compute(args.compute, formats)
-    is_new, stored = found.is_dummy or to_come, found.stored(profile.dtype)
-    cuda = profile.device == "cuda"
-    is_asked = args.compress_weight is not None
-    return ModelData.of(found.spec, profile.dtype, stored, cuda, is_new, formats, copied, args.compute, is_asked)
+    is_new, stored, cuda = found.is_dummy or to_come, found.stored(profile.dtype), profile.device == "cuda"
+    models, errors = {}, []
+    for kind in (None, *COMPRESSED) if args.compress_weight == "auto" else (args.compress_weight,):
+        try:
+            formats, copied = found.formats(kind)
+            check_compute(args.compute, formats)
+        except UserError as e:
+            errors.append(e)
+            continue
+        what = (stored, cuda, is_new, formats, copied, args.compute, kind is not None)
+        models[kind] = ModelData.of(found.spec, profile.dtype, *what)
+    if not models:
+        raise errors[0]
+    return models
 
 
-def choose(args: argparse.Namespace, length: int, model, profile, policy, budget, losses):
+def choose(args: argparse.Namespace, length: int, models: dict, profile, policy, budget, losses):
     """The choice for prompts of `length` tokens on a profile's machine, by the planner that a job asks."""
     from h2o_flexgen.planning.memory import Resources
     from h2o_flexgen.planning.planner import Planner, check_cpu_cap
@@ -138,7 +152,7 @@ def choose(args: argparse.Namespace, length: int, model, profile, policy, budget
     prompts = args.num_prompts or (size * batches if size and batches else MANY)
     if not args.search:
         prompts = cli.num_prompts(args, policy)
-    planner = Planner(model, constraints, profile, progress=not args.json)
+    planner = Planner(models, constraints, profile, progress=not args.json)
     workload = Workload((length,) * prompts, args.gen_len)
     return planner.choose(workload, Resources.of(profile, caps), policy, budget, args.compress_cache)
 
@@ -212,7 +226,7 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
     options |= {**budget, "kv_rule": None if rule == DEFAULT_RULE else rule}
     options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
     options |= {"device": profile.device if args.device == "auto" else args.device, "dtype": profile.dtype}
-    options |= {"compress_weight": args.compress_weight, "compress_cache": choice.compress_cache}
+    options |= {"compress_weight": choice.compress_weight, "compress_cache": choice.compress_cache}
     options |= {"compute": args.compute if args.compute != "exact" else None}
     options |= {"offload_dir": args.offload_dir}
     for tier in TIERS:

@@ -102,7 +102,7 @@ def search(
     data = ModelData.of(spec, profile.dtype, stored, cuda=profile.device == "cuda", dummy=dummy)
     workload = Workload((length,) * count, gen_len)
     rule = rule_for(None if ratio is None else KVBudget.from_ratio(ratio), workload, spec)
-    return Planner(data, Constraints(one_block=one_block), profile).search(rule, workload, resources)
+    return Planner({None: data}, Constraints(one_block=one_block), profile).search(rule, workload, resources)
 
 
 def bench_papers(rounds: int) -> None:

@@ -105,4 +105,4 @@ def planner_of(profile: Profile, model: str, stored: str | None = None, dummy: b
     """The planner of a model whose sizes are built in, with weights as wide as the profile's type."""
     stored = stored or ("bfloat16" if profile.dtype == "bfloat16" else "float16")
     data = ModelData.of(named_spec(model), profile.dtype, stored, profile.device == "cuda", dummy)
-    return Planner(data, Constraints(**constraints), profile)
+    return Planner({None: data}, Constraints(**constraints), profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -287,6 +288,10 @@ def test_of_formats_that_are_as_fast_the_one_with_more_bits_is_taken():
     assert largest_free(points).compress_cache == "int8"
     few = BudgetPoint(0.1, 20, 1, 1, 101, None)
     assert largest_free([*points, few]).compress_cache == "int8"  # slots are missed more than bits
+    weights = [replace(point, compress_weight="int8") for point in points]
+    assert largest_free([*points, *weights]).compress_weight is None
+    slow = [replace(point, tokens_per_s=50) for point in points]
+    assert largest_free([*slow, *weights, replace(weights[0], compress_weight="int4")]).compress_weight == "int8"
 
 
 def test_losses_choose_the_format_too(tmp_path):

@@ -12,7 +12,7 @@ from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.progress import bar
 
 T = TypeVar("T")
-#: of a cache, by what they lose
+#: of a cache and of weights, by what they lose
 FORMATS = (None, "int8", "int4")
 #: the floor of an automatic budget: heavy hitters, and as many recent tokens, as a fraction of the longest prompt
 MIN_HH_RATIO = 0.1
@@ -30,6 +30,7 @@ class BudgetPoint:
         ratio: heavy hitters over the longest prompt; None for the full cache.
         slots: heavy and recent slots together, or those of the full cache, per sequence, layer and KV head.
         compress_cache: the format of the cache: int8, int4, or None for floats.
+        compress_weight: that of the weights; None: as the checkpoint has them.
         loss: the measured rise of the perplexity, as a fraction; None if it is not known.
         allowed: the loss is within what the user accepts.
     """
@@ -40,6 +41,7 @@ class BudgetPoint:
     num_gpu_batches: int
     tokens_per_s: float
     compress_cache: str | None = None
+    compress_weight: str | None = None
     loss: float | None = None
     allowed: bool = True
 
@@ -66,7 +68,7 @@ def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float |
 def size_budget(
     choices: Sequence[tuple], find: Callable[..., tuple[BudgetPoint, T]], progress: bool
 ) -> tuple[T, list[BudgetPoint]]:
-    """Search with every budget, or budget and format of the cache.
+    """Search with every budget, or budget and formats.
 
     Args:
         choices: arguments of `find`, for each format the fewest slots first.
@@ -94,12 +96,13 @@ def size_budget(
 def largest_free(curve: list[BudgetPoint]) -> BudgetPoint:
     """Of the points that are allowed, and whose throughput is within 3 % of the highest, that with the least loss:
     quality that costs nothing. Where losses are not known it is that with most slots, and then with most bits, for a
-    model misses bits less than tokens."""
+    model misses bits less than tokens; but weights of 4 bits come last, which may cost more than either."""
     allowed = [point for point in curve if point.allowed]
     least = (1 - FREE) * max(point.tokens_per_s for point in allowed)
 
     def quality(point: BudgetPoint) -> tuple:
         loss = math.inf if point.loss is None else point.loss
-        return -loss, point.slots, -FORMATS.index(point.compress_cache), point.ratio is None
+        bits = [-FORMATS.index(kind) for kind in (point.compress_cache, point.compress_weight)]
+        return -loss, point.compress_weight != "int4", point.slots, *bits, point.ratio is None
 
     return max(reversed([point for point in allowed if point.tokens_per_s >= least]), key=quality)

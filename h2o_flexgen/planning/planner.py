@@ -27,7 +27,7 @@ class Choice:
 
     Attributes:
         rule: the cache rule of `kv_budget`.
-        compress_cache: as for `LLM`.
+        compress_cache, compress_weight: as for `LLM`, and not "auto".
         decoded: quantised matrices are decoded when they are loaded: all are on the device, which has room for floats.
         plan: the bytes it needs. A policy that was given may need more than there is (`plan.check`).
         prediction: what it costs; None while this machine has not been measured.
@@ -42,6 +42,7 @@ class Choice:
     plan: Plan
     prediction: Prediction | None
     compress_cache: str | None = None
+    compress_weight: str | None = None
     decoded: bool = False
     curve: list[BudgetPoint] = field(default_factory=list)
 
@@ -50,6 +51,7 @@ class Planner:
     """Chooses policies for a model on a machine.
 
     Args:
+        models: the model under each `compress_weight` that may be chosen; mostly one.
         profile: the machine's rates, or None.
         measure: gives them; it is called when they are needed for the first time.
         progress: show a bar on stderr while a KV budget is sized.
@@ -57,13 +59,13 @@ class Planner:
 
     def __init__(
         self,
-        model: ModelData,
+        models: dict[str | None, ModelData],
         constraints: Constraints | None = None,
         profile: Profile | None = None,
         measure: Callable[[], Profile] | None = None,
         progress: bool = False,
     ):
-        self.model = self._stored = model
+        self.models, self.model = models, next(iter(models.values()))
         self.constraints, self.profile = constraints or Constraints(), profile
         self.progress, self._measure = progress, measure
 
@@ -87,13 +89,15 @@ class Planner:
             PlanError: nothing fits, or nothing is fast enough for `max_latency`.
             UserError: the budget comes to no slot, the search cannot be run, or losses are of another rule.
         """
-        if "auto" not in (kv_budget, compress_cache):
-            return self._choose(workload, resources, policy, kv_budget, compress_cache)
+        if "auto" not in (kv_budget, compress_cache) and len(self.models) == 1:
+            return self._choose(workload, resources, policy, kv_budget, compress_cache, *self.models)
         losses = self.constraints.losses
         self.measured()  # else what is resident would be chosen without a prediction to compare
 
-        def find(ratio: float | None, budget: KVBudget | None, kind: str | None) -> tuple[BudgetPoint, Choice]:
-            choice = self._choose(workload, resources, policy, budget, kind)
+        def find(
+            ratio: float | None, budget: KVBudget | None, kind: str | None, weights: str | None
+        ) -> tuple[BudgetPoint, Choice]:
+            choice = self._choose(workload, resources, policy, budget, kind, weights)
             choice.plan.check()
             p, size, batches = choice.prediction, choice.policy.gpu_batch_size, choice.policy.num_gpu_batches
             slots = choice.rule.budget or self.model.shapes(choice.rule, workload).kv.slots
@@ -102,7 +106,7 @@ class Planner:
                 share = None if budget is None else sum(budget.slots(longest)) / longest if given else 2 * ratio
                 loss = losses.at(budget and budget.rule, share, kind)
                 allowed = losses.allows(loss)
-            return BudgetPoint(ratio, slots, size, batches, p.tokens_per_s, kind, loss, allowed), choice
+            return BudgetPoint(ratio, slots, size, batches, p.tokens_per_s, kind, weights, loss, allowed), choice
 
         longest, given = workload.longest, kv_budget != "auto"
         if given:
@@ -110,7 +114,7 @@ class Planner:
         else:
             budgets = budget_choices(self.constraints.min_hh_ratio, longest, longest + workload.gen_len)
         kinds = self._formats() if compress_cache == "auto" else (compress_cache,)
-        choices = [(*budget, kind) for kind in kinds for budget in budgets]
+        choices = [(*budget, kind, weights) for weights in self.models for kind in kinds for budget in budgets]
         choice, curve = size_budget(choices, find, self.progress)
         return replace(choice, curve=curve)
 
@@ -127,8 +131,9 @@ class Planner:
         policy: Policy | None,
         kv_budget: KVBudget | None,
         compress_cache: str | None,
+        compress_weight: str | None,
     ) -> Choice:
-        stored = replace(self._stored, compress_cache=compress_cache)
+        stored = replace(self.models[compress_weight], compress_cache=compress_cache)
         rule = rule_for(kv_budget, workload, stored.spec)
         self.model = stored.decoded() or stored
         if self.model is not stored:
@@ -145,9 +150,8 @@ class Planner:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
             prediction = cost.predict(policy, placement, planned.prompt_lens)
-        return Choice(
-            workload, policy, kv_budget, rule, placement, plan, prediction, compress_cache, self.model is not stored
-        )
+        formats, decoded = (compress_cache, compress_weight), self.model is not stored
+        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats, decoded)
 
     def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""

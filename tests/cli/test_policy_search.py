@@ -141,6 +141,7 @@ def test_hh_ratio_auto_prints_the_trade(find, tmp_path):
         (("--percent", 1, 2, 3, 4, 5, 6, "--max-latency", 9), "--percent contradicts --max-latency"),
         (("--min-hh-ratio", 0.2), "--min-hh-ratio is the floor of --hh-ratio auto"),
         (("--dtype", "float32"), "--device and --dtype are of this machine"),
+        (("--compress-weight", "auto", "--max-loss", 1, "--quality", T4_FILE), "does not go with --quality"),
         (("--compute", "int8"), "add --compress-weight int8 or int4"),
         (("-o", "x.json", "--hardware", "./x.json"), "--hardware and --output name the same file"),
         (("--hardware", "/nowhere/x.json"), "cannot read the hardware profile"),
@@ -166,6 +167,32 @@ def test_the_command_names_formats_and_matmuls(find):
     code, out, err = find(*JOB, "--compress-weight", "int4", "--compute", "int8", "--json")
     assert code == 0, err
     assert "--compress-weight int4 --compute int8" in json.loads(out)["command"]
+
+
+def test_auto_searches_with_every_format_of_weights_and_cache(find):
+    """And takes what each alone is predicted to be."""
+    formats = [(weights, cache) for weights in ("int8", "int4") for cache in (None, "int8", "int4")]
+    asked = ("--hh-ratio", 0.2, "--gpu-mem", 1, "--compute", "int8")  # of the checkpoint's floats there is no int8
+    code, out, err = find(*JOB, *asked, "--compress-weight", "auto", "--compress-cache", "auto")
+    assert code == 0, err
+    lines = [line.removeprefix("=>").split() for line in out.splitlines()[1:7]]
+    assert [tuple(line[:2]) for line in lines] == [(weights, cache or "floats") for weights, cache in formats]
+    assert lines[0][-1] == "1.00x"
+    for (weights, cache), line in zip(formats, lines):
+        given = ("--compress-weight", weights, *(("--compress-cache", cache) if cache else ()))
+        code, out, err = find(*JOB, *asked, *given, "--json")
+        assert f"{json.loads(out)['predicted']['tokens_per_s']:.2f}" == line[-2], err
+
+
+def test_auto_leaves_out_what_a_model_cannot_have(find, tmp_path):
+    folder = write_model(tmp_path / "m", config=TINY | {"hidden_size": 12, "ffn_dim": 20})
+    output = tmp_path / "found.json"
+    code, out, err = find(
+        "--model", folder, "--prompt-len", 8, "--gen-len", 4, "--compress-weight", "auto", "-o", output
+    )
+    assert code == 0, err
+    curve = json.loads(output.read_text())["curve"]
+    assert {point["compress_weight"] for point in curve} == {None, "int8"}
 
 
 def test_a_checkpoint_counts_in_its_own_type(find, tmp_path):

@@ -69,7 +69,7 @@ def test_int8_matmuls_cost_their_own_rate_and_what_unpacking_takes(kind, unpacke
     spec = named_spec("facebook/opt-1.3b")
     shapes = [layer.shapes for layer in family(spec.model_type).tensors(spec)]
     model = ModelData.of(spec, "bfloat16", "bfloat16", False, True, compressed(kind, shapes), compute="int8")
-    planner, workload = Planner(model, Constraints(), profile), Workload((128,) * 8, 2)
+    planner, workload = Planner({None: model}, Constraints(), profile), Workload((128,) * 8, 2)
     found = planner.choose(workload, NO_LIMITS, Policy(8, 1, ALL_GPU), None).prediction
     E, L, V = 2048, 24, 50272
     layer = 12 * E * E

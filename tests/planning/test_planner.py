@@ -28,7 +28,7 @@ def resources(profile=None, **gib) -> Resources:
 def unmeasured(**constraints) -> tuple[Planner, list]:
     """A planner of a machine that has not been measured, and the times it was."""
     planner, times = planner_of(laptop(), MODEL, **constraints), []
-    return Planner(planner.model, planner.constraints, measure=lambda: times.append(1) or laptop()), times
+    return Planner(planner.models, planner.constraints, measure=lambda: times.append(1) or laptop()), times
 
 
 def test_what_fits_is_resident_and_nothing_is_measured():
