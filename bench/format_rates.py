@@ -1,4 +1,5 @@
-"""Rates of matmuls in int8 beside others, conversions included, and of decoding quantised weights.
+"""Rates of matmuls in int8 beside others, conversions included, of decoding quantised weights, and of attention over a
+quantised cache.
 
 python -m bench.format_rates --output docs/benchmarks/format_rates.json
 """
@@ -17,7 +18,8 @@ import torch
 from h2o_flexgen import cli
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.files import rounded, to_json, write_text
-from h2o_flexgen.formats import GGUF, Int4, Int8
+from h2o_flexgen.formats import COMPRESSED, GGUF, Int4, Int8, KVFormat, cache_format
+from h2o_flexgen.kernels.attention import cached_attention
 from h2o_flexgen.kernels.int8 import Int8Weight, int8_linear, pack
 
 #: (out, in) of the matrices; rows of activations; a few columns of these are far larger than the rest, as in a model
@@ -25,6 +27,8 @@ SHAPES, ROWS = ((16384, 4096), (4096, 16384), (8192, 2048), (2048, 8192)), (8, 3
 LARGE_COLUMNS, LARGE = 4, 50.0
 #: formats of weights that are decoded, and the shape of the matrix
 FORMATS, DECODED = (Int8(), Int4(64), GGUF["Q8_0"], GGUF["Q4_0"], GGUF["Q4_1"]), (4096, 4096)
+#: sequences, KV heads, queries of each, head size, slots
+CACHES = ((16, 8, 4, 64, 512), (16, 8, 4, 128, 1024), (8, 32, 1, 64, 205))
 ROUNDS = 5
 
 
@@ -80,9 +84,28 @@ def decoding() -> list[dict]:
     return found
 
 
+def attention() -> list[dict]:
+    """Of one query a sequence over its cache, G elements of K and V a second."""
+    found = []
+    for batch, heads, group, dim, slots in CACHES:
+        q = torch.randn(batch, heads * group, 1, dim)
+        k, v = torch.randn(2, batch, heads, slots, dim)
+        forms = {name: KVFormat.dense(getattr(torch, name)) for name in ("float32", "bfloat16")}
+        forms |= {kind: cache_format(kind, torch.bfloat16, dim) for kind in COMPRESSED}
+        jobs = {}
+        for name, form in forms.items():
+            dtype = torch.float32 if name == "float32" else torch.bfloat16
+            stored = form.stored(k.to(dtype), v.to(dtype))
+            jobs[name] = partial(cached_attention, q.to(dtype), *([x] for x in stored), None, form=form)
+        rates = {name: 2 * k.numel() / seconds / 1e9 for name, seconds in seconds_of(jobs).items()}
+        found.append({"cache": f"{batch}, {heads} x {group}, {dim}, {slots}", **rates})
+    return found
+
+
 def run(args: argparse.Namespace) -> None:
     rows = [row for shape in SHAPES for row in matmuls(*shape)]
     result = origin(args) | {"threads": torch.get_num_threads(), "rows": rows, "decoding": decoding()}
+    result["attention"] = attention()
     write_text("--output", args.output, to_json(rounded(result, 3)) + "\n")
 
 

@@ -332,6 +332,13 @@ def decoding(data: dict) -> str:
     return columns(data["decoding"], header, "{format} | {float32:.1f} | {bfloat16:.1f} | {int8:.1f}")
 
 
+def cache_attention(data: dict) -> str:
+    """Of a step over a cache in RAM."""
+    header = "sequences, KV heads x queries of each, head size, slots | fp32 | bf16 | int8 | int4"
+    template = "{cache} | {float32:.1f} | {bfloat16:.1f} | {int8:.1f} | {int4:.1f}"
+    return columns(data["attention"], header, template)
+
+
 def format_losses(data: dict) -> str:
     """What fewer bits cost."""
     rows = [
@@ -394,15 +401,20 @@ OTHERS |= {
     "format_losses": format_losses,
     "stream_fresh": stream_fresh,
     "decoding": decoding,
+    "cache_attention": cache_attention,
     "layers_smollm2": layers_smollm2,
 }
+
+
+#: of tables that have a name of their own
+FILES = {"prediction": "search_machine", "decoding": "format_rates", "cache_attention": "format_rates"}
 
 
 def table(name: str) -> str:
     """Raises KeyError for a name that is no table's."""
     if name in OF_ROWS:
         return OF_ROWS[name](rows_measured())
-    data = stored({"prediction": "search_machine", "decoding": "format_rates"}.get(name, name))
+    data = stored(FILES.get(name, name))
     if not data:
         return f"(not measured yet: docs/benchmarks/{name}.json)"
     if name == "peer_settings":
