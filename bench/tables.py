@@ -416,7 +416,7 @@ def table(name: str) -> str:
         return OF_ROWS[name](rows_measured())
     data = stored(FILES.get(name, name))
     if not data:
-        return f"(not measured yet: docs/benchmarks/{name}.json)"
+        return f"(not measured yet: docs/benchmarks/{FILES.get(name, name)}.json)"
     if name == "peer_settings":
         return peer_settings(data)
     for kind in (quality, summaries):

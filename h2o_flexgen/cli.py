@@ -175,11 +175,13 @@ def make_losses(args: argparse.Namespace) -> Losses | None:
     return Losses.from_file(args.quality, args.max_loss)
 
 
-def check_model(losses: Losses | None, kv_rule: str | None, model: str) -> None:
-    """Warn if losses, or those of the layers of a rule, were measured with another model than that of the job, or with
-    another rule."""
-    if losses is not None and losses.model != model:
-        print(f"warning: --quality {losses.path} is of {losses.model}, this job is of {model}", file=sys.stderr)
+def check_model(losses: Losses | None, kv_rule: str | None, model: str, weights: str) -> None:
+    """Warn if losses, or those of the layers of a rule, were measured with another model than that of the job, with
+    other weights and matmuls (`losses.weights_text`), or with another rule."""
+    if losses is not None:
+        for measured, used in (losses.model, model), (losses.weights, weights):
+            if measured != used:
+                print(f"warning: --quality {losses.path} is of {measured}, this job is of {used}", file=sys.stderr)
     if kv_rule is not None:
         from h2o_flexgen.kv_cache import layer_losses
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from h2o_flexgen.errors import UserError
 
 #: of what `converted` keeps: raise it when a conversion gives something else
-CONVERSION = 1
+CONVERSION = 2
 
 
 def read_json(what: str, path: str | Path):
@@ -88,6 +88,15 @@ def cache_root() -> Path:
         raise UserError("this user has no home folder: name one for what is kept in H2O_FLEXGEN_HOME") from None
 
 
+def _sync(path: Path) -> None:
+    """Let a file or a folder reach the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> Path:
     """The folder of what `make(folder)` makes of some files: made once, and made anew when one of the files changes.
 
@@ -115,6 +124,8 @@ def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> P
             partial.mkdir()
             try:
                 make(partial)
+                for path in (*partial.iterdir(), partial):  # else a loss of power might leave the name and no bytes
+                    _sync(path)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise

@@ -14,6 +14,7 @@ from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import write_text
 from h2o_flexgen.jobs.input import Row, builtin_rows, read_rows
+from h2o_flexgen.losses import weights_text
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.policy import Policy, gib
 
@@ -152,7 +153,8 @@ def run(args: argparse.Namespace) -> None:
         if job is not None and job.dtype and args.dtype == "auto":
             options["dtype"] = job.dtype
         with LLM(policy=policy or args.policy or "auto", kv_budget=budget, **options) as llm:
-            cli.check_model(losses, args.kv_rule, llm.model.name)
+            weights = weights_text(llm.model.compress_weight, llm.model.compute)
+            cli.check_model(losses, args.kv_rule, llm.model.name, weights)
             rows = made_up_rows(llm, args) if rows is None else rows
             if job is not None:
                 job.run(llm, rows, params, args.retry_errors)

@@ -361,7 +361,7 @@ class Quantised:
         order = self.order[: len(out)]
         loops = None if out.is_cuda else compiled()
         is_direct = loops is not None and out.dtype != torch.float16  # which numba does not know
-        most = PART if is_direct or out.is_cuda else BUFFERED_PART
+        most = PART if is_direct else BUFFERED_PART
         step = max(1, most // self.shape[1])
         for at in range(0, len(out), step):
             rows = order[at : at + step]
@@ -451,10 +451,11 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 @cache
 def compiled():
-    """The compiled loops; None without numba, which follows new versions of Python months later."""
+    """The compiled loops; None without numba, which follows new versions of Python months later, and where it finds no
+    folder to keep what it compiles."""
     try:
         from h2o_flexgen import unpack
-    except ImportError:
+    except (ImportError, RuntimeError):
         return None
     return unpack
 
@@ -468,9 +469,11 @@ def _halves():
 def prepare_cache(form: KVFormat) -> None:
     """Compile what attends to a cache on a CPU, or read it from numba's cache: once, before memory is measured."""
     if form.is_compiled:
-        k, v = form.stored(*torch.zeros(2, 1, 1, form.k.group))
-        form.k.dots(torch.zeros(1, 1, form.k.group), k, torch.empty(1, 1, 1))
-        form.v.mix(torch.zeros(1, 1, 1), v, torch.empty(1, 1, form.k.group))
+        k, v = form.stored(*torch.zeros(2, 2, 1, form.k.group))
+        queries = torch.zeros(2, 2, form.k.group)
+        for part in torch.zeros(2, 2, 1), torch.zeros(2, 2, 2)[..., :1]:  # of a cache in several segments, a part
+            form.k.dots(queries, k, part)
+            form.v.mix(part, v, torch.empty_like(queries))
 
 
 def prepare(dtype: torch.dtype) -> None:

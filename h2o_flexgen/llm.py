@@ -55,7 +55,7 @@ class LLM:
             (`formats.cache_format`); None: it is in the type of the computation; "auto": that of these with the least
             loss which costs no throughput.
         compute: "exact": what is quantised is decoded to floats for its matmuls; "int8": it is multiplied in int8
-            (`kernels.int8`), which is faster and costs a little quality.
+            (`kernels.int8`), which is faster and costs a little quality. A policy file may ask for int8 too.
         offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
@@ -104,7 +104,8 @@ class LLM:
         self.device = Device(device)
         if dtype != "auto":
             self.device.dtype(dtype)  # raises for one that is not known
-        self.policy, self.kv_budget, self.compress_cache = given_policy(policy, kv_budget, compress_cache)
+        given = given_policy(policy, kv_budget, compress_cache, compress_weight, compute)
+        self.policy, self.kv_budget, self.compress_cache, compress_weight, compute = given
         searched = dict(gpu_batch_size=gpu_batch_size, num_gpu_batches=num_gpu_batches, overlap=overlap)
         searched |= dict(cpu_cache_compute=cpu_cache_compute, max_latency=max_latency)
         given = [f"`{name}`" for name, value in searched.items() if value is not None]

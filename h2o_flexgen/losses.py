@@ -12,6 +12,11 @@ from h2o_flexgen.files import read_json
 from h2o_flexgen.policy import KVBudget
 
 
+def weights_text(compress_weight: str | None, compute: str) -> str:
+    """The format of weights, and the matmuls, for people."""
+    return f"weights {'in ' + compress_weight if compress_weight else 'as stored'} and {compute} matmuls"
+
+
 @dataclass(frozen=True)
 class Loss:
     """What a setting costs.
@@ -61,6 +66,7 @@ class Losses:
         full_ratio: tokens of prompt and output over those of the prompt: from so many slots on there is no loss.
         hh_share: the part of the slots that was for heavy hitters.
         max_loss: the largest rise of the perplexity that is accepted, as a fraction; None: any.
+        weights: format of the weights, and matmuls, with which they were measured, as in `weights_text`.
     """
 
     path: str
@@ -69,6 +75,7 @@ class Losses:
     full_ratio: float
     hh_share: float
     max_loss: float | None = None
+    weights: str = ""
 
     @classmethod
     def from_file(cls, path: str | Path, max_loss: float | None = None) -> Losses:
@@ -87,7 +94,8 @@ class Losses:
             settings = [loss for loss in settings if loss.is_full or max(loss.hh_ratio, loss.recent_ratio) <= 1]
             for loss in settings:
                 loss.kv_budget, f"{loss.rise + loss.kv_bytes:g}"  # raise for what is no budget, no number
-            return cls(str(path), job["model"], tuple(settings), full_ratio, job["hh_share"], max_loss)
+            weights = weights_text(job.get("compress_weight"), job.get("compute", "exact"))
+            return cls(str(path), job["model"], tuple(settings), full_ratio, job["hh_share"], max_loss, weights)
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             made = "h2o-flexgen quality --output FILE makes one"
             raise UserError(f"`quality` {path} holds no perplexities of KV budgets: {made}") from None

@@ -14,7 +14,8 @@ from dataclasses import asdict
 from h2o_flexgen import cli
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.files import write_text
-from h2o_flexgen.planning.budget import MIN_HH_RATIO
+from h2o_flexgen.losses import weights_text
+from h2o_flexgen.planning.budget import FORMATS, MIN_HH_RATIO
 from h2o_flexgen.policy import DEFAULT_RULE, GIB, TIERS, gib
 from h2o_flexgen.sizes import Workload
 
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen import forecast
 
     found = forecast.find(args.model, args.path)
-    cli.check_model(losses, args.kv_rule, found.name)
+    cli.check_model(losses, args.kv_rule, found.name, weights_text(args.compress_weight, args.compute))
     length = cli.prompt_len(args, found.spec.positions, args.position_rolling)
     found.spec.check_length(length, args.gen_len, args.position_rolling)
     profile = profile_for(args, found)
@@ -84,14 +85,14 @@ def run(args: argparse.Namespace) -> None:
     prompts = args.num_prompts or (choice.policy.block_size if args.search else len(choice.workload.prompt_lens))
     workload = {"prompt_len": length, "gen_len": args.gen_len, "num_prompts": prompts}
     sizes["kv_bytes_per_sequence"] = forecast.kv_bytes(model, choice.workload, choice.rule, choice.compress_cache)
-    result = result_of(choice, sizes, command_for(args, workload, choice, profile))
+    result = result_of(choice, args.compute, sizes, command_for(args, workload, choice, profile))
+    if choice.curve:
+        result["curve"] = [asdict(point) for point in choice.curve]
     if args.json:
         cli.say(json.dumps(result))
     else:
         tell(found.name, choice, profile, workload, result)
     choice.plan.check()
-    if choice.curve:
-        result["curve"] = [asdict(point) for point in choice.curve]
     if args.output is not None:
         write_text("--output", args.output, json.dumps(result, indent=1) + "\n")
 
@@ -108,14 +109,14 @@ def profile_for(args: argparse.Namespace, found):
 
 def models_of(args: argparse.Namespace, found, profile) -> dict:
     """{compress_weight: the model as the planner counts it}; one, but all that it can have for auto."""
-    from h2o_flexgen.formats import COMPRESSED, check_compute
+    from h2o_flexgen.formats import check_compute
     from h2o_flexgen.models.registry import named_spec
     from h2o_flexgen.planning.memory import ModelData
 
     to_come = args.search and named_spec(args.model) is not None
     is_new, stored, cuda = found.is_dummy or to_come, found.stored(profile.dtype), profile.device == "cuda"
     models, errors = {}, []
-    for kind in (None, *COMPRESSED) if args.compress_weight == "auto" else (args.compress_weight,):
+    for kind in FORMATS if args.compress_weight == "auto" else (args.compress_weight,):
         try:
             formats, copied = found.formats(kind)
             check_compute(args.compute, formats)
@@ -157,14 +158,16 @@ def choose(args: argparse.Namespace, length: int, models: dict, profile, policy,
     return planner.choose(workload, Resources.of(profile, caps), policy, budget, args.compress_cache)
 
 
-def result_of(choice, sizes: dict, command: str) -> dict:
+def result_of(choice, compute: str, sizes: dict, command: str) -> dict:
     """The result as plain data."""
     p, plan, rule = choice.prediction, choice.plan, choice.rule
+    formats = {"compress_weight": choice.compress_weight, "compress_cache": choice.compress_cache}
+    formats["compute"] = None if compute == "exact" else compute
     return {
         "model": sizes,
         "policy": asdict(choice.policy),
         "kv_budget": rule.to_dict(),
-        **({"compress_cache": choice.compress_cache} if choice.compress_cache else {}),
+        **{name: kind for name, kind in formats.items() if kind is not None},
         "predicted": {
             "prefill_seconds": p.prefill_seconds,
             "decode_seconds": p.decode_seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 
@@ -128,6 +129,18 @@ def test_the_copy_is_made_once_and_anew_when_the_checkpoint_changes(models, tmp_
     state = load_file(folder / "model.safetensors")
     save_file({name: w.flip(0) for name, w in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     assert generate(folder, prompts, "int8") != before and len(copies(home)) == len(made) + 1
+
+
+def test_another_config_makes_another_copy(models, tmp_path):
+    """Of fewer layers, say: the tensors that it lacks would be read as codes."""
+    tiny, _ = models("llama", "int8")
+    folder, prompts = shutil.copytree(tiny.folder, tmp_path / "model"), tiny.prompts([5])
+    expected = generate(tiny.folder, prompts, "int8")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    generate(folder, prompts, "int8")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert generate(folder, prompts, "int8") == expected
 
 
 def test_a_copy_that_was_half_written_is_made_again(models, tmp_path, monkeypatch):

@@ -54,9 +54,9 @@ def test_block_size_is_batch_size_times_batches(policy):
 def test_a_policy_is_read_from_a_file(tmp_path):
     policy = Policy(7, 3, (10, 20, 30, 40, 50, 50), False, True, 99)
     (tmp_path / "p.json").write_text(policy.to_json())
-    assert given_policy(tmp_path / "p.json") == (policy, None, None)
+    assert given_policy(tmp_path / "p.json") == (policy, None, None, None, "exact")
     (tmp_path / "searched.json").write_text(json.dumps({"policy": json.loads(policy.to_json())}))
-    assert given_policy(str(tmp_path / "searched.json")) == (policy, None, None)
+    assert given_policy(str(tmp_path / "searched.json")) == (policy, None, None, None, "exact")
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,9 @@ class Checkpoint:
 
         try:
             total = sum(sizes.values())
-            files = made_once(self.files, f"weights in {kind}", tensors, len(formats), total, progress)
+            # another config, or floats of another type that a GGUF file was converted to, make another copy
+            made = [(name, shapes[name], form, self.find(name).format) for name, form in formats.items()]
+            files = made_once(self.files, f"weights as {made}", tensors, len(formats), total, progress)
         finally:
             io.close()
         for file in files:

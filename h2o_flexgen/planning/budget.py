@@ -78,7 +78,8 @@ def size_budget(
         The choice that is `largest_free`, and the curve.
 
     Raises:
-        PlanError: nothing fits, not even with the smallest budget that is allowed.
+        PlanError: nothing fits, not even with the smallest budget.
+        UserError: nothing that fits is allowed.
     """
     found, errors = {}, []
     for each in bar(choices, "sizing the KV cache", unit="choices", show=progress):
@@ -87,8 +88,13 @@ def size_budget(
             found[point] = choice
         except PlanError as e:
             errors.append(e)
-    if not any(point.allowed for point in found):
+    if not found:
         raise errors[0]
+    if not any(point.allowed for point in found):
+        raise UserError(
+            "nothing that fits into memory is known to lose at most `max_loss`: raise it, or measure larger budgets "
+            "for `quality`"
+        )
     curve = list(found)
     return found[largest_free(curve)], curve
 

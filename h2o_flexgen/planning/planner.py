@@ -135,15 +135,22 @@ class Planner:
     ) -> Choice:
         stored = replace(self.models[compress_weight], compress_cache=compress_cache)
         rule = rule_for(kv_budget, workload, stored.spec)
-        self.model = stored.decoded() or stored
-        if self.model is not stored:
-            chosen = policy or self._resident(workload, resources, rule)
-            on_device = chosen is not None and chosen.fractions("weights")[0] == 1
-            if not on_device or self.plan(chosen, rule, workload, resources)[1].missing():
+        decoded = stored.decoded()
+
+        def holds(found: Policy) -> bool:
+            on_device = found.fractions("weights")[0] == 1
+            return on_device and not self.plan(found, rule, workload, resources)[1].missing()
+
+        for self.model in filter(None, (decoded, stored)):
+            found = policy or self._resident(workload, resources, rule)
+            if found is not None and (self.model is stored or holds(found)):
+                break
+        else:
+            found = self.search(rule, workload, resources).best().policy
+            self.model = decoded or stored
+            if not holds(found):
                 self.model = stored
-        policy = policy or self._resident(workload, resources, rule)
-        if policy is None:
-            policy = self.search(rule, workload, resources).best().policy
+        policy = found
         placement, plan = self.plan(policy, rule, workload, resources)
         prediction = None
         if self.profile is not None:

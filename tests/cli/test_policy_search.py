@@ -92,6 +92,15 @@ def test_what_it_writes_is_a_policy_file(find, tmp_path):
     assert given_policy(out)[0] == Policy.from_dict(json.loads(out.read_text())["policy"])
 
 
+def test_a_policy_file_has_the_formats_that_its_block_was_planned_with(find, tmp_path):
+    out = tmp_path / "policy.json"
+    formats = ("--compress-weight", "int4", "--compress-cache", "int8", "--compute", "int8")
+    code, _, err = find(*JOB, *formats, "-o", out)
+    assert code == 0, err
+    assert given_policy(out)[2:] == ("int8", "int4", "int8")
+    assert given_policy(out, compress_weight="int8")[3] == "int8"
+
+
 def test_with_everything_given_it_only_predicts(find):
     given = ("--gpu-batch-size", 3, "--num-gpu-batches", 2, "--percent", 30, 0, 100, 0, 100, 0, "--no-overlap")
     result = json.loads(find(*JOB, *given, "--json")[1])

@@ -254,6 +254,13 @@ def test_a_file_of_another_model_is_a_warning(cli, talker, losses):
     assert code == 0 and f"losses.json is of another, this job is of {talker}" in err
 
 
+def test_a_file_of_other_weights_is_a_warning(talker, losses, capfd):
+    given = ("--max-loss", 0.15, "--quality", losses(), "--compress-weight", "int8", "--json")
+    code = plan.main([str(a) for a in (talker, *FP32, *JOB, *given)])
+    warning = "is of weights as stored and exact matmuls, this job is of weights in int8 and exact matmuls"
+    assert code == 0 and warning in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

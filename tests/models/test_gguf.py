@@ -362,6 +362,16 @@ def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
     assert found[0] == found[1] == found[2] and found[3] == found[4]
 
 
+def test_a_search_counts_with_it_too(quantised):
+    with LLM(str(quantised.folder), hardware=laptop(dtype="float32"), dtype="float32", progress=False) as llm:
+        job = Workload((8, 8), 4), llm.resources()
+        found = llm.planner.choose(*job)
+        llm.planner.constraints = replace(llm.planner.constraints, resident=False)
+        searched = llm.planner.choose(*job)
+        assert found.decoded and searched.decoded
+        assert llm.planner.choose(*job, searched.policy).prediction == searched.prediction
+
+
 def test_a_model_that_has_no_room_for_floats_stays_as_it_is(quantised):
     with LLM(str(quantised.folder), device="cpu", dtype="float32", progress=False) as llm:
         workload, resources = Workload((8, 8), 4), llm.resources()

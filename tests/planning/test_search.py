@@ -204,6 +204,16 @@ def test_budgets_reach_up_to_the_full_cache(longest, total):
     assert longest < 10 or slots[-1] > total / 3
 
 
+def test_where_all_that_fits_loses_too_much_that_is_the_error():
+    def find(ratio, budget):
+        if budget is None:
+            raise PlanError("the gpu tier is too small")
+        return BudgetPoint(ratio, 10, 1, 1, 1.0, allowed=False), None
+
+    with pytest.raises(UserError, match="nothing that fits into memory is known to lose at most `max_loss`"):
+        size_budget(budget_choices(0.1, 100, 200), find, False)
+
+
 @given(st.integers(1, 2000), st.integers(2, 400), st.integers(1, 4000), st.floats(0.01, 1))
 def test_the_sized_budget_is_nearly_the_largest_that_is_free(knee, longest, gen_len, slope):
     """Throughput that falls from a knee on: the budget found is free, and a fifth more would not have been."""
