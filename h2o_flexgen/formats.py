@@ -32,8 +32,8 @@ PART, BUFFERED_PART = 1 << 24, 1 << 22
 ENCODED_PART = 1 << 16
 #: elements that are not worth a second thread
 SMALL = 1 << 18
-#: of codes in int8: -127 to 127
-MOST = 127
+#: of codes in int8: -127 to 127, and below this largest element rows count as 0
+MOST, LEAST = 127, 1e-30
 #: sizes of groups for `Int4`, the best first: a larger one takes fewer bytes
 GROUPS = (64, 32)
 
@@ -375,6 +375,10 @@ class Quantised:
             else:
                 _put(out, rows, _by_torch(codes, self.shape[1]))
 
+    def into(self, out: Tensor | Quantised) -> None:
+        """Write the matrix into `out`, as `decode` or `to_int8`."""
+        self.to_int8(out) if isinstance(out, Quantised) else self.decode(out)
+
     def to_int8(self, out: Quantised) -> None:
         """Write the matrix into `out`, in `Int8` on the same device: with one scale for each row."""
         codes, scale = out.format.parts(out.raw, out.shape)
@@ -482,8 +486,11 @@ def prepare(dtype: torch.dtype) -> None:
 def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Symmetric int8 codes (R, I) and fp32 scales (R,) of the rows of x (R, I)."""
     x = x.float()
-    scale.copy_(x.abs().amax(dim=1)).div_(MOST)
-    codes.copy_(x.div(scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_())
+    largest = x.abs().amax(dim=1)
+    scale.copy_(largest).div_(MOST)
+    # a factor, for as many divisions take four times as long; torch's MOST / x would be rounded twice
+    factor = torch.full_like(largest, MOST).div_(largest.clamp(min=LEAST))
+    codes.copy_(x.mul(factor[:, None]).round_())
 
 
 def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]], buffer: Tensor) -> None:
@@ -507,6 +514,16 @@ def in_matmuls(form: Format, dtype: torch.dtype, compute: str, is_head: bool = F
     if isinstance(form, Dense):
         return Dense(dtype)
     return form if is_head else Int8() if compute == "int8" else Dense(dtype)
+
+
+def when_loaded(
+    formats: dict[str, Format], layers: list[dict[str, Shape]], dtype: torch.dtype, compute: str
+) -> dict[str, Format]:
+    """What quantised matrices become where all are decoded once, when they are loaded: what matmuls read, and of
+    embedding and head, the first and the last layer, floats."""
+    blocks = set().union(*layers[1:-1])
+    quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
+    return {name: in_matmuls(f, dtype, compute) if name in blocks else Dense(dtype) for name, f in quantised.items()}
 
 
 def check_compute(compute: str, formats: dict[str, Format]) -> None:

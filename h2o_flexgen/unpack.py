@@ -121,7 +121,7 @@ def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
         _unpack_row(codes[r], scale[r], minimum[r], first, step, half, row)
         largest[0] = _largest(bits)
         out_scale[order[r]] = top[0] / np.float32(127)
-        _round_row(row, out_scale[order[r]], out[order[r]])
+        _round_row(row, top[0], out[order[r]])
 
 
 # activations to int8, and sums in int32 back to floats
@@ -137,10 +137,11 @@ def _largest(bits):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _round_row(row, scale, out):
-    step = scale if scale != 0 else np.float32(1)
+def _round_row(row, largest, out):
+    """As `formats.quantise_rows`."""
+    factor = np.float32(127) / max(largest, np.float32(1e-30))
     for i in range(len(out)):
-        out[i] = np.int8(np.rint(row[i] / step))
+        out[i] = np.int8(np.rint(row[i] * factor))
 
 
 @njit(nogil=True, cache=True, inline="always", fastmath={"reassoc"})
@@ -152,23 +153,23 @@ def _sum_abs(row):
 
 
 @njit(nogil=True, cache=True)
-def row_limits(x, times, few, begin, end, limit, scale, is_outlier):
-    """For each row of x (R, I) the limit above which its elements are outliers, and the scale of the others.
+def row_limits(x, times, few, begin, end, limit, largest, is_outlier):
+    """For each row of x (R, I) the limit above which its elements are outliers, and the largest of the others.
 
     Args:
         times: the limit is this many times the mean absolute value, doubled until at most `few` elements are above it.
-        limit, scale: (R,), float32, of which `begin` to `end` are written.
+        limit, largest: (R,), float32, of which `begin` to `end` are written; the largest of the others.
         is_outlier: (I,), uint8, set to 1 where any row has an outlier.
     """
     part = 64
     tops = np.empty((x.shape[1] + part - 1) // part, np.float32)
-    largest, top_of_all = tops.view(np.uint32), np.empty(1, np.float32)
+    top_bits, top_of_all = tops.view(np.uint32), np.empty(1, np.float32)
     for r in range(begin, end):
         row = x[r]
         bits = row.view(np.uint32)
         for n in range(len(tops)):
-            largest[n] = _largest(bits[n * part : n * part + part])
-        top_of_all.view(np.uint32)[0] = _largest(largest)
+            top_bits[n] = _largest(bits[n * part : n * part + part])
+        top_of_all.view(np.uint32)[0] = _largest(top_bits)
         limit[r] = top = top_of_all[0]
         bound = times * _sum_abs(row) / np.float32(len(row))
         if few and bound < top < np.inf:
@@ -190,20 +191,20 @@ def row_limits(x, times, few, begin, end, limit, scale, is_outlier):
                     for i in range(n * part, min(n * part + part, len(row))):
                         if abs(row[i]) > limit[r]:
                             is_outlier[i] = 1
-        scale[r] = top / np.float32(127)
+        largest[r] = top
 
 
 @njit(nogil=True, cache=True)
-def row_codes(x, limit, scale, columns, begin, end, codes, kept):
+def row_codes(x, limit, largest, columns, begin, end, codes, kept):
     """The rows of x (R, I) in int8, and their outliers, whose codes are 0.
 
     Args:
-        limit, scale: from `row_limits`.
+        limit, largest: from `row_limits`.
         columns: (U,), those that have outliers.
         codes: (R, I), int8; kept: (R, U), float32, of both `begin` to `end` are written.
     """
     for r in range(begin, end):
-        _round_row(x[r], scale[r], codes[r])
+        _round_row(x[r], largest[r], codes[r])
         for u in range(len(columns)):
             value = x[r, columns[u]]
             is_outlier = abs(value) > limit[r]

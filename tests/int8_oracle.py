@@ -12,8 +12,8 @@ INNER = ("o_proj", "out_proj", "dense", "down_proj", "fc2", "dense_4h_to_h")
 
 def to_codes(row: Tensor) -> tuple[Tensor, float]:
     """Whole numbers from -127 to 127, and what one of them stands for."""
-    step = float(row.abs().max()) / 127
-    return torch.round(row / (step or 1.0)), step
+    largest = row.abs().max()
+    return torch.round(row * torch.tensor(127.0).div(largest.clamp(min=1e-30))), float(largest) / 127
 
 
 def int8_linear(x: Tensor, w: Tensor, b: Tensor | None, times: float, few: int) -> Tensor:

@@ -16,6 +16,7 @@ from h2o_flexgen.engine.step import BlockRun, LogitsSink
 from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import when_loaded
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.checkpoint import Decoded
 from h2o_flexgen.offload.device import Device
@@ -135,7 +136,10 @@ class Runner:
             return
         self.close()
         self.transport = Transport(self.device, self.offload_root, job.policy.overlap)
-        layers = self.model.layers
+        layers, source = self.model.layers, self.model.source
+        if job.decoded:
+            shapes = [layer.shapes for layer in layers]
+            source = Decoded(source, when_loaded(self.model.formats, shapes, self.model.dtype, self.model.compute))
         gathered = {short: tensor for layer in layers for short, tensor in layer.gathered.items()}
         streamed = [layer.streamed for layer in layers]
         self.weights = WeightStore(
@@ -144,7 +148,7 @@ class Runner:
             streamed,
             gathered,
             job.placement.weights,
-            Decoded(self.model.source, self.model.dtype) if job.decoded else self.model.source,
+            source,
             self.progress,
             self.model.compute,
         )

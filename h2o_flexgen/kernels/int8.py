@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.formats import MOST, compiled, in_threads
+from h2o_flexgen.formats import MOST, compiled, in_threads, quantise_rows
 from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
 
 #: an outlier is more than this many times the mean absolute value of its row
@@ -80,15 +80,15 @@ def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor, 
     if loops is None:
         return _quantise_by_torch(x, outliers)
     (rows, width), few = x.shape, FEW if outliers else 0
-    limit, scale = torch.empty(rows), torch.empty(rows)
+    limit, largest = torch.empty(rows), torch.empty(rows)
     is_outlier = torch.zeros(width, dtype=torch.uint8)
-    numbers = [t.numpy() for t in (x, limit, scale, is_outlier)]
+    numbers = [t.numpy() for t in (x, limit, largest, is_outlier)]
     in_threads(lambda a, b: loops.row_limits(numbers[0], TIMES, few, a, b, *numbers[1:]), rows, x.numel())
     places = is_outlier.nonzero()[:, 0]
     codes, kept = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows, len(places))
-    arrays = [t.numpy() for t in (x, limit, scale, places)], [codes.numpy(), kept.numpy()]
+    arrays = [t.numpy() for t in (x, limit, largest, places)], [codes.numpy(), kept.numpy()]
     in_threads(lambda a, b: loops.row_codes(*arrays[0], a, b, *arrays[1]), rows, x.numel())
-    return codes, scale, kept, places
+    return codes, largest / MOST, kept, places
 
 
 def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -100,9 +100,8 @@ def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tenso
         limit = torch.where(many, 2 * limit, limit)
     is_outlier = size > limit
     places = is_outlier.any(dim=0).nonzero()[:, 0]
-    scale = size.masked_fill_(is_outlier, 0.0).amax(dim=1) / MOST
-    rounded = (x / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
-    codes = rounded.masked_fill_(is_outlier, 0.0).to(torch.int8)
+    codes, scale = torch.empty_like(x, dtype=torch.int8), torch.empty_like(x[:, 0])
+    quantise_rows(x.masked_fill(is_outlier, 0.0), codes, scale)
     return codes, scale, torch.where(is_outlier, x, 0.0)[:, places], places
 
 

@@ -211,24 +211,25 @@ class Checkpoint:
 
 
 class Decoded:
-    """A checkpoint whose quantised matrices are decoded to `dtype` when they are read; none may be on disk."""
+    """A checkpoint whose quantised matrices are decoded when they are read, into `formats` of theirs; none may be on
+    disk."""
 
-    def __init__(self, source: Checkpoint, dtype: torch.dtype):
-        self._source, self._dtype = source, dtype
+    def __init__(self, source: Checkpoint, formats: dict[str, Format]):
+        self._source, self._formats = source, formats
         self.on_disk = source.on_disk
 
     def format(self, name: str) -> Format:
-        form = self._source.format(name)
-        return form if isinstance(form, Dense) else Dense(self._dtype)
+        return self._formats.get(name) or self._source.format(name)
 
-    def read(self, name: str, out: Tensor, io: DiskIO) -> None:
+    def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
         """Fill `out`, as `Checkpoint.read`."""
         form, shape = self._source.format(name), tuple(out.shape)
         if isinstance(form, Dense):
             return self._source.read(name, out, io)
-        stored = form.view(torch.empty(form.nbytes(shape), dtype=torch.uint8, device=out.device), shape)
+        device = out.raw.device if isinstance(out, Quantised) else out.device
+        stored = form.view(torch.empty(form.nbytes(shape), dtype=torch.uint8, device=device), shape)
         self._source.read(name, stored, io)
-        stored.decode(out)
+        stored.into(out)
 
 
 def dummy_dtype(dtype: torch.dtype) -> torch.dtype:

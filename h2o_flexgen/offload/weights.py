@@ -354,9 +354,7 @@ def _packed(tensor: Tensor | Quantised) -> Tensor | Int8Weight:
 
 def _convert(out: Tensor | Quantised, source: Tensor | Quantised) -> None:
     """Into the format that matmuls read."""
-    if isinstance(out, Quantised):
-        source.to_int8(out)
-    elif isinstance(source, Quantised):
-        source.decode(out)
+    if isinstance(source, Quantised):
+        source.into(out)
     else:
         convert(out, source)

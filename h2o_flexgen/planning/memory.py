@@ -17,6 +17,7 @@ from h2o_flexgen.formats import (
     decode_bytes,
     in_matmuls,
     in_memory,
+    when_loaded,
 )
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
@@ -118,12 +119,12 @@ class ModelData:
         return cls(spec, layers, dtype, found, cuda, dummy, copy_bytes, compute, compressed=compressed)
 
     def decoded(self) -> ModelData | None:
-        """With floats for the quantised matrices of the checkpoint, which are decoded once, when they are loaded. None
-        if there are none, or they are wanted as they are."""
-        if self.compressed or self.compute != "exact" or all(map(self.is_dense, self.formats)):
+        """With the quantised matrices of the checkpoint decoded once, when they are loaded (`formats.when_loaded`).
+        None if there are none, or they are wanted as they are."""
+        if self.compressed or all(map(self.is_dense, self.formats)):
             return None
-        dense = {name: Dense(self.torch_dtype) for name in self.formats if not self.is_dense(name)}
-        return replace(self, formats=self.formats | dense)
+        shapes = [layer.shapes for layer in self.layers]
+        return replace(self, formats=self.formats | when_loaded(self.formats, shapes, self.torch_dtype, self.compute))
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """With the cache of a job."""

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Quantised
+from h2o_flexgen.formats import Int8
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile
 from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.source import find_model
@@ -342,22 +342,24 @@ def test_without_the_package(refused, quantised, monkeypatch):
 
 
 def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
-    """Then no step decodes; else it stays as it is stored, and so on disk."""
+    """Then no step decodes, nor unpacks to int8; else it stays as it is stored, and so on disk."""
     prompts = quantised.clear_cut_prompts([9, 4], 4)
     found = []
     for policy, compute, decoded in (
         (Policy(), "exact", True),
         ("auto", "exact", True),
-        (Policy(), "int8", False),
         (Policy(percent=(50, 0, 100, 0, 100, 0)), "exact", False),
+        (Policy(), "int8", True),
+        (Policy(percent=(50, 0, 100, 0, 100, 0)), "int8", False),
     ):
         with LLM(str(quantised.folder), policy, compute=compute, device="cpu", dtype="float32", progress=False) as llm:
             outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
             assert llm.choice.decoded == decoded
             held = llm.runner.weights.resident["model.layers.0.mlp.up_proj.weight"] if decoded else None
-            assert held is None or not isinstance(held, Quantised)
+            assert held is None or getattr(held, "format", Int8()) == Int8()  # packed, or of floats: without a format
+            assert decoded or "model.layers.0.mlp.up_proj.weight" in llm.runner.weights.stored
             found.append([o.outputs[0].token_ids for o in outputs])
-    assert found[0] == found[1] == found[3]
+    assert found[0] == found[1] == found[2] and found[3] == found[4]
 
 
 def test_a_model_that_has_no_room_for_floats_stays_as_it_is(quantised):

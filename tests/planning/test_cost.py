@@ -68,7 +68,7 @@ def test_int8_matmuls_cost_their_own_rate_and_what_unpacking_takes(kind, unpacke
     profile = laptop(matmul=laptop().matmul | int8, unpack={4: 1e10}, decode={4: 1e9, 8: 1e9}, step_seconds=0.0)
     spec = named_spec("facebook/opt-1.3b")
     shapes = [layer.shapes for layer in family(spec.model_type).tensors(spec)]
-    model = ModelData.of(spec, "bfloat16", "bfloat16", False, True, compressed(kind, shapes), compute="int8")
+    model = ModelData.of(spec, "bfloat16", "bfloat16", False, True, compressed(kind, shapes), 0, "int8", True)
     planner, workload = Planner({None: model}, Constraints(), profile), Workload((128,) * 8, 2)
     found = planner.choose(workload, NO_LIMITS, Policy(8, 1, ALL_GPU), None).prediction
     E, L, V = 2048, 24, 50272
