@@ -10,6 +10,7 @@ import textwrap
 import matplotlib
 
 from bench.common import RESULTS, ROOT, stored
+from bench.rows import QUANTISED
 from bench.tables import best, cap_text, gain_text, job_text, machine_text, rows_measured
 from h2o_flexgen.evaluation.figure import draw
 
@@ -26,8 +27,7 @@ COLOURS = {
     "llama.cpp": "#505050",
     "ours, full cache": "#8fbbe0",
     "ours, H2O": "#f0a070",
-    "ours, H2O + int8": "#d9480f",
-    "ours, H2O + int4": "#a03000",
+    QUANTISED: "#d9480f",
 }
 #: of a bar, in units of a row
 WIDTH = 0.12
@@ -42,7 +42,7 @@ def plot_throughput(rows: list[dict]) -> None:
         places = [x + (n - (len(rates) - 1) / 2) * WIDTH for n in range(len(rates))]
         bars = ax.bar(places, rates.values(), WIDTH * 0.92, color=[COLOURS[name] for name in rates])
         ax.bar_label(bars, [f"{rate:.1f}" for rate in rates.values()], fontsize=8, color="#444444")
-        ours = {"color": COLOURS["ours, H2O + int8"], "weight": "bold", "ha": "center"}
+        ours = {"color": COLOURS[QUANTISED], "weight": "bold", "ha": "center"}
         ax.annotate(gain_text(data), (places[-1], max(rates.values())), (0, 14), textcoords="offset points", **ours)
     labels = [f"{job_text(data['job'])} tokens\nin {ram_text(data)} of memory" for data in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=9)

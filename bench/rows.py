@@ -45,6 +45,8 @@ OURS = {
     "ours, H2O + int8": System("ours", f"{H2O} {INT8} --compress-weight int8 --compress-cache int8"),
     "ours, H2O + int4": System("ours", f"{H2O} --compress-weight int4 --compress-cache int4"),
 }
+#: the column of those that add int8 or int4 to what is stored
+QUANTISED = "ours, 8 or 4 bits"
 #: of a GGUF file: its weights stream as they are stored
 STORED = {
     "ours, full cache": System("ours"),
@@ -61,7 +63,9 @@ def of_file(kind: str, systems: dict[str, System]) -> dict[str, System]:
 
 
 def column(system: str) -> str:
-    """The column of a system in a table: its name without the type of its file."""
+    """The column of a system in a table: its name without the type of its file; all of ours that quantise share one."""
+    if system.startswith("ours") and "int" in system:
+        return QUANTISED
     return system.removesuffix(f" {system.split()[-1]}") if system.split()[-1].startswith("Q") else system
 
 

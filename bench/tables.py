@@ -12,13 +12,13 @@ import sys
 from math import exp
 
 from bench.common import RESULTS, ROOT, stored
-from bench.rows import ROWS, column, file_name, setting_text
+from bench.rows import QUANTISED, ROWS, column, file_name, setting_text
 from h2o_flexgen.kv_cache.layers import LayerLosses
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: of the table of all rows; a column that no row has is left out
 COLUMNS = ["transformers", "Accelerate", "ZeRO-Inference", "FlexGen", "llama.cpp", "ours, full cache", "ours, H2O"]
-COLUMNS += ["ours, full cache, int8 matmuls", "ours, H2O, int8 matmuls", "ours, H2O + int8", "ours, H2O + int4"]
+COLUMNS += [QUANTISED]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -115,14 +115,16 @@ def gain_text(data: dict) -> str:
 
 
 def throughput(rows: list[dict]) -> str:
-    """A line for each row: median tokens/s of every system, in brackets its batch and the type of its file."""
+    """A line for each row: median tokens/s of every system, in brackets its batch, the type of its file, and what
+    is quantised."""
     shown = [name for name in COLUMNS if any(name in map(column, data["systems"]) for data in rows)]
     lines = []
     for data in rows:
         found, cells = best(data), []
         for name in shown:
             rate, system = found.get(name, (0, ""))
-            about = [str(data["systems"][system]["batch"]), *system.removeprefix(name).split()] if system else []
+            variant = system.removeprefix("ours, " if name == QUANTISED else name).strip()
+            about = [str(data["systems"][system]["batch"])] + [variant] * bool(variant) if system else []
             cells.append(f"{rate:.1f} ({', '.join(about)})" if system else "-")
         lines.append([job_text(data["job"]), cap_text(data["job"]), *cells, gain_text(data)])
     return markdown(["model, prompt + output", "memory cap", *shown, "best of ours over the best peer"], lines)

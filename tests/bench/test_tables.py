@@ -33,7 +33,7 @@ def test_a_line_for_each_row_has_the_best_file_of_each_system():
     assert header.startswith(
         "| model, prompt + output | memory cap | Accelerate | ZeRO-Inference | llama.cpp | ours, H2O"
     )
-    assert opt == "| OPT-1.3B, 64 + 256 | 1.5 GiB | 4.0 (8) | - | - | 40.0 (8) | 80.0 (8) | 20.0x |"
+    assert opt == "| OPT-1.3B, 64 + 256 | 1.5 GiB | 4.0 (8) | - | - | 40.0 (8) | 80.0 (8, H2O + int8) | 20.0x |"
     assert llama == "| Llama-3.2-1B, 128 + 128 | 1 GiB | - | - | 6.0 (8, Q8_0) | 30.0 (8, Q4_0) | - | 5.0x |"
 
 

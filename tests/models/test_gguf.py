@@ -16,6 +16,7 @@ import torch
 import zoo
 from cli_tools import write_rows
 from gguf import GGMLQuantizationType as Type
+from machines import laptop
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams
