@@ -37,18 +37,22 @@ LLAMA = dict(
 
 
 PLACEMENTS = {"ram": ON_GPU, "cache": ("100", "0", "0", "0", "100", "0"), "disk": ON_DISK}
+INT8 = "--compress-weight int8 --compress-cache int8 --compute int8"
+INT4 = "--compress-weight int4 --compress-cache int4"
 CASES = [
-    ("opt", "ram", "full"),
-    ("opt", "cache", "h2o"),
-    ("opt", "disk", "full"),
-    ("opt", "disk", "snapkv"),
-    ("llama", "ram", "vatp:first=4"),
-    ("llama", "disk", "h2o"),
+    ("opt", "ram", "full", ""),
+    ("opt", "cache", "h2o", ""),
+    ("opt", "disk", "full", ""),
+    ("opt", "disk", "snapkv", ""),
+    ("opt", "disk", "h2o", INT8),
+    ("llama", "ram", "vatp:first=4", ""),
+    ("llama", "ram", "full", INT4),
+    ("llama", "disk", "h2o", ""),
 ]
 
 
-@pytest.mark.parametrize("config, placement, budget", CASES)
-def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget):
+@pytest.mark.parametrize("config, placement, budget, formats", CASES)
+def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget, formats):
     (tmp_path / "config.json").write_text(json.dumps({"opt": LARGE, "llama": LLAMA}[config]))
     report = tmp_path / "report.json"
     limit = () if budget == "full" else ("--hh-ratio", 0.2, "--kv-rule", budget)
@@ -56,7 +60,7 @@ def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget):
     job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 96, "--gen-len", 3, "--num-prompts", 24)
     where = ("--gpu-batch-size", 8, "--num-gpu-batches", 2, "--offload-dir", tmp_path / "offload")
     where += percent(PLACEMENTS[placement])
-    code, _, err = end(start(*job, *where, *limit, "--report", report), timeout=300)
+    code, _, err = end(start(*job, *where, *limit, *formats.split(), "--report", report), timeout=300)
     assert code == 0, err
     found = json.loads(report.read_text())
     peak, planned = (sum(found[f"{which}_memory_bytes"][t] for t in ("gpu", "cpu")) for which in ("peak", "planned"))

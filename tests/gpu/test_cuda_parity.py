@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import zoo
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
 
@@ -178,3 +179,32 @@ def test_streams_give_the_tokens_of_the_cpu(models, name):
             return [output and output.token_ids for output in outputs]
 
     assert turns("cuda", POLICIES[name]) == turns("cpu", POLICIES["all_gpu"])
+
+
+FORMATS = {
+    "int8": dict(compress_weight="int8", compress_cache="int8"),
+    "int4": dict(compress_weight="int4", compress_cache="int4"),
+    "int8_matmuls": dict(compress_weight="int8", compute="int8"),
+    "int8_matmuls_of_int4": dict(compress_weight="int4", compute="int8"),
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """With sizes that groups of 32 divide."""
+    sizes = dict(hidden_size=64, num_attention_heads=4, intermediate_size=96)
+    return zoo.build("llama", tmp_path_factory.mktemp("wide") / "model", **sizes)
+
+
+def scores(model, device: str, formats: dict, **policy) -> list[float]:
+    how = dict(device=device, dtype="float32", progress=False, **formats)
+    with LLM(str(model.folder), Policy(**policy), KVBudget.from_size(6), **how) as llm:
+        return [x for score in llm.score(model.prompts([30, 24, 27]), 8) for x in score.token_logprobs]
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("place", ["all_gpu", "all_cpu", "all_disk", "thirds"])
+def test_quantised_it_gives_the_scores_of_the_cpu(wide, place, formats):
+    """But for numbers on the edge between two codes, which may fall to the other side."""
+    expected = scores(wide, "cpu", FORMATS[formats], **POLICIES["all_gpu"])
+    assert scores(wide, "cuda", FORMATS[formats], **POLICIES[place]) == pytest.approx(expected, abs=0.02)
