@@ -9,7 +9,7 @@ import textwrap
 
 import matplotlib
 
-from bench.common import RESULTS, ROOT, stored
+from bench.common import ROOT, stored
 from bench.rows import QUANTISED
 from bench.tables import best, cap_text, gain_text, job_text, machine_text, rows_measured
 from h2o_flexgen.evaluation.figure import draw
@@ -44,7 +44,7 @@ def plot_throughput(rows: list[dict]) -> None:
         ax.bar_label(bars, [f"{rate:.1f}" for rate in rates.values()], fontsize=8, color="#444444")
         ours = {"color": COLOURS[QUANTISED], "weight": "bold", "ha": "center"}
         ax.annotate(gain_text(data), (places[-1], max(rates.values())), (0, 14), textcoords="offset points", **ours)
-    labels = [f"{job_text(data['job'])} tokens\nin {ram_text(data)} of memory" for data in rows]
+    labels = [f"{job_text(data['job'])} tokens\nin {ram_text(data)}".replace(", ", "\n") for data in rows]
     ax.set_xticks(range(len(rows)), labels, fontsize=9)
     ax.set_ylabel("generated tokens per second")
     ax.set_title("Two CPU cores. Bold: the best of ours over the best other system", fontsize=11)
@@ -81,5 +81,4 @@ def plot_frontier(data: dict) -> None:
 if __name__ == "__main__":
     plot_throughput(rows_measured())
     plot_frontier(stored("frontier"))
-    for path in RESULTS.glob("quality_*.json"):
-        draw(stored(path.stem), ROOT / "docs" / f"{path.stem}.png")
+    draw(stored("quality_demo"), ROOT / "docs" / "quality_demo.png")
