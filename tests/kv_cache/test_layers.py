@@ -124,7 +124,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text):
 def test_a_file_of_another_model_or_rule_is_a_warning(tmp_path, capsys, measured, says):
     path = tmp_path / "layers.json"
     path.write_text(json.dumps({"budgets": BUDGETS, "losses": [FLAT, STEEP]} | measured))
-    cli.check_model(None, f"mean:layers={path}", "m")
+    cli.check_model(None, f"mean:layers={path}", "m", "")
     assert capsys.readouterr().err == says
 
 
