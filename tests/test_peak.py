@@ -67,7 +67,7 @@ def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget, forma
     print(peak / planned)
     assert 0.9 * planned < peak < 1.05 * planned
     peak, planned = (found[f"{which}_memory_bytes"]["disk"] for which in ("peak", "planned"))
-    assert 0.99 * planned <= peak <= planned + 8192  # files end with a whole block of the file system
+    assert 0.99 * planned <= peak <= planned
 
 
 #: streams that outgrow their caches; prints peak and plan of RAM and of the disk

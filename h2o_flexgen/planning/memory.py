@@ -42,6 +42,7 @@ from h2o_flexgen.sizes import (
     WIDEN_ROWS,
     WRITE_BACKS,
     Workload,
+    aligned,
     batch_sizes,
     double_buffers,
     matmul_rows,
@@ -332,7 +333,8 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: boo
     nbytes = dict.fromkeys(TIERS, 0)
     for name, shape in tensors.items():
         tier = placement.weights[name]
-        nbytes[tier] += shapes.stored_bytes(name, shape) if tier == "disk" else shapes.nbytes(name, shape)
+        # on disk each tensor of random weights begins a page (`DummyCheckpoint.on_disk`)
+        nbytes[tier] += aligned(shapes.stored_bytes(name, shape)) if tier == "disk" else shapes.nbytes(name, shape)
     plan.add("gpu", "weights", nbytes["gpu"])
     plan.add("cpu", "weights", nbytes["cpu"])
     if shapes.dummy:  # a real checkpoint is on disk already
