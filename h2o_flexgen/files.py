@@ -88,7 +88,7 @@ def cache_root() -> Path:
         raise UserError("this user has no home folder: name one for what is kept in H2O_FLEXGEN_HOME") from None
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Let a file or a folder reach the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -125,7 +125,7 @@ def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> P
             try:
                 make(partial)
                 for path in (*partial.iterdir(), partial):  # else a loss of power might leave the name and no bytes
-                    _sync(path)
+                    sync(path)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import sync
 from h2o_flexgen.jobs import openai
 from h2o_flexgen.jobs.input import Row
 
@@ -114,7 +115,7 @@ def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
         _write(file, data)
         os.fsync(file.fileno())
         os.replace(new, path)
-        _sync_folder(path.parent)  # the new name
+        sync(path.parent)  # the new name
         return file
     except BaseException:
         new.unlink(missing_ok=True)
@@ -131,14 +132,6 @@ def _open_locked(path: Path) -> BinaryIO:
         file.close()
         raise
     return file
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _write(file: BinaryIO, data: bytes) -> None:
