@@ -416,9 +416,10 @@ def table(name: str) -> str:
     """Raises KeyError for a name that is no table's."""
     if name in OF_ROWS:
         return OF_ROWS[name](rows_measured())
-    data = stored(FILES.get(name, name))
+    file = FILES.get(name, name)
+    data = stored(file)
     if not data:
-        return f"(not measured yet: docs/benchmarks/{FILES.get(name, name)}.json)"
+        return f"(not measured yet: docs/benchmarks/{file}.json)"
     if name == "peer_settings":
         return peer_settings(data)
     for kind in (quality, summaries):

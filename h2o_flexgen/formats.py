@@ -335,6 +335,10 @@ class Quantised:
         return self.raw.nbytes
 
     @property
+    def device(self) -> torch.device:
+        return self.raw.device
+
+    @property
     def is_cuda(self) -> bool:
         return self.raw.is_cuda
 
@@ -377,7 +381,10 @@ class Quantised:
 
     def into(self, out: Tensor | Quantised) -> None:
         """Write the matrix into `out`, as `decode` or `to_int8`."""
-        self.to_int8(out) if isinstance(out, Quantised) else self.decode(out)
+        if isinstance(out, Quantised):
+            self.to_int8(out)
+        else:
+            self.decode(out)
 
     def to_int8(self, out: Quantised) -> None:
         """Write the matrix into `out`, in `Int8` on the same device: with one scale for each row."""

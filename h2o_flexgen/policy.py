@@ -183,7 +183,8 @@ def given_policy(
 ) -> tuple[Policy | str, KVBudget | str | None, str | None, str | None, str]:
     """The policy or "auto", the KV budget, the formats of cache and weights, and the matmuls, from what a user may give
     for them. A file is one that `Policy.to_json` or the policy search wrote, which writes beside the policy the KV
-    budget, the formats and the matmuls that make room for its block; what is given beside it is obeyed.
+    budget, the formats and the matmuls that make room for its block. What is given beside it is obeyed, but for
+    `compute`: a file's int8 counts, since "exact" may be nothing but the default.
 
     Raises:
         UserError: anything else, or a file that cannot be read or is no policy.

@@ -228,8 +228,7 @@ class Decoded:
         form, shape = self._source.format(name), tuple(out.shape)
         if isinstance(form, Dense):
             return self._source.read(name, out, io)
-        device = out.raw.device if isinstance(out, Quantised) else out.device
-        stored = form.view(torch.empty(form.nbytes(shape), dtype=torch.uint8, device=device), shape)
+        stored = form.view(torch.empty(form.nbytes(shape), dtype=torch.uint8, device=out.device), shape)
         self._source.read(name, stored, io)
         stored.into(out)
 

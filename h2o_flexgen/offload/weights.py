@@ -331,7 +331,7 @@ class WeightStore:
         if self.tiers[name] != "gpu":
             self.transport.count("cpu_to_gpu", rows.nbytes)
         if isinstance(rows, Quantised):
-            out = torch.empty(rows.shape, dtype=self.dtype, device=rows.raw.device)
+            out = torch.empty(rows.shape, dtype=self.dtype, device=rows.device)
             rows.decode(out)
             rows = out
         return F.embedding(inverse.to(device), rows.to(device=device, dtype=self.dtype))

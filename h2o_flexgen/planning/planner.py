@@ -137,18 +137,19 @@ class Planner:
         rule = rule_for(kv_budget, workload, stored.spec)
         decoded = stored.decoded()
 
-        def holds(found: Policy) -> bool:
-            on_device = found.fractions("weights")[0] == 1
-            return on_device and not self.plan(found, rule, workload, resources)[1].missing()
+        def fits(policy: Policy) -> bool:
+            """Whether all weights are on the device, and there is room for all that the plan counts."""
+            on_device = policy.fractions("weights")[0] == 1
+            return on_device and not self.plan(policy, rule, workload, resources)[1].missing()
 
         for self.model in filter(None, (decoded, stored)):
             found = policy or self._resident(workload, resources, rule)
-            if found is not None and (self.model is stored or holds(found)):
+            if found is not None and (self.model is stored or fits(found)):
                 break
         else:
             found = self.search(rule, workload, resources).best().policy
             self.model = decoded or stored
-            if not holds(found):
+            if not fits(found):
                 self.model = stored
         policy = found
         placement, plan = self.plan(policy, rule, workload, resources)
@@ -157,8 +158,8 @@ class Planner:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
             prediction = cost.predict(policy, placement, planned.prompt_lens)
-        formats, decoded = (compress_cache, compress_weight), self.model is not stored
-        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats, decoded)
+        formats, is_decoded = (compress_cache, compress_weight), self.model is not stored
+        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats, is_decoded)
 
     def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""
