@@ -124,7 +124,8 @@ def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
         _round_row(row, top[0], out[order[r]])
 
 
-# activations to int8, and sums in int32 back to floats
+# activations to int8, and sums in int32 back to floats; x and out: the bits of floats, the upper ones where `shift` is
+# 16 (bf16), all where it is 0 (fp32)
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -144,7 +145,7 @@ def _round_row(row, largest, out):
         out[i] = np.int8(np.rint(row[i] * factor))
 
 
-@njit(nogil=True, cache=True, inline="always", fastmath={"reassoc"})
+@njit(nogil=True, cache=True, fastmath={"reassoc"})  # inlined by numba it would lose that, and its vectors
 def _sum_abs(row):
     total = np.float32(0)
     for i in range(len(row)):
@@ -152,65 +153,62 @@ def _sum_abs(row):
     return total
 
 
-@njit(nogil=True, cache=True)
-def row_limits(x, times, few, begin, end, limit, largest, is_outlier):
-    """For each row of x (R, I) the limit above which its elements are outliers, and the largest of the others.
+@njit(nogil=True, cache=True, inline="always")
+def _above(bits, limit):
+    """How many absolute values are above the limit, all as bits of floats."""
+    count = np.uint32(0)
+    for i in range(len(bits)):
+        count += np.uint32((bits[i] & np.uint32(0x7FFFFFFF)) > limit)
+    return count
 
-    Args:
-        times: the limit is this many times the mean absolute value, doubled until at most `few` elements are above it.
-        limit, largest: (R,), float32, of which `begin` to `end` are written; the largest of the others.
-        is_outlier: (I,), uint8, set to 1 where any row has an outlier.
-    """
-    part = 64
-    tops = np.empty((x.shape[1] + part - 1) // part, np.float32)
-    top_bits, top_of_all = tops.view(np.uint32), np.empty(1, np.float32)
-    for r in range(begin, end):
-        row = x[r]
-        bits = row.view(np.uint32)
-        for n in range(len(tops)):
-            top_bits[n] = _largest(bits[n * part : n * part + part])
-        top_of_all.view(np.uint32)[0] = _largest(top_bits)
-        limit[r] = top = top_of_all[0]
-        bound = times * _sum_abs(row) / np.float32(len(row))
-        if few and bound < top < np.inf:
-            count = few + 1
-            while count > few:
-                count, top, limit[r] = 0, np.float32(0), bound
-                for n in range(len(tops)):
-                    if tops[n] <= bound:
-                        top = max(top, tops[n])
-                        continue
-                    for i in range(n * part, min(n * part + part, len(row))):
-                        if abs(row[i]) > bound:
-                            count += 1
-                        else:
-                            top = max(top, abs(row[i]))
-                bound *= np.float32(2)
-            for n in range(len(tops)):
-                if tops[n] > limit[r]:
-                    for i in range(n * part, min(n * part + part, len(row))):
-                        if abs(row[i]) > limit[r]:
-                            is_outlier[i] = 1
-        largest[r] = top
+
+@njit(nogil=True, cache=True, inline="always")
+def _cut(bits, limit, is_outlier):
+    """Let those above the limit be 0, and tell where they were."""
+    for i in range(len(bits)):
+        above = (bits[i] & np.uint32(0x7FFFFFFF)) > limit
+        bits[i] = np.uint32(0) if above else bits[i]
+        is_outlier[i] |= np.uint8(above)
 
 
 @njit(nogil=True, cache=True)
-def row_codes(x, limit, largest, columns, begin, end, codes, kept):
-    """The rows of x (R, I) in int8, and their outliers, whose codes are 0.
+def quantise(x, shift, times, few, begin, end, codes, limit, largest, is_outlier):
+    """The rows of x (R, I) in int8; outliers become 0.
 
     Args:
-        limit, largest: from `row_limits`.
-        columns: (U,), those that have outliers.
-        codes: (R, I), int8; kept: (R, U), float32, of both `begin` to `end` are written.
+        times: an outlier is above this many times the mean absolute value, doubled until a row has at most `few`.
+        codes: (R, I) int8; limit, largest: (R,) float32, above which elements are outliers, and of the others the
+            largest; of all three rows `begin` to `end` are written.
+        is_outlier: (I,) uint8, set to 1 where any row has an outlier.
     """
+    row, numbers = np.empty(x.shape[1], np.float32), np.empty(2, np.float32)
+    bits, number_bits = row.view(np.uint32), numbers.view(np.uint32)
     for r in range(begin, end):
-        _round_row(x[r], largest[r], codes[r])
+        source = x[r]
+        for i in range(len(bits)):
+            bits[i] = np.uint32(source[i]) << shift
+        number_bits[0] = _largest(bits)
+        limit[r] = numbers[0]
+        numbers[1] = times * _sum_abs(row) / np.float32(len(row))
+        if few and numbers[1] < numbers[0] < np.inf:
+            while _above(bits, number_bits[1]) > few:
+                numbers[1] *= np.float32(2)
+            limit[r] = numbers[1]
+            _cut(bits, number_bits[1], is_outlier)
+            number_bits[0] = _largest(bits)
+        largest[r] = numbers[0]
+        _round_row(row, numbers[0], codes[r])
+
+
+@njit(nogil=True, cache=True)
+def outliers(x, shift, limit, columns, kept):
+    """Those of each row of x (R, I) at some columns (U,) into kept (R, U) float32, 0 where an element is none."""
+    one = np.empty(1, np.float32)
+    bits = one.view(np.uint32)
+    for r in range(x.shape[0]):
         for u in range(len(columns)):
-            value = x[r, columns[u]]
-            is_outlier = abs(value) > limit[r]
-            kept[r, u] = value if is_outlier else np.float32(0)
-            if is_outlier:
-                codes[r, columns[u]] = 0
+            bits[0] = np.uint32(x[r, columns[u]]) << shift
+            kept[r, u] = one[0] if abs(one[0]) > limit[r] else np.float32(0)
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -220,24 +218,28 @@ def _add_scaled(total, row, factor):
 
 
 @njit(nogil=True, cache=True)
-def scale_back(sums, scale, kept, columns, weight_scale, bias, begin, end, out):
+def scale_back(sums, scale, kept, columns, weight_scale, bias, shift, begin, end, out):
     """out[r] = weight_scale * (scale[r] * sums[r] + kept[r] @ columns) + bias, for rows `begin` to `end` of R; a row
     adds its outliers up one after the other, so that it does not depend on the columns in which others have some.
 
     Args:
         sums: (R, O), columns: (U, O); whole numbers of any type.
-        scale: (R,); kept: (R, U); weight_scale, bias: (O,); out: (R, O); all float32.
+        scale: (R,); kept: (R, U); weight_scale, bias: (O,), all float32; out: (R, O).
     """
     part = 1024
+    buffer = np.empty(part, np.float32)
+    half, odd = np.uint32((1 << shift >> 1) - (shift > 0)), np.uint32(shift > 0)
     for r in range(begin, end):
         for at in range(0, out.shape[1], part):
             stop = min(at + part, out.shape[1])
-            total = out[r, at:stop]
-            total[:] = 0
-            _add_scaled(total, sums[r, at:stop], scale[r])
+            total, row, factor = buffer[: stop - at], sums[r, at:stop], scale[r]
+            for o in range(len(total)):
+                total[o] = np.float32(row[o]) * factor
             for u in range(kept.shape[1]):
                 if kept[r, u] != 0:
                     _add_scaled(total, columns[u, at:stop], kept[r, u])
-            s, b = weight_scale[at:stop], bias[at:stop]
+            s, b, target, bits = weight_scale[at:stop], bias[at:stop], out[r, at:stop], total.view(np.uint32)
             for o in range(len(total)):
                 total[o] = total[o] * s[o] + b[o]
+            for o in range(len(target)):
+                target[o] = (bits[o] + half + ((bits[o] >> shift) & odd)) >> shift

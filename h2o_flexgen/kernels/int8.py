@@ -21,6 +21,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from numpy import uint32
 from torch import Tensor
 
 from h2o_flexgen.formats import MOST, compiled, in_threads, quantise_rows
@@ -58,37 +59,53 @@ class Int8Weight:
 def int8_linear(
     x: Tensor, weight: Int8Weight, bias: Tensor | None = None, outliers: bool = True, kernel: str = "turned"
 ) -> Tensor:
-    """As `linear`, with the rows of x in int8: INT8_ROWS at a time.
+    """As `linear`, with the rows of x in int8.
 
     Args:
         outliers: keep a few elements of a row as floats.
         kernel: on a CPU, for a weight that is not packed.
     """
+    return int8_linears(x, [(weight, bias)], outliers, kernel)[0]
+
+
+def int8_linears(
+    x: Tensor, layers: list[tuple[Int8Weight, Tensor | None]], outliers: bool = True, kernel: str = "turned"
+) -> list[Tensor]:
+    """The same of several weights with their biases: x is brought to int8 once. INT8_ROWS at a time."""
     rows = x.reshape(-1, x.shape[-1])
-    out = x.new_empty(len(rows), len(weight.scale))
-    for part, part_out in zip(rows.split(INT8_ROWS), out.split(INT8_ROWS)):
-        codes, scale, kept, places = quantise(part.float().contiguous(), outliers)
-        sums, columns = multiply(codes, weight.codes, places, kernel)
-        part_out.copy_(_scaled_back(sums, scale, kept, columns, weight.scale, bias))
-    return out.view(*x.shape[:-1], -1)
+    outs = [x.new_empty(len(rows), len(weight.scale)) for weight, _ in layers]
+    for part, *part_outs in zip(rows.split(INT8_ROWS), *(out.split(INT8_ROWS) for out in outs)):
+        codes, scale, kept, places = quantise(part.contiguous(), outliers)
+        for (weight, bias), out in zip(layers, part_outs):
+            sums, columns = multiply(codes, weight.codes, places, kernel)
+            _scale_back(sums, scale, kept, columns, weight.scale, bias, out)
+    return [out.view(*x.shape[:-1], -1) for out in outs]
 
 
 def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (R, I) fp32 -> codes (R, I) int8 and scale (R,) fp32; kept (R, U) fp32, the outliers, 0 where an element is
-    none, and places (U,), their columns in x."""
+    """x (R, I), contiguous -> codes (R, I) int8 and scale (R,) fp32; kept (R, U) fp32, the outliers, 0 where an element
+    is none, and places (U,), their columns in x."""
     loops = None if x.is_cuda else compiled()
     if loops is None:
-        return _quantise_by_torch(x, outliers)
-    (rows, width), few = x.shape, FEW if outliers else 0
-    limit, largest = torch.empty(rows), torch.empty(rows)
+        return _quantise_by_torch(x.float(), outliers)
+    (rows, width), (bits, shift) = x.shape, _bits(x.float() if x.dtype == torch.float16 else x)
+    codes, limit, largest = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows), torch.empty(rows)
     is_outlier = torch.zeros(width, dtype=torch.uint8)
-    numbers = [t.numpy() for t in (x, limit, largest, is_outlier)]
-    in_threads(lambda a, b: loops.row_limits(numbers[0], TIMES, few, a, b, *numbers[1:]), rows, x.numel())
+    found = [t.numpy() for t in (codes, limit, largest, is_outlier)]
+    few = FEW if outliers else 0
+    in_threads(lambda a, b: loops.quantise(bits, shift, TIMES, few, a, b, *found), rows, x.numel())
     places = is_outlier.nonzero()[:, 0]
-    codes, kept = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows, len(places))
-    arrays = [t.numpy() for t in (x, limit, largest, places)], [codes.numpy(), kept.numpy()]
-    in_threads(lambda a, b: loops.row_codes(*arrays[0], a, b, *arrays[1]), rows, x.numel())
+    kept = torch.empty(rows, len(places))
+    if len(places):
+        loops.outliers(bits, shift, limit.numpy(), places.numpy(), kept.numpy())
     return codes, largest / MOST, kept, places
+
+
+def _bits(x: Tensor) -> tuple:
+    """Floats in fp32 or bf16 as compiled loops take them: their bits, and by how many those of fp32 are shifted."""
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.uint16).numpy(), uint32(16)
+    return x.numpy().view(uint32), uint32(0)
 
 
 def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,26 +122,32 @@ def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tenso
     return codes, scale, torch.where(is_outlier, x, 0.0)[:, places], places
 
 
-def _scaled_back(
-    sums: Tensor, scale: Tensor, kept: Tensor, columns: Tensor, weight_scale: Tensor, bias: Tensor | None
-) -> Tensor:
-    """(R, O), fp32, as unpack.scale_back says."""
+def _scale_back(
+    sums: Tensor, scale: Tensor, kept: Tensor, columns: Tensor, weight_scale: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """Into `out` (R, O), of any float type, what unpack.scale_back says."""
     loops = None if sums.is_cuda else compiled()
     if loops is None:
-        out = (scale[:, None] * sums).addmm_(kept, columns.float()).mul_(weight_scale)
-        return out if bias is None else out.add_(bias)
+        wide = (scale[:, None] * sums).addmm_(kept, columns.float()).mul_(weight_scale)
+        out.copy_(wide if bias is None else wide.add_(bias))
+        return
     bias = torch.zeros_like(weight_scale) if bias is None else bias.float()
-    out = torch.empty(sums.shape)
     arrays = [t.numpy() for t in (sums, scale, kept, columns, weight_scale, bias)]
-    in_threads(lambda a, b: loops.scale_back(*arrays, a, b, out.numpy()), len(out), out.numel())
-    return out
+    wide = torch.empty(out.shape) if out.dtype == torch.float16 else out
+    bits, shift = _bits(wide)
+    in_threads(lambda a, b: loops.scale_back(*arrays, shift, a, b, bits), len(out), out.numel())
+    if wide is not out:
+        out.copy_(wide)
 
 
 def prepare() -> None:
     """Compile the loops, or read them from numba's cache: once, before memory is measured."""
-    weight = torch.ones(8, 8, dtype=torch.int8)
+    weight = torch.ones(8, 64, dtype=torch.int8)
+    x = torch.ones(2, 64)
+    x[0, 0] = 100  # an outlier
     for codes in (weight, pack(weight)) if can_pack() else (weight,):
-        int8_linear(torch.ones(1, 8), Int8Weight(codes, torch.ones(8)))
+        for dtype in torch.float32, torch.bfloat16:
+            int8_linear(x.to(dtype), Int8Weight(codes, torch.ones(8)))
 
 
 # the kernels

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats import Quantised
 from h2o_flexgen.kernels import int8
-from h2o_flexgen.kernels.int8 import Int8Weight, int8_linear
+from h2o_flexgen.kernels.int8 import Int8Weight, int8_linears
 from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS, slice_rows
 
 #: rows (tokens) of the matmuls that are timed: a decode step of one sequence up to the prefill of a micro-batch
@@ -62,14 +62,25 @@ def linear(
 
     Args:
         x: (..., I); weight: (O, I), as it is, from `pack`, or quantised; bias: (O,). All else of one dtype.
-        outliers: as for `int8_linear`.
+        outliers: as for `int8_linears`.
 
     Returns:
         (..., O), contiguous.
     """
-    if isinstance(weight, Int8Weight):
+    return linears(x, [(weight, bias)], outliers)[0]
+
+
+def linears(
+    x: Tensor, layers: list[tuple[Tensor | Quantised | Int8Weight, Tensor | None]], outliers: bool = True
+) -> list[Tensor]:
+    """The same of several weights with their biases."""
+    if all(isinstance(weight, Int8Weight) for weight, _ in layers):
         kernel = "native" if x.is_cuda else _chosen_int8(x.numel() // x.shape[-1])
-        return int8_linear(x, weight, bias, outliers, kernel)
+        return int8_linears(x, layers, outliers, kernel)
+    return [_linear(x, *layer) for layer in layers]
+
+
+def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Quantised):
         return sliced(x, weight, bias)
     if weight.is_mkldnn:

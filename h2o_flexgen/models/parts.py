@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels.linear import linear
+from h2o_flexgen.kernels.linear import linears
 from h2o_flexgen.models.rope import rotation
 from h2o_flexgen.models.spec import ModelSpec
 
@@ -28,7 +28,13 @@ Gather = Callable[[str, Tensor], Tensor]
 
 def project(w: Weights, name: str, x: Tensor) -> Tensor:
     """x (..., I) through the linear layer `name` -> (..., O)."""
-    return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"), outliers=name not in INNER)
+    return projections(w, (name,), x)[0]
+
+
+def projections(w: Weights, names: tuple[str, ...], x: Tensor) -> list[Tensor]:
+    """The same of several layers."""
+    layers = [(w[f"{name}.weight"], w.get(f"{name}.bias")) for name in names]
+    return linears(x, layers, outliers=names[0] not in INNER)
 
 
 def layer_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
@@ -63,12 +69,12 @@ def attention(
 def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Tensor | None, norm_eps: float | None) -> tuple:
     rotated = rotation(spec.rope, positions, x)
 
-    def normed(name: str, count: int) -> Tensor:
-        found = split_heads(project(w, name, x), count)
-        return found if norm_eps is None else rms_norm(w, f"{name}_norm", found, norm_eps)
-
-    q, k = rotated(normed("q", spec.heads)), rotated(normed("k", spec.kv_heads))
-    return q, k, split_heads(project(w, "v", x), spec.kv_heads)
+    counts = (spec.heads, spec.kv_heads, spec.kv_heads)
+    q, k, v = map(split_heads, projections(w, ("q", "k", "v"), x), counts)
+    if norm_eps is not None:
+        q, k = rms_norm(w, "q_norm", q, norm_eps), rms_norm(w, "k_norm", k, norm_eps)
+    q, k = rotated(q), rotated(k)
+    return q, k, v
 
 
 def embed(spec: ModelSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
@@ -78,9 +84,10 @@ def embed(spec: ModelSpec, w: Weights, gather: Gather, ids: Tensor, positions: T
 
 def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
     """An MLP with matrices up and down, and gate if it is gated (GLU, arXiv 2002.05202): x (B, T, E) -> (B, T, E)."""
-    wide = activation(spec.activation)(project(w, "gate" if spec.gated else "up", x))
+    wide, *up = projections(w, ("gate", "up") if spec.gated else ("up",), x)
+    wide = activation(spec.activation)(wide)
     if spec.gated:
-        wide.mul_(project(w, "up", x))
+        wide.mul_(*up)
     return project(w, "down", wide)
 
 
