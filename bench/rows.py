@@ -119,9 +119,9 @@ class Row:
 ON_CPU = {
     # short prompts: on two cores long ones would measure prefill alone
     "opt-1.3b 64+256": Row("facebook/opt-1.3b", 1.5, 64, 256, 96, OPT),
-    "opt-6.7b 64+64": Row("facebook/opt-6.7b", 8, 64, 64, 128, OPT),
-    "llama-1b 128+128": Row("meta-llama/Llama-3.2-1B", 1, 128, 128, 128, LLAMA_1B),
-    "llama-1b 128+128 uncapped": Row("meta-llama/Llama-3.2-1B", None, 128, 128, 128, LLAMA_1B),
+    "opt-6.7b 64+64": Row("facebook/opt-6.7b", 8, 64, 64, 64, OPT),
+    "llama-1b 128+128": Row("meta-llama/Llama-3.2-1B", 1, 128, 128, 64, LLAMA_1B),
+    "llama-1b 128+128 uncapped": Row("meta-llama/Llama-3.2-1B", None, 128, 128, 64, LLAMA_1B),
     "llama-8b 64+64": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B),
     "smollm2 512+64": Row(DEMO, None, 512, 64, 64, SMOLLM2),
 }

@@ -15,10 +15,10 @@ fp32. So each kernel is timed, once in a process or, kept with the profile, on a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import product
+from itertools import cycle, product
 from math import log
 
 import torch
@@ -44,6 +44,8 @@ INT8 = "int8"
 LEFT_ROWS = 256
 #: (out, in) of the matrices that are timed: with few rows so large that they come from RAM, as those of a model do
 FEW_ROWS_SHAPE, MANY_ROWS_SHAPE = (4096, 1024), (1024, 1024)
+#: likewise of int8, and how many of it take turns: codes are few bytes, so one alone would stay in the CPU's cache
+INT8_SHAPE, INT8_MATRICES = (2048, 2048), 8
 #: rows from which on the smaller matrix is timed: the CPU, not RAM, decides there
 MANY_ROWS = 128
 #: (heads, queries, head size) of the attention that is timed
@@ -280,7 +282,7 @@ def _chosen_int8(rows: int) -> str:
 
 @torch.no_grad()
 def measure() -> KernelRates:
-    """Time every kernel on this CPU, in about a second and 0.1 GB of RAM."""
+    """Time every kernel on this CPU, in about a second and 0.15 GB of RAM."""
     calls = _calls()
     taken: dict[tuple, list[float]] = {key: [] for key in calls}
     for _ in range(ROUNDS):  # all take turns, since other programs come and go
@@ -300,6 +302,10 @@ def measure() -> KernelRates:
     return KernelRates(linear, attention)
 
 
+def _multiply_next(x: Tensor, weights: Iterator[Tensor], kernel: str) -> None:
+    int8.multiply(x, next(weights), torch.arange(0), kernel)
+
+
 def _calls() -> dict[tuple, tuple[Callable, int]]:
     """By (dtype, kernel, rows): calls and their flops."""
     calls = {}
@@ -314,16 +320,13 @@ def _calls() -> dict[tuple, tuple[Callable, int]]:
             if few == (rows < MANY_ROWS):
                 x = torch.full((rows, weight.shape[1]), 0.5, dtype=dtype)
                 calls[dtype_name(dtype), name, rows] = partial(kernel, x), 2 * rows * weight.numel()
-    for few in (True, False):
-        codes = torch.ones(FEW_ROWS_SHAPE if few else MANY_ROWS_SHAPE, dtype=torch.int8)
-        weights = dict.fromkeys(int8.KERNELS, codes) | ({"packed": int8.pack(codes)} if int8.can_pack() else {})
-        for rows, (name, weight) in product(ROWS, weights.items()):
-            if few == (rows < MANY_ROWS):
-                x = torch.ones(rows, codes.shape[1], dtype=torch.int8)
-                calls[INT8, name, rows] = (
-                    partial(int8.multiply, x, weight, torch.arange(0), name),
-                    2 * rows * codes.numel(),
-                )
+    matrices = [torch.ones(INT8_SHAPE, dtype=torch.int8) for _ in range(INT8_MATRICES)]
+    weights = dict.fromkeys(int8.KERNELS, matrices)
+    weights |= {"packed": [int8.pack(codes) for codes in matrices]} if int8.can_pack() else {}
+    for rows, (name, weight) in product(ROWS, weights.items()):
+        x, turns = torch.ones(rows, INT8_SHAPE[1], dtype=torch.int8), cycle(weight)
+        call = partial(_multiply_next, x, turns, name)
+        calls[INT8, name, rows] = call, 2 * rows * matrices[0].numel()
     for dtype in (*_HALVES, torch.float32):
         q = torch.full(ATTENTION_SHAPE, 0.1, dtype=dtype)
         call = partial(torch.bmm, q, q.transpose(1, 2))
