@@ -28,8 +28,8 @@ Shape = tuple[int, ...]
 
 #: elements that are decoded at once: by threads, and where that takes buffers of several times their size
 PART, BUFFERED_PART = 1 << 24, 1 << 22
-#: elements of a cache that are encoded at once: what stays in a CPU's cache
-ENCODED_PART = 1 << 16
+#: elements of a cache that are encoded at once: what stays in a CPU's cache, or is worth a GPU's kernels
+ENCODED_PART = {"cpu": 1 << 16, "cuda": 1 << 20}
 #: elements that are not worth a second thread
 SMALL = 1 << 18
 #: of codes in int8: -127 to 127, and below this largest element rows count as 0
@@ -221,7 +221,7 @@ class Blocks(Format):
     def stored(self, x: Tensor) -> Tensor:
         vectors = x.reshape(-1, x.shape[-1])
         found = torch.empty(len(vectors), *self.row_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
-        step = max(1, ENCODED_PART // x.shape[-1])
+        step = max(1, ENCODED_PART[x.device.type] // x.shape[-1])
         for few, target in zip(vectors.split(step), found.split(step)):
             self.encode(few, target.view(-1))
         return found.view(*x.shape[:-1], -1)
@@ -362,22 +362,25 @@ class Quantised:
     def decode(self, out: Tensor, begin: int = 0, end: int | None = None) -> None:
         """Write rows `begin` to `end` into `out`, (rows, I) contiguous, of any float type, on the same device; of a
         matrix with `heads` all of them."""
-        order = self.order[: len(out)]
-        loops = None if out.is_cuda else compiled()
+        loops, has_heads = None if out.is_cuda else compiled(), self.format.heads > 0
         is_direct = loops is not None and out.dtype != torch.float16  # which numba does not know
-        most = PART if is_direct else BUFFERED_PART
-        step = max(1, most // self.shape[1])
+        order = self.order[: len(out)] if is_direct or has_heads else None
+        step = max(1, (PART if is_direct else BUFFERED_PART) // self.shape[1])
         for at in range(0, len(out), step):
-            rows = order[at : at + step]
-            codes = self.format.codes(self.raw, self.shape, begin + at, begin + at + len(rows))
+            part = out[at : at + step]
+            codes = self.format.codes(self.raw, self.shape, begin + at, begin + at + len(part))
             if is_direct:
-                _by_numba(loops, codes, rows, out)
-            elif loops is not None:
-                buffer = torch.empty(len(rows), self.shape[1])
-                _by_numba(loops, codes, torch.arange(len(rows)), buffer)
-                _put(out, rows, buffer)
+                _by_numba(loops, codes, order[at : at + step], out)
+                continue
+            part = torch.empty_like(part) if has_heads else part
+            if loops is None:
+                _by_torch(codes, part)
             else:
-                _put(out, rows, _by_torch(codes, self.shape[1]))
+                buffer = torch.empty(part.shape)
+                _by_numba(loops, codes, torch.arange(len(part)), buffer)
+                part.copy_(buffer)
+            if has_heads:
+                out[order[at : at + step].to(out.device)] = part
 
     def into(self, out: Tensor | Quantised) -> None:
         """Write the matrix into `out`, as `decode` or `to_int8`."""
@@ -395,7 +398,8 @@ class Quantised:
             rows = order[at : at + step]
             read = self.format.codes(self.raw, self.shape, at, at + len(rows))
             if loops is None:
-                part = _by_torch(read, self.shape[1])
+                part = torch.empty(len(rows), self.shape[1], device=self.device)
+                _by_torch(read, part)
                 rows = rows.to(part.device)
                 found = torch.empty_like(part, dtype=torch.int8), torch.empty_like(part[:, 0])
                 quantise_rows(part, *found)
@@ -404,22 +408,13 @@ class Quantised:
                 _in_loops(loops.to_int8, read, rows, self.shape[1], codes.numpy(), scale.numpy())
 
 
-def _put(out: Tensor, order: Tensor, rows: Tensor) -> None:
-    """Rows into their places; most are neighbours."""
-    first, last = int(order[0]), int(order[-1])
-    if last - first + 1 == len(order) and bool((order[1:] > order[:-1]).all()):
-        out[first : last + 1] = rows
-    else:
-        out[order.to(out.device)] = rows.to(out.dtype)
-
-
-def _by_torch(codes: Codes, width: int) -> Tensor:
-    """Decode by torch's operators, on any device: (R, width), fp32."""
+def _by_torch(codes: Codes, out: Tensor) -> None:
+    """Decode into `out` (R, I), of any float type, by torch's operators, on any device."""
     rows, groups = codes.scale.shape
-    q = codes.codes.view(rows, groups, -1)[..., codes.first :]
-    if q.dtype == torch.uint8:
-        q = torch.cat([q & 15, q >> 4], dim=-1)
-    return q.float().mul_(codes.scale[..., None]).add_(codes.minimum[..., None]).view(rows, width)
+    q, out = codes.codes.view(rows, groups, -1)[..., codes.first :], out.view(rows, groups, -1)
+    parts = (q,) if q.dtype == torch.int8 else (q & 15, q >> 4)
+    for part, target in zip(parts, out.chunk(len(parts), -1)):
+        torch.add(part * codes.scale[..., None], codes.minimum[..., None], out=target)
 
 
 def _by_numba(kernels, codes: Codes, order: Tensor, out: Tensor) -> None:
@@ -548,7 +543,7 @@ def check_compute(compute: str, formats: dict[str, Format]) -> None:
 
 def decode_bytes(dtype: torch.dtype, cuda: bool) -> int:
     """What decoding takes besides its result in `dtype`: codes and floats of a part."""
-    return BUFFERED_PART * (9 if cuda else 4 if dtype == torch.float16 else 0)
+    return BUFFERED_PART * (5 if cuda else 4 if dtype == torch.float16 else 0)
 
 
 def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:

@@ -113,8 +113,9 @@ def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tenso
     limit = TIMES * size.mean(dim=1, keepdim=True)
     if not outliers:
         limit = torch.full_like(limit, torch.inf)
-    while bool((many := (size > limit).sum(dim=1, keepdim=True) > FEW).any()):
-        limit = torch.where(many, 2 * limit, limit)
+    elif x.shape[1] > FEW:  # it doubles until no more than FEW are above it
+        next_one = size.topk(FEW + 1, dim=1).values[:, -1:]
+        limit = limit * (next_one / limit).log2().ceil().clamp(min=0).nan_to_num().exp2()
     is_outlier = size > limit
     places = is_outlier.any(dim=0).nonzero()[:, 0]
     codes, scale = torch.empty_like(x, dtype=torch.int8), torch.empty_like(x[:, 0])

@@ -254,7 +254,8 @@ class BudgetRule(CacheRule):
         position = past.seen[:, None] + torch.arange(k.shape[2])
         weights = self.weights_of(position, newest[:, None]).to(k.device, non_blocking=True)
         position = torch.where(position <= newest[:, None], position, -1)[:, None]
-        new = {"position": position.to(k.device, torch.int32).expand(k.shape[:3]), **self.remember(k, v)}
+        position = position.to(torch.int32).to(k.device, non_blocking=True)
+        new = {"position": position.expand(k.shape[:3]), **self.remember(k, v)}
         held, newest = _column(held, k.device), _column(newest, k.device)
         empty, stored = None, cache.form.stored(k, v)
         if before:
