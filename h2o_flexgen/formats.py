@@ -20,6 +20,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from numpy import uint32
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
@@ -203,8 +204,16 @@ class Blocks(Format):
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
         """Of 4 bits with a minimum, and of 8 bits without; the others come from files."""
-        raw = buffer[: self.nbytes(tensor.shape)].view(len(tensor), -1, self._block)
-        x = tensor.float().view(len(tensor), -1, self.group)
+        raw, x = buffer[: self.nbytes(tensor.shape)].view(-1, self._block), tensor.reshape(-1, self.group).contiguous()
+        loops = None if x.is_cuda else compiled()
+        if loops is not None:
+            (bits, shift), table, halves = float_bits(x), _halves(), raw.numpy().view("uint16")
+            encode, codes = (
+                (loops.encode4, raw.numpy()) if self.has_minimum else (loops.encode8, raw.view(torch.int8).numpy())
+            )
+            in_threads(lambda a, b: encode(bits, shift, table, a, b, halves, codes), len(x), x.numel())
+            return
+        x = x.float()
         least, most = x.aminmax(dim=-1, keepdim=True)
         if not self.has_minimum:
             scale = (torch.maximum(most, -least) / MOST).half()
@@ -221,7 +230,9 @@ class Blocks(Format):
     def stored(self, x: Tensor) -> Tensor:
         vectors = x.reshape(-1, x.shape[-1])
         found = torch.empty(len(vectors), *self.row_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
-        step = max(1, ENCODED_PART[x.device.type] // x.shape[-1])
+        # compiled loops need no buffers: all at once, for all threads
+        part = vectors.numel() if compiled() and not x.is_cuda else ENCODED_PART[x.device.type]
+        step = max(1, part // x.shape[-1])
         for few, target in zip(vectors.split(step), found.split(step)):
             self.encode(few, target.view(-1))
         return found.view(*x.shape[:-1], -1)
@@ -462,6 +473,13 @@ def compiled():
     return unpack
 
 
+def float_bits(x: Tensor) -> tuple:
+    """Floats on the CPU as compiled loops take them: the bits of fp32 or bf16, and by how many they lack of fp32's."""
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.uint16).numpy(), uint32(16)
+    return x.float().numpy().view(uint32), uint32(0)
+
+
 @cache
 def _halves():
     """What each fp16 is, by its bits: numba has no fp16."""
@@ -471,6 +489,7 @@ def _halves():
 def prepare_cache(form: KVFormat) -> None:
     """Compile what attends to a cache on a CPU, or read it from numba's cache: once, before memory is measured."""
     if form.is_compiled:
+        form.stored(*torch.zeros(2, 2, 1, form.k.group, dtype=torch.bfloat16))
         k, v = form.stored(*torch.zeros(2, 2, 1, form.k.group))
         queries = torch.zeros(2, 2, form.k.group)
         for part in torch.zeros(2, 2, 1), torch.zeros(2, 2, 2)[..., :1]:  # of a cache in several segments, a part

@@ -28,7 +28,7 @@ from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
-from h2o_flexgen.profiling.measure import job_dtype, load_or_measure
+from h2o_flexgen.profiling.measure import job_dtype, kept_profile, load_or_measure
 from h2o_flexgen.session import Session, choose
 from h2o_flexgen.sizes import STREAM_CHUNK, Workload
 
@@ -159,7 +159,7 @@ class LLM:
                 min_hh_ratio,
                 losses,
             ),
-            profile,
+            profile or kept_profile(self.device, self.dtype, self.offload_root),
             lambda: load_or_measure(self.device, self.dtype, self.offload_root, progress),
             progress,
         )

@@ -1,4 +1,4 @@
-"""From codes of 8 and 4 bits to floats, compiled for this CPU: several times as fast as a few torch operators
+"""From codes of 8 and 4 bits to floats and back, compiled for this CPU: several times as fast as a few torch operators
 (docs/formats.md). The functions release the GIL, so that threads can share the rows of a matrix.
 
 Loops run over slices whose length is not known when they are compiled: others are not vectorised.
@@ -124,8 +124,8 @@ def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
         _round_row(row, top[0], out[order[r]])
 
 
-# activations to int8, and sums in int32 back to floats; x and out: the bits of floats, the upper ones where `shift` is
-# 16 (bf16), all where it is 0 (fp32)
+# floats to codes, and sums in int32 back to floats; x and out: the bits of floats, the upper ones where `shift` is 16
+# (bf16), all where it is 0 (fp32)
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -135,6 +135,83 @@ def _largest(bits):
     for i in range(len(bits)):
         largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
     return largest
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _half(x):
+    """The bits of a float32 as those of the nearest fp16, ties to even."""
+    sign, size = (x >> np.uint32(16)) & np.uint32(0x8000), x & np.uint32(0x7FFFFFFF)
+    if size > np.uint32(0x7F800000):  # NaN
+        size = np.uint32(0x7E00)
+    elif size >= np.uint32(0x47800000):  # 2^16: infinite
+        size = np.uint32(0x7C00)
+    elif size >= np.uint32(0x38800000):  # 2^-14
+        size = (size - np.uint32(0x38000000) + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))) >> 13
+    else:  # multiples of 2^-24
+        one = np.empty(1, np.uint32)
+        one[0] = size
+        size = np.uint32(np.rint(one.view(np.float32)[0] * np.float32(1 << 24)))
+    return np.uint16(sign | size)
+
+
+@njit(nogil=True, cache=True)
+def encode8(x, shift, table, begin, end, halves, codes):
+    """Each row of x (R, I) as a block of 8 bits without a minimum (`formats.Blocks`): rows `begin` to `end`.
+
+    Args:
+        table: as for `dots`.
+        halves: (R, W / 2) uint16, codes: (R, W) int8: the same bytes, the blocks.
+    """
+    row, one = np.empty(x.shape[1], np.float32), np.empty(1, np.float32)
+    bits, one_bits = row.view(np.uint32), one.view(np.uint32)
+    for r in range(begin, end):
+        source, target = x[r], codes[r, 2:]
+        for i in range(len(bits)):
+            bits[i] = np.uint32(source[i]) << shift
+        one_bits[0] = _largest(bits)
+        one[0] /= np.float32(127)
+        halves[r, 0] = _half(one_bits[0])
+        scale = table[halves[r, 0]]
+        if 0 < scale < np.inf:
+            for i in range(len(row)):
+                target[i] = np.int8(np.rint(min(max(row[i] / scale, np.float32(-127)), np.float32(127))))
+        else:  # all stand for 0, or for NaN
+            target[:] = 0
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _ordered(bits):
+    """The bits of a float as an int32 that is in the order of floats; of that again the bits."""
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@njit(nogil=True, cache=True)
+def encode4(x, shift, table, begin, end, halves, codes):
+    """The same as a block of 4 bits with a minimum; `codes` uint8."""
+    row, ends = np.empty(x.shape[1], np.float32), np.empty(3, np.float32)
+    bits, end_bits = row.view(np.uint32), ends.view(np.uint32)
+    signed, signed_ends, half = row.view(np.int32), ends.view(np.int32), len(row) // 2
+    for r in range(begin, end):
+        source, target = x[r], codes[r, 4:]
+        for i in range(len(bits)):
+            bits[i] = np.uint32(source[i]) << shift
+        # as integers floats are in order, but that of the negative ones is reversed; NaN is at an end
+        least, most = np.int32(2**31 - 1), np.int32(-(2**31))
+        for i in range(len(signed)):
+            ordered = _ordered(signed[i])
+            least, most = min(least, ordered), max(most, ordered)
+        signed_ends[0], signed_ends[1] = _ordered(least), _ordered(most)
+        ends[2] = (ends[1] - ends[0]) / np.float32(15)
+        halves[r, 0], halves[r, 1] = _half(end_bits[2]), _half(end_bits[0])
+        scale, start = table[halves[r, 0]], table[halves[r, 1]]
+        if 0 < scale < np.inf:
+            for i in range(len(row)):
+                row[i] = np.rint(min(max((row[i] - start) / scale, np.float32(0)), np.float32(15)))
+        else:  # all stand for the minimum, or for NaN
+            row[:] = 0
+        low, high = row[:half], row[half:]
+        for i in range(half):
+            target[i] = np.uint8(low[i]) | (np.uint8(high[i]) << np.uint8(4))
 
 
 @njit(nogil=True, cache=True, inline="always")

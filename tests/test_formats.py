@@ -11,7 +11,7 @@ import torch
 
 from h2o_flexgen import formats
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import GGUF, Dense, Int4, Int8, compressed
+from h2o_flexgen.formats import GGUF, Blocks, Dense, Int4, Int8, compressed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (24, 192)
@@ -170,3 +170,25 @@ def test_unpacking_to_int8_gives_every_row_one_scale(decoder, form, heads):
     codes, scale = Int8().parts(found.raw, SHAPE)
     torch.testing.assert_close(scale, floats.abs().amax(dim=1) / 127)
     assert (codes - floats / scale[:, None]).abs().max() < 0.5001
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("form", [Blocks("int8", 8, 64, False), Int4(64), Int4(32)], ids=["int8", "int4", "int4 of 32"])
+def test_compiled_loops_encode_as_torch_does(monkeypatch, form, dtype):
+    pytest.importorskip("numba")
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(2)) * torch.logspace(-9, 4, 4000)[:, None]
+    x[1], x[2], x[3] = 0.0, 3.0, -70000.0
+    x[4, 5], x[5, 6], x[6, 7], x[7] = torch.inf, -torch.inf, torch.nan, torch.inf
+    x[8], x[9] = 1e-8, -1e-8  # scales that are no longer fp16
+    x = x.to(dtype)
+
+    def coded() -> torch.Tensor:
+        """What the codes stand for."""
+        buffer, out = torch.zeros(form.nbytes(tuple(x.shape)), dtype=torch.uint8), torch.empty(x.shape)
+        form.encode(x, buffer)
+        form.decode(buffer, tuple(x.shape), out)
+        return out
+
+    compiled = coded()
+    monkeypatch.setattr(formats, "compiled", lambda: None)
+    torch.testing.assert_close(compiled, coded(), rtol=0, atol=0, equal_nan=True)

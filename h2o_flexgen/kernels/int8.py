@@ -21,10 +21,9 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from numpy import uint32
 from torch import Tensor
 
-from h2o_flexgen.formats import MOST, compiled, in_threads, quantise_rows
+from h2o_flexgen.formats import MOST, compiled, float_bits, in_threads, quantise_rows
 from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
 
 #: an outlier is more than this many times the mean absolute value of its row
@@ -88,7 +87,7 @@ def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor, 
     loops = None if x.is_cuda else compiled()
     if loops is None:
         return _quantise_by_torch(x.float(), outliers)
-    (rows, width), (bits, shift) = x.shape, _bits(x.float() if x.dtype == torch.float16 else x)
+    (rows, width), (bits, shift) = x.shape, float_bits(x)
     codes, limit, largest = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows), torch.empty(rows)
     is_outlier = torch.zeros(width, dtype=torch.uint8)
     found = [t.numpy() for t in (codes, limit, largest, is_outlier)]
@@ -99,13 +98,6 @@ def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor, 
     if len(places):
         loops.outliers(bits, shift, limit.numpy(), places.numpy(), kept.numpy())
     return codes, largest / MOST, kept, places
-
-
-def _bits(x: Tensor) -> tuple:
-    """Floats in fp32 or bf16 as compiled loops take them: their bits, and by how many those of fp32 are shifted."""
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.uint16).numpy(), uint32(16)
-    return x.numpy().view(uint32), uint32(0)
 
 
 def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -135,7 +127,7 @@ def _scale_back(
     bias = torch.zeros_like(weight_scale) if bias is None else bias.float()
     arrays = [t.numpy() for t in (sums, scale, kept, columns, weight_scale, bias)]
     wide = torch.empty(out.shape) if out.dtype == torch.float16 else out
-    bits, shift = _bits(wide)
+    bits, shift = float_bits(wide)
     in_threads(lambda a, b: loops.scale_back(*arrays, shift, a, b, bits), len(out), out.numel())
     if wide is not out:
         out.copy_(wide)

@@ -63,17 +63,29 @@ def load_or_measure_kernels() -> KernelRates:
 def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bool = True) -> Profile:
     """The profile of this machine: what was measured before if machine and versions are the same, else anew. Rates
     measured beside programs that kept the CPU busy are not kept."""
-    disk = crc32(mount_point(offload_root).encode())  # jobs may take turns on several
-    path = kept_file(f"{device.torch_device.type}-{dtype_name(dtype)}-{disk:08x}")
-    try:
-        profile = Profile.from_dict(read_kept(path, here(offload_root, device)) or {})
-    except UserError:
+    profile = kept_profile(device, dtype, offload_root)
+    if profile is None:
         profile = measure(device, dtype, offload_root, progress)
         if profile.crowded <= CROWDED:
-            keep(path, profile.to_json())
+            keep(_profile_file(device, dtype, offload_root), profile.to_json())
+    return profile
+
+
+def kept_profile(device: Device, dtype: torch.dtype, offload_root: Path) -> Profile | None:
+    """The profile of this machine, if it was measured before. From now on its rates choose kernels."""
+    try:
+        kept = read_kept(_profile_file(device, dtype, offload_root), here(offload_root, device))
+        profile = Profile.from_dict(kept or {})
+    except UserError:
+        return None
     if profile.kernels is not None:
         linear.use(profile.kernels)
     return profile
+
+
+def _profile_file(device: Device, dtype: torch.dtype, offload_root: Path) -> Path:
+    disk = crc32(mount_point(offload_root).encode())  # jobs may take turns on several
+    return kept_file(f"{device.torch_device.type}-{dtype_name(dtype)}-{disk:08x}")
 
 
 @torch.inference_mode()

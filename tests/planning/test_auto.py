@@ -58,6 +58,14 @@ def test_auto_on_enough_memory_measures_nothing(model, monkeypatch):
     assert llm.report["policy"]["percent"] == (100, 0, 100, 0, 100, 0)
 
 
+def test_a_machine_that_was_measured_predicts_what_is_resident_too(model, monkeypatch):
+    monkeypatch.setattr("h2o_flexgen.llm.kept_profile", lambda *a: laptop())
+    with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
+        llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=4))
+    assert llm.report["policy"]["percent"] == (100, 0, 100, 0, 100, 0)
+    assert llm.report["predicted"]["tokens_per_s"] > 0
+
+
 def test_auto_budget_through_the_command(cli, hardware, model, tmp_path):
     source = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7, 8, 9, 10, 11, 12]] * 6)
     report = tmp_path / "report.json"
