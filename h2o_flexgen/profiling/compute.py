@@ -143,7 +143,7 @@ def matmul_rates(
 
 def decode_rate(device: Device, dtype: torch.dtype | str, form: Format, scale: Scale) -> float:
     """Elements per second of a quantised matrix that are decoded, or unpacked to INT8."""
-    shape = scale.shapes[0]
+    shape = max((shape for shape in scale.shapes if not is_head(shape)), key=prod)
     count = 1 + scale.weight_bytes // form.nbytes(shape)
     turn = cycle([form.view(device.buffer(form.nbytes(shape)).fill_(1), shape) for _ in range(count)])
     if dtype == INT8:
