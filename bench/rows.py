@@ -72,9 +72,7 @@ def column(system: str) -> str:
 OF_GGUF = {"llama.cpp": System("llama_cpp"), **STORED}
 OPT = {name: system for name, system in (PEERS | OURS).items() if name != "FlexGen"}
 LLAMA_1B = {"Accelerate": PEERS["Accelerate"], **of_file("Q4_0", OF_GGUF), **of_file("Q8_0", OF_GGUF)}
-#: in floats no job of ours would end within the limit
-LLAMA_8B_OF_GGUF = {name: system for name, system in OF_GGUF.items() if not system.is_ours or INT8 in system.flags}
-LLAMA_8B = {"Accelerate": PEERS["Accelerate"], **of_file("Q4_0", LLAMA_8B_OF_GGUF)}
+LLAMA_8B = {"Accelerate": PEERS["Accelerate"], **of_file("Q4_0", OF_GGUF)}
 SMOLLM2 = of_file(DEMO_KIND, {"transformers": System("transformers"), **OF_GGUF})
 
 
@@ -124,7 +122,7 @@ ON_CPU = {
     "opt-6.7b 64+64": Row("facebook/opt-6.7b", 8, 64, 64, 64, OPT),
     "llama-1b 128+128": Row("meta-llama/Llama-3.2-1B", 1, 128, 128, 64, LLAMA_1B),
     "llama-1b 128+128 uncapped": Row("meta-llama/Llama-3.2-1B", None, 128, 128, 64, LLAMA_1B),
-    "llama-8b 64+64": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 128, LLAMA_8B),
+    "llama-8b 64+64": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B),
     "smollm2 512+64": Row(DEMO, None, 512, 64, 64, SMOLLM2),
 }
 
