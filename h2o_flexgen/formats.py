@@ -20,7 +20,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from numpy import uint32
+from numpy import float32, uint32
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
@@ -194,11 +194,16 @@ class Blocks(Format):
     def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
         rows, width = shape
         raw = buffer[: self.nbytes(shape)].view(rows, width // self.group, self._block)[begin:end]
-        scale = raw[..., :2].view(torch.float16)[..., 0].float()
-        if self.has_minimum:
-            minimum = raw[..., 2:4].view(torch.float16)[..., 0].float()
+        centre, loops = -8.0 if self.bits == 4 else 0.0, None if raw.is_cuda else compiled()
+        if loops is not None:
+            # torch's threads would go on waiting for work, on the cores that those of the decoder need
+            scale, minimum, halves = *torch.empty(2, *raw.shape[:2]), raw.numpy().view("uint16")
+            rest = self.has_minimum, float32(centre), scale.numpy(), minimum.numpy()
+            table = _halves()
+            in_threads(lambda a, b: loops.heads(halves, table, a, b, *rest), len(raw), len(raw) * width)
         else:
-            minimum = scale * (-8.0 if self.bits == 4 else 0.0)
+            scale = raw[..., :2].view(torch.float16)[..., 0].float()
+            minimum = raw[..., 2:4].view(torch.float16)[..., 0].float() if self.has_minimum else scale * centre
         codes = raw.view(len(raw), -1)
         return Codes(codes if self.bits == 4 else codes.view(torch.int8), scale, minimum, self._head, self._block)
 

@@ -29,6 +29,20 @@ def _unpack_row(codes, scale, minimum, first, step, half, row):
 
 
 @njit(nogil=True, cache=True)
+def heads(halves, table, begin, end, has_minimum, centre, scale, minimum):
+    """Of rows of blocks (`formats.Blocks`), `begin` to `end` of R, the scales and minima, both (R, G) float32.
+
+    Args:
+        halves: (R, G, bytes / 2) uint16, the blocks; table: (65536,) float32, what each fp16 is.
+        centre: without a minimum in the block the minimum is so many scales.
+    """
+    for r in range(begin, end):
+        for g in range(scale.shape[1]):
+            scale[r, g] = table[halves[r, g, 0]]
+            minimum[r, g] = table[halves[r, g, 1]] if has_minimum else scale[r, g] * centre
+
+
+@njit(nogil=True, cache=True)
 def to_float32(codes, scale, minimum, order, first, step, half, out):
     """code * scale + minimum, for R rows of G groups.
 
