@@ -79,6 +79,6 @@ def plot_frontier(data: dict) -> None:
 
 
 if __name__ == "__main__":
-    plot_throughput(rows_measured())
+    plot_throughput([data for data in rows_measured() if data["job"]["device"] == "cpu"])
     plot_frontier(stored("frontier"))
     draw(stored("quality_demo"), ROOT / "docs" / "quality_demo.png")
