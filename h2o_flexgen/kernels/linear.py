@@ -44,8 +44,8 @@ INT8 = "int8"
 LEFT_ROWS = 256
 #: (out, in) of the matrices that are timed: with few rows so large that they come from RAM, as those of a model do
 FEW_ROWS_SHAPE, MANY_ROWS_SHAPE = (4096, 1024), (1024, 1024)
-#: likewise of int8, and how many of it take turns: codes are few bytes, so one alone would stay in the CPU's cache
-INT8_SHAPE, INT8_MATRICES = (2048, 2048), 8
+#: likewise of int8, and how many of them take turns: one alone would stay in the CPU's cache
+INT8_SHAPE, INT8_MATRICES = (4096, 4096), 3
 #: rows from which on the smaller matrix is timed: the CPU, not RAM, decides there
 MANY_ROWS = 128
 #: (heads, queries, head size) of the attention that is timed
@@ -282,7 +282,7 @@ def _chosen_int8(rows: int) -> str:
 
 @torch.no_grad()
 def measure() -> KernelRates:
-    """Time every kernel on this CPU, in about a second and 0.15 GB of RAM."""
+    """Time every kernel on this CPU, in one or two seconds and 0.2 GB of RAM."""
     calls = _calls()
     taken: dict[tuple, list[float]] = {key: [] for key in calls}
     for _ in range(ROUNDS):  # all take turns, since other programs come and go
