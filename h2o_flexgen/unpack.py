@@ -263,16 +263,17 @@ def _cut(bits, limit, is_outlier):
 
 
 @njit(nogil=True, cache=True)
-def quantise(x, shift, times, few, begin, end, codes, limit, largest, is_outlier):
-    """The rows of x (R, I) in int8; outliers become 0.
+def quantise(x, shift, times, few, begin, end, codes, limit, largest):
+    """The rows of x (R, I) in int8; outliers become 0. Returns (I,) uint8, 1 where any of its rows has an outlier: were
+    it shared, threads would overwrite each other's.
 
     Args:
         times: an outlier is above this many times the mean absolute value, doubled until a row has at most `few`.
         codes: (R, I) int8; limit, largest: (R,) float32, above which elements are outliers, and of the others the
             largest; of all three rows `begin` to `end` are written.
-        is_outlier: (I,) uint8, set to 1 where any row has an outlier.
     """
     row, numbers = np.empty(x.shape[1], np.float32), np.empty(2, np.float32)
+    is_outlier = np.zeros(x.shape[1], np.uint8)
     bits, number_bits = row.view(np.uint32), numbers.view(np.uint32)
     for r in range(begin, end):
         source = x[r]
@@ -289,6 +290,7 @@ def quantise(x, shift, times, few, begin, end, codes, limit, largest, is_outlier
             number_bits[0] = _largest(bits)
         largest[r] = numbers[0]
         _round_row(row, numbers[0], codes[r])
+    return is_outlier
 
 
 @njit(nogil=True, cache=True)

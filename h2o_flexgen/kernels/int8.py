@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -89,11 +90,9 @@ def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor, 
         return _quantise_by_torch(x.float(), outliers)
     (rows, width), (bits, shift) = x.shape, float_bits(x)
     codes, limit, largest = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows), torch.empty(rows)
-    is_outlier = torch.zeros(width, dtype=torch.uint8)
-    found = [t.numpy() for t in (codes, limit, largest, is_outlier)]
-    few = FEW if outliers else 0
-    in_threads(lambda a, b: loops.quantise(bits, shift, TIMES, few, a, b, *found), rows, x.numel())
-    places = is_outlier.nonzero()[:, 0]
+    out, few, found = [t.numpy() for t in (codes, limit, largest)], FEW if outliers else 0, []
+    in_threads(lambda a, b: found.append(loops.quantise(bits, shift, TIMES, few, a, b, *out)), rows, x.numel())
+    places = torch.from_numpy(np.any(found, axis=0)).nonzero()[:, 0]
     kept = torch.empty(rows, len(places))
     if len(places):
         loops.outliers(bits, shift, limit.numpy(), places.numpy(), kept.numpy())

@@ -75,11 +75,13 @@ def linear(
 def linears(
     x: Tensor, layers: list[tuple[Tensor | Quantised | Int8Weight, Tensor | None]], outliers: bool = True
 ) -> list[Tensor]:
-    """The same of several weights with their biases."""
-    if all(isinstance(weight, Int8Weight) for weight, _ in layers):
+    """The same of several weights with their biases, some of which may be in int8."""
+    in_int8 = [layer for layer in layers if isinstance(layer[0], Int8Weight)]
+    outs = iter(())
+    if in_int8:
         kernel = "native" if x.is_cuda else _chosen_int8(x.numel() // x.shape[-1])
-        return int8_linears(x, layers, outliers, kernel)
-    return [_linear(x, *layer) for layer in layers]
+        outs = iter(int8_linears(x, in_int8, outliers, kernel))
+    return [next(outs) if isinstance(layer[0], Int8Weight) else _linear(x, *layer) for layer in layers]
 
 
 def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None) -> Tensor:

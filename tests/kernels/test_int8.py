@@ -10,6 +10,7 @@ from int8_oracle import int8_linear as slow_linear
 from int8_oracle import to_codes
 from machines import kernels
 
+from h2o_flexgen import formats
 from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import FEW, TIMES, Int8Weight, int8_linear
 
@@ -70,6 +71,25 @@ def test_a_row_does_not_depend_on_its_neighbours(rows):
     pytest.importorskip("numba")
     (_, weight), x = weights(), activations()
     assert torch.equal(int8_linear(x[rows], weight), int8_linear(x, weight)[rows])
+
+
+def test_threads_lose_no_outlier_of_each_other(monkeypatch):
+    pytest.importorskip("numba")
+    x = torch.randn(2000, WIDTH)
+    x[torch.arange(2000), torch.arange(2000) % WIDTH] = 300  # every column has some, in few rows
+    alone = int8.quantise(x)
+    monkeypatch.setattr(formats, "SMALL", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for _ in range(20):
+        assert all(map(torch.equal, int8.quantise(x), alone))
+
+
+def test_floats_beside_int8_stay_exact():
+    (w, weight), x = weights(), activations()
+    found = linear.linears(x, [(weight, None), (w, None), (weight, None)])
+    expected = [int8_linear(x, weight), x @ w.T, int8_linear(x, weight)]
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
+    assert torch.allclose(found[1], expected[1], rtol=1e-4, atol=1e-2)
 
 
 def test_every_kernel_gives_the_same_to_the_bit():
