@@ -9,9 +9,10 @@ the bit.
 
     native   `torch._int_mm` with W.T as its right operand, which it lays out anew in every call
     turned   the same with W as its left operand, and x.T as the right one: with few rows that is several times faster
+    floats   through fp32, a slice of W at a time: on CPUs without instructions for int8 the others are 25 times slower
     packed   oneDNN's, on a W that was laid out for it beforehand, with codes + 128 in uint8: on signed ones it is slow
 
-All are tried out first; where torch's are wrong or missing, floats take their place.
+All are tried out first, and timed by `kernels.linear`; where torch's are wrong or missing, floats take their place.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ TIMES = 8.0
 FEW = 16
 #: CUDA's `_int_mm` wants more rows than this, and multiples of 8 of the rest
 CUDA_ROWS, CUDA_MULTIPLE = 16, 8
+#: products of as many codes add up to less than 2^24: fp32 has every whole number up to there
+EXACT_COLUMNS = 1024
 
 
 @dataclass
@@ -157,7 +160,7 @@ def multiply(codes: Tensor, weight: Tensor, places: Tensor, kernel: str) -> tupl
 def _sums(codes: Tensor, weight: Tensor, kernel: str) -> Tensor:
     if codes.is_cuda:
         return _on_cuda(codes, weight)
-    return KERNELS[kernel](codes, weight) if is_exact(kernel) else by_floats(codes, weight)
+    return KERNELS[kernel](codes, weight) if is_exact(kernel) else floats(codes, weight)
 
 
 def native(codes: Tensor, weight: Tensor) -> Tensor:
@@ -168,21 +171,30 @@ def turned(codes: Tensor, weight: Tensor) -> Tensor:
     return torch._int_mm(weight, codes.t()).t().contiguous()
 
 
+def floats(codes: Tensor, weight: Tensor) -> Tensor:
+    """So many columns of the weight at a time that sums stay exact in fp32."""
+    width = weight.shape[1]
+    x = torch.empty(width, len(codes), device=codes.device).copy_(codes.t())
+    sums = torch.empty(len(weight), len(codes), dtype=torch.int32, device=codes.device)
+    step = min(max(1, WIDEN_BYTES // (4 * width)), len(weight))
+    buffer = torch.empty(step, width, device=codes.device)
+    for part, target in zip(weight.split(step), sums.split(step)):
+        w = buffer[: len(part)].copy_(part)
+        for at in range(0, width, EXACT_COLUMNS):
+            few = torch.mm(w[:, at : at + EXACT_COLUMNS], x[at : at + EXACT_COLUMNS])
+            target.add_(few.int()) if at else target.copy_(few)
+    return sums.t().contiguous()
+
+
 #: of weights that are not packed
-KERNELS = {"native": native, "turned": turned}
+KERNELS = {"native": native, "turned": turned, "floats": floats}
 
 
 def _on_cuda(codes: Tensor, weight: Tensor) -> Tensor:
     if any(size % CUDA_MULTIPLE for size in weight.shape):
-        return by_floats(codes, weight)
+        return floats(codes, weight)
     missing = max(CUDA_ROWS + CUDA_MULTIPLE - len(codes), -len(codes) % CUDA_MULTIPLE)
     return torch._int_mm(F.pad(codes, (0, 0, 0, missing)), weight.t())[: len(codes)]
-
-
-def by_floats(codes: Tensor, weight: Tensor) -> Tensor:
-    """In fp32, a slice of the weight at a time. Sums beyond 2^24 are rounded."""
-    step, x = max(1, WIDEN_BYTES // (4 * weight.shape[1])), codes.float()
-    return torch.cat([F.linear(x, part.float()) for part in weight.split(step)], dim=1)
 
 
 def packed(codes: Tensor, weight: Tensor) -> Tensor:

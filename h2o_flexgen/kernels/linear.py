@@ -52,6 +52,8 @@ MANY_ROWS = 128
 ATTENTION_SHAPE = (8, 256, 64)
 #: times that each kernel runs, of which the fastest counts; one that has taken so long does not run again
 ROUNDS, SECONDS_EACH = 8, 0.03
+#: one that takes longer than this is not timed with more rows, and keeps its rate
+SECONDS_MOST = 0.2
 
 _HALVES = tuple(getattr(torch, name) for name in HALF_TYPES)
 _rates: KernelRates | None = None
@@ -285,18 +287,21 @@ def _chosen_int8(rows: int) -> str:
 @torch.no_grad()
 def measure() -> KernelRates:
     """Time every kernel on this CPU, in one or two seconds and 0.2 GB of RAM."""
-    calls = _calls()
-    taken: dict[tuple, list[float]] = {key: [] for key in calls}
-    for _ in range(ROUNDS):  # all take turns, since other programs come and go
-        for key, (call, _) in calls.items():
-            if sum(taken[key]) < SECONDS_EACH:
+    calls, found, slow = _calls(), {}, {}
+    for rows in sorted({rows for _, _, rows in calls}):
+        keys = [key for key in calls if key[2] == rows]
+        taken: dict[tuple, list[float]] = {key: [] for key in keys if key[:2] not in slow}
+        for _, (key, times) in product(range(ROUNDS), taken.items()):  # in turns, since other programs come and go
+            if sum(times) < SECONDS_EACH:
                 start = time.perf_counter()
-                call()
-                taken[key].append(time.perf_counter() - start)
+                calls[key][0]()
+                times.append(time.perf_counter() - start)
+        for key in keys:
+            found[key] = calls[key][1] / min(taken[key]) if key in taken else slow[key[:2]]
+            if key in taken and min(taken[key]) > SECONDS_MOST:
+                slow[key[:2]] = found[key]
     linear, attention = {}, {}
-    for key, (_, flops) in calls.items():
-        dtype, kernel, rows = key
-        rate = flops / min(taken[key])
+    for (dtype, kernel, rows), rate in found.items():
         if kernel == "attention":
             attention[dtype] = rate
         else:

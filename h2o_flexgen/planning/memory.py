@@ -450,11 +450,11 @@ def _widened(shapes: Shapes, tokens: int) -> int:
 
 
 def _in_int8(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
-    """Of a matmul in int8: floats and codes of x, on CUDA also what its operators make of them, sums in int32, and
-    floats of the result."""
+    """Of a matmul in int8: floats and codes of x, on CUDA also what its operators make of them, sums in int32, floats
+    of the result, and a slice of the weight where floats multiply codes."""
     rows, each = min(rows, INT8_ROWS) + OUTLIER_ROWS, 18 if shapes.cuda else 5
     names = [item for item in shapes.streamed[layer].items() if shapes.in_int8(item[0], layer == _HEAD)]
-    return max((rows * (each * width + 12 * out) for _, (out, width) in names), default=0)
+    return max((rows * (each * width + 12 * out) + WIDEN_BYTES for _, (out, width) in names), default=0)
 
 
 def _sliced(shapes: Shapes, rows: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -151,6 +152,21 @@ def test_every_kernel_that_runs_here_is_measured(small_matrices):
         assert set(found.linear[linear.dtype_name(dtype)]) == {*linear.KERNELS, *packed}
     assert set(found.linear["float32"]) == {"native"}
     assert linear.KernelRates.from_dict(json.loads(json.dumps(asdict(found)))) == found
+
+
+def test_a_kernel_that_is_far_too_slow_is_not_timed_with_more_rows(small_matrices, monkeypatch):
+    called = []
+
+    def slow(codes, weight):
+        called.append(len(codes))
+        time.sleep(0.003 * len(codes))
+        return int8.native(codes, weight)
+
+    monkeypatch.setitem(int8.KERNELS, "turned", slow)
+    monkeypatch.setattr(linear, "SECONDS_MOST", 0.05)
+    monkeypatch.setattr(linear, "INT8_SHAPE", (32, 32))
+    rates = linear.measure().linear["int8"]["turned"]
+    assert max(called) == 32 and rates[32] == rates[128] == rates[512]
 
 
 def test_the_first_use_measures_once_and_given_rates_spare_it(monkeypatch):
