@@ -235,8 +235,10 @@ class Blocks(Format):
     def stored(self, x: Tensor) -> Tensor:
         vectors = x.reshape(-1, x.shape[-1])
         found = torch.empty(len(vectors), *self.row_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
-        # compiled loops need no buffers: all at once, for all threads
-        part = vectors.numel() if compiled() and not x.is_cuda else ENCODED_PART[x.device.type]
+        if x.is_cuda or not compiled():
+            part = ENCODED_PART[x.device.type]
+        else:  # compiled loops need a buffer for fp16 only
+            part = BUFFERED_PART if x.dtype == torch.float16 else vectors.numel()
         step = max(1, part // x.shape[-1])
         for few, target in zip(vectors.split(step), found.split(step)):
             self.encode(few, target.view(-1))
@@ -565,9 +567,13 @@ def check_compute(compute: str, formats: dict[str, Format]) -> None:
         )
 
 
-def decode_bytes(dtype: torch.dtype, cuda: bool) -> int:
-    """What decoding takes besides its result in `dtype`: codes and floats of a part."""
-    return BUFFERED_PART * (5 if cuda else 4 if dtype == torch.float16 else 0)
+def decode_bytes(formats: Iterable[Format], dtype: torch.dtype, cuda: bool) -> int:
+    """What decoding takes besides its result in `dtype`: codes and floats of a part, and of a matrix with heads also
+    the part before its rows are in order. Compiled loops write fp32 and bf16 straight into the result."""
+    quantised = [form for form in formats if not isinstance(form, Dense)]
+    if not quantised or (not cuda and compiled() and dtype != torch.float16):
+        return 0
+    return BUFFERED_PART * (5 + dtype.itemsize * any(form.heads for form in quantised))
 
 
 def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:

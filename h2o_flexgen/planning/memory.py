@@ -362,8 +362,7 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: boo
             if placement.weights[name] == "disk" and shapes.is_dense(name) and shapes.formats[name] != Dense(dtype)
         ]
         plan.add("gpu", "weight conversion", max(converted, default=0))
-    if not all(map(shapes.is_dense, tensors)):
-        plan.add("gpu", "decoding of weights", decode_bytes(dtype, cuda))
+    plan.add("gpu", "decoding of weights", decode_bytes(map(shapes.formats.get, tensors), dtype, cuda))
 
 
 def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int]) -> None:

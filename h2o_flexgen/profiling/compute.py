@@ -86,7 +86,7 @@ def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
         "step_seconds": tiny + max(attention),
         "matmul": matmul_rates(device, dtype, scale, tiny / LAYER_MATMULS),
         "decode": {form.bits: decode_rate(device, dtype, form, scale) for form in (Int8(), Int4(64))},
-        "unpack": {form.bits: decode_rate(device, INT8, form, scale) for form in (GGUF["Q8_0"], Int4(64))},
+        "unpack": {f.bits: decode_rate(device, dtype, f, scale, to_int8=True) for f in (GGUF["Q8_0"], Int4(64))},
         "attention": {
             phase: {
                 rule: attention_rates(on, dtype, phase, rule, scale if on is device else Scale()) for rule in MEASURED
@@ -127,8 +127,7 @@ def matmul_rates(
     `dispatch`: seconds that any matmul takes, which count as part of a step."""
     kinds = ["streamed"] + ["resident"] * (not device.is_cuda and packs(dtype))
     kinds += [INT8] + [f"{INT8} resident"] * (not device.is_cuda and packs_int8())
-    free = device.free_bytes()
-    shapes = [s for s in scale.shapes if s == scale.shapes[0] or s[0] * s[1] * dtype.itemsize <= free // 4]
+    shapes = _shapes(device, dtype, scale)
     found = {kind: {shape: {} for shape in shapes} for kind in kinds}
     for kind, (out, width) in product(kinds, shapes):
         type_, is_packed = INT8 if kind.startswith(INT8) else dtype, kind.endswith("resident")
@@ -141,16 +140,32 @@ def matmul_rates(
     return found
 
 
-def decode_rate(device: Device, dtype: torch.dtype | str, form: Format, scale: Scale) -> float:
-    """Elements per second of a quantised matrix that are decoded, or unpacked to INT8."""
-    shape = max((shape for shape in scale.shapes if not is_head(shape)), key=prod)
-    count = 1 + scale.weight_bytes // form.nbytes(shape)
-    turn = cycle([form.view(device.buffer(form.nbytes(shape)).fill_(1), shape) for _ in range(count)])
-    if dtype == INT8:
-        codes = Int8().view(device.buffer(Int8().nbytes(shape)), shape)
-        return prod(shape) / call_seconds(device, lambda: next(turn).to_int8(codes), scale)
-    out = torch.empty(shape, dtype=dtype, device=device.torch_device)
-    return prod(shape) / call_seconds(device, lambda: next(turn).decode(out), scale)
+def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale, to_int8: bool = False) -> float:
+    """Elements per second of a quantised matrix that are decoded, or turned into codes of `Int8`."""
+    shape = max((shape for shape in _shapes(device, dtype, scale) if not is_head(shape)), key=prod)
+    nbytes = form.nbytes(shape)
+    turn = cycle(
+        [
+            form.view(device.buffer(nbytes).fill_(1), shape)
+            for _ in range(1 + _room(device, scale.weight_bytes) // nbytes)
+        ]
+    )
+    if to_int8:
+        out = Int8().view(device.buffer(Int8().nbytes(shape)), shape)
+    else:
+        out = torch.empty(shape, dtype=dtype, device=device.torch_device)
+    return prod(shape) / call_seconds(device, lambda: next(turn).into(out), scale)
+
+
+def _shapes(device: Device, dtype: torch.dtype, scale: Scale) -> list[Shape]:
+    """Those that memory has room for."""
+    most = device.free_bytes() // 4
+    return [s for s in scale.shapes if s == scale.shapes[0] or prod(s) * dtype.itemsize <= most]
+
+
+def _room(device: Device, most_bytes: int) -> int:
+    """Bytes for matrices that take turns."""
+    return min(most_bytes, memory.ram_available() // 4, device.free_bytes() // 4)
 
 
 def is_head(shape: Shape) -> bool:
@@ -175,7 +190,7 @@ def _weights(
     device: Device, dtype: torch.dtype | str, shape: Shape, most_bytes: int, packed: bool = False
 ) -> list[Tensor | Int8Weight]:
     """One matrix, and as many more as memory and `most_bytes` have room for."""
-    room = min(most_bytes, memory.ram_available() // 4, device.free_bytes() // 4)
+    room = _room(device, most_bytes)
     if dtype == INT8:
         codes = (
             torch.ones(shape, dtype=torch.int8, device=device.torch_device) for _ in range(1 + room // prod(shape))
