@@ -16,9 +16,10 @@ from statistics import median
 import torch
 
 from h2o_flexgen import cli
+from h2o_flexgen.compression import COMPRESSED, cache_format
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.files import rounded, to_json, write_text
-from h2o_flexgen.formats import COMPRESSED, GGUF, Int4, Int8, KVFormat, cache_format
+from h2o_flexgen.formats import GGUF, Int4, Int8, KVFormat
 from h2o_flexgen.kernels.attention import cached_attention
 from h2o_flexgen.kernels.int8 import Int8Weight, int8_linear, pack
 

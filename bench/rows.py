@@ -128,7 +128,7 @@ ON_CPU = {
 
 
 def on_gpu(row: Row, **changes) -> Row:
-    """A row on a card under its cap: FlexGen runs OPT, and llama.cpp, which is built for the CPU, does not run."""
+    """A row on a GPU under its cap: FlexGen runs OPT, and llama.cpp, which is built for the CPU, does not run."""
     flexgen = {"FlexGen": PEERS["FlexGen"]} if "opt" in row.model else {}
     systems = {name: s for name, s in (flexgen | row.systems).items() if s.module != "llama_cpp"}
     return replace(row, device="cuda", cap=GPU_CAP, systems=systems, **changes)
@@ -137,7 +137,7 @@ def on_gpu(row: Row, **changes) -> Row:
 ROWS = {
     **ON_CPU,
     **{f"cuda {name}": on_gpu(row) for name, row in ON_CPU.items() if "uncapped" not in name},
-    # of the H2O paper, whose card has 16 GB
+    # of the H2O paper, whose GPU has 16 GB
     "cuda opt-6.7b 512+32": on_gpu(ON_CPU["opt-6.7b 64+64"], prompt_len=512, gen_len=32, prompts=64),
     "cuda opt-30b 512+32": on_gpu(
         ON_CPU["opt-6.7b 64+64"], model="facebook/opt-30b", prompt_len=512, gen_len=32, prompts=512, runs=1, limit=3600

@@ -61,7 +61,7 @@ def provenance(data: dict) -> str:
 def job_text(job: dict) -> str:
     name = job["model"].rpartition("/")[2]
     name = name.upper() if name.startswith("opt-") else name
-    device = "on a card, " if job["device"] == "cuda" else ""
+    device = "on a GPU, " if job["device"] == "cuda" else ""
     return f"{device}{name}, {job['prompt_len']} + {job['gen_len']}"
 
 
@@ -73,12 +73,9 @@ def cap_text(job: dict) -> str:
 
 
 def rows_measured() -> list[dict]:
-    """The results of all rows but those that try the benchmark, in the order of ROWS, and then those of rows that are
-    gone."""
-    order = [file_name(name) for name in ROWS]
-    names = sorted(path.stem for path in RESULTS.glob("throughput_*.json"))
-    names.sort(key=lambda name: order.index(name) if name in order else len(order))
-    return [stored(name) for name in names if "_tiny_" not in name]
+    """The results of all rows but those that try the benchmark."""
+    found = [stored(file_name(name)) for name in ROWS if not name.startswith("tiny ")]
+    return [data for data in found if data]
 
 
 def systems_of(rows: list[dict]) -> list[dict]:

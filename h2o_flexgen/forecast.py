@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from h2o_flexgen.compression import compressed
 from h2o_flexgen.engine.model import DUMMY
-from h2o_flexgen.formats import Format, compressed
+from h2o_flexgen.formats import Format
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.models.gguf import GGUFFile, is_gguf
@@ -21,8 +22,8 @@ from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.checkpoint import dummy_dtype
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
-from h2o_flexgen.planning.memory import ModelData
 from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.profiling.measure import job_dtype, load_or_measure
 from h2o_flexgen.sizes import Workload
 
@@ -86,16 +87,20 @@ def find(model: str | None, path: str | None = None) -> Found:
     return Found(name, spec, declared, gguf=gguf, to_fetch=to_fetch, tokenizer=tokenizer)
 
 
-def this_machine(device_name: str, dtype: str, offload_dir: str | None, declared: str | None) -> Profile:
-    """This machine's rates as they were measured, now if they never were, and its memory as it is now; `dtype` as for
-    `LLM`, for weights of the type `declared`."""
+def this_machine(
+    device_name: str, dtype: str, offload_dir: str | None, declared: str | None, compute: str = "exact"
+) -> Profile:
+    """This machine's rates as they were measured, now if they never were, and its memory as it is now; `dtype` and
+    `compute` as for `LLM`, for weights of the type `declared`."""
     from transformers import AutoTokenizer  # noqa: F401  a job holds it
 
     device, root = Device(device_name), Path(offload_dir) if offload_dir else default_root()
     if device.is_cuda:
         device.start(None)
     baseline = memory.baseline()
-    profile = load_or_measure(device, job_dtype(device, dtype, declared and getattr(torch, declared)), root)
+    profile = load_or_measure(
+        device, job_dtype(device, dtype, declared and getattr(torch, declared), compute=compute), root
+    )
     ram = memory.ram_in_all()
     gpu = device.free_bytes() + device.workspace_bytes if device.is_cuda else ram
     available = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}

@@ -11,19 +11,17 @@ rows can be read and decoded alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import torch
-from numpy import float32, uint32
+from numpy import float32
 from torch import Tensor
 
-from h2o_flexgen.errors import UserError
+from h2o_flexgen.threads import compiled, float_bits, fp16_table, in_threads
 
 Shape = tuple[int, ...]
 
@@ -31,12 +29,8 @@ Shape = tuple[int, ...]
 PART, BUFFERED_PART = 1 << 24, 1 << 22
 #: elements of a cache that are encoded at once: what stays in a CPU's cache, or is worth a GPU's kernels
 ENCODED_PART = {"cpu": 1 << 16, "cuda": 1 << 20}
-#: elements that are not worth a second thread
-SMALL = 1 << 18
 #: of codes in int8: -127 to 127, and below this largest element rows count as 0
 MOST, LEAST = 127, 1e-30
-#: sizes of groups for `Int4`, the best first: a larger one takes fewer bytes
-GROUPS = (64, 32)
 
 
 class Codes(NamedTuple):
@@ -197,10 +191,10 @@ class Blocks(Format):
         centre, loops = -8.0 if self.bits == 4 else 0.0, None if raw.is_cuda else compiled()
         if loops is not None:
             # torch's threads would go on waiting for work, on the cores that those of the decoder need
-            scale, minimum, halves = *torch.empty(2, *raw.shape[:2]), raw.numpy().view("uint16")
+            scale, minimum = torch.empty(2, *raw.shape[:2])
+            blocks, table = raw.numpy().view("uint16"), fp16_table()
             rest = self.has_minimum, float32(centre), scale.numpy(), minimum.numpy()
-            table = _halves()
-            in_threads(lambda a, b: loops.heads(halves, table, a, b, *rest), len(raw), len(raw) * width)
+            in_threads(lambda a, b: loops.scales(blocks, table, a, b, *rest), len(raw), len(raw) * width)
         else:
             scale = raw[..., :2].view(torch.float16)[..., 0].float()
             minimum = raw[..., 2:4].view(torch.float16)[..., 0].float() if self.has_minimum else scale * centre
@@ -212,7 +206,7 @@ class Blocks(Format):
         raw, x = buffer[: self.nbytes(tensor.shape)].view(-1, self._block), tensor.reshape(-1, self.group).contiguous()
         loops = None if x.is_cuda else compiled()
         if loops is not None:
-            (bits, shift), table, halves = float_bits(x), _halves(), raw.numpy().view("uint16")
+            (bits, shift), table, halves = float_bits(x), fp16_table(), raw.numpy().view("uint16")
             encode, codes = (
                 (loops.encode4, raw.numpy()) if self.has_minimum else (loops.encode8, raw.view(torch.int8).numpy())
             )
@@ -253,7 +247,7 @@ class Blocks(Format):
         self._attend(compiled().mix8 if self.bits == 8 else compiled().mix4, p, stored, out)
 
     def _attend(self, kernel, x: Tensor, stored: Tensor, out: Tensor) -> None:
-        raw, table, x, out = stored.numpy(), _halves(), x.numpy(), out.numpy()
+        raw, table, x, out = stored.numpy(), fp16_table(), x.numpy(), out.numpy()
         arrays = raw.view("uint16"), raw.view("int8") if self.bits == 8 else raw
 
         def part(begin: int, end: int) -> None:
@@ -299,41 +293,8 @@ def Int4(group: int) -> Blocks:  # noqa: N802  a format, as the others
     return Blocks("int4", 4, group, True)
 
 
-def cache_format(kind: str | None, dtype: torch.dtype, head_dim: int) -> KVFormat:
-    """Of a cache under `compress_cache`, for a job that computes in `dtype`. A vector of K or V, one token's in one
-    head, has one scale, in fp16, and of 4 bits one minimum. K is in 8 bits in both: a model bears 4 bits in V, and not
-    in K (docs/formats.md).
-
-    Raises:
-        UserError: another kind, or a head size that it does not fit.
-    """
-    if kind is None:
-        return KVFormat.dense(dtype)
-    if kind not in COMPRESSED:
-        raise UserError(f"`compress_cache` is one of {', '.join(COMPRESSED)}, not {kind!r}")
-    if not has_cache_format(kind, head_dim):
-        other = " or take int8" if has_cache_format("int8", head_dim) else ""
-        divisor = DIVISORS[kind]
-        raise UserError(
-            f"`compress_cache` {kind} is for head sizes that {divisor} divides, not {head_dim}: leave it out{other}"
-        )
-    eight = Blocks("int8", 8, head_dim, False)
-    return KVFormat(eight, eight if kind == "int8" else Int4(head_dim))
-
-
-def has_cache_format(kind: str | None, head_dim: int) -> bool:
-    """Whether heads of this size can be cached so."""
-    return head_dim % DIVISORS[kind] == 0
-
-
 #: by GGUF's names
 GGUF = {f.name: f for f in (Blocks("Q8_0", 8, 32, False), Blocks("Q4_0", 4, 32, False), Blocks("Q4_1", 4, 32, True))}
-#: of head sizes, for each format of a cache: else scales in fp16 would be at odd addresses
-DIVISORS = {None: 1, "int8": 2, "int4": 4}
-#: what `compress_weight` and `compress_cache` may be
-COMPRESSED = ("int8", "int4")
-#: what `compute` may be
-COMPUTE = ("exact", "int8")
 
 
 @dataclass
@@ -453,46 +414,6 @@ def _in_loops(kernel, codes: Codes, order: Tensor, width: int, *targets) -> None
     in_threads(part, len(order), len(order) * width)
 
 
-def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
-    """work(begin, end) for parts of range(count), one a thread, if their `size` is worth it."""
-    threads = torch.get_num_threads() if size > SMALL else 1
-    cuts = [count * n // threads for n in range(threads + 1)]
-    jobs = [_pool(threads - 1).submit(work, *ends) for ends in zip(cuts[1:], cuts[2:])]
-    work(0, cuts[1])
-    for job in jobs:
-        job.result()
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads that decode beside the one that asks. They sleep when they wait, unlike those of OpenMP."""
-    return ThreadPoolExecutor(threads, "decode")
-
-
-@cache
-def compiled():
-    """The compiled loops; None without numba, which follows new versions of Python months later, and where it finds no
-    folder to keep what it compiles."""
-    try:
-        from h2o_flexgen import unpack
-    except (ImportError, RuntimeError):
-        return None
-    return unpack
-
-
-def float_bits(x: Tensor) -> tuple:
-    """Floats on the CPU as compiled loops take them: the bits of fp32 or bf16, and by how many they lack of fp32's."""
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.uint16).numpy(), uint32(16)
-    return x.float().numpy().view(uint32), uint32(0)
-
-
-@cache
-def _halves():
-    """What each fp16 is, by its bits: numba has no fp16."""
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float().numpy()
-
-
 def prepare_cache(form: KVFormat) -> None:
     """Compile what attends to a cache on a CPU, or read it from numba's cache: once, before memory is measured."""
     if form.is_compiled:
@@ -534,39 +455,6 @@ def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]]
             buffer[offset + begin * size :][:nbytes] = piece[at : at + nbytes]
 
 
-def in_memory(form: Format, dtype: torch.dtype) -> Format:
-    """In which a tensor is kept in RAM and on a GPU, for a job that computes in `dtype`."""
-    return Dense(dtype) if isinstance(form, Dense) else form
-
-
-def in_matmuls(form: Format, dtype: torch.dtype, compute: str, is_head: bool = False) -> Format:
-    """Which a matmul reads, of a matrix that is kept in `form`: floats, or with `compute` "int8" codes of 8 bits if
-    it is quantised. A head is decoded by its matmul, unless int8 is what it is in."""
-    if isinstance(form, Dense):
-        return Dense(dtype)
-    return form if is_head else Int8() if compute == "int8" else Dense(dtype)
-
-
-def when_loaded(
-    formats: dict[str, Format], layers: list[dict[str, Shape]], dtype: torch.dtype, compute: str
-) -> dict[str, Format]:
-    """What quantised matrices become where all are decoded once, when they are loaded: what matmuls read, and of
-    embedding and head, the first and the last layer, floats."""
-    blocks = set().union(*layers[1:-1])
-    quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
-    return {name: in_matmuls(f, dtype, compute) if name in blocks else Dense(dtype) for name, f in quantised.items()}
-
-
-def check_compute(compute: str, formats: dict[str, Format]) -> None:
-    """Raises UserError unless `compute` is known, and for int8 there are matrices in 8 or 4 bits among `formats`."""
-    if compute not in COMPUTE:
-        raise UserError(f"`compute` is one of {', '.join(COMPUTE)}, not {compute!r}")
-    if compute == "int8" and all(isinstance(form, Dense) for form in formats.values()):
-        raise UserError(
-            "`compute` int8 is for weights in 8 or 4 bits, and these are in floats: add `compress_weight` int8 or int4"
-        )
-
-
 def decode_bytes(formats: Iterable[Format], dtype: torch.dtype, cuda: bool) -> int:
     """What decoding takes besides its result in `dtype`: codes and floats of a part, and of a matrix with heads also
     the part before its rows are in order. Compiled loops write fp32 and bf16 straight into the result."""
@@ -574,30 +462,6 @@ def decode_bytes(formats: Iterable[Format], dtype: torch.dtype, cuda: bool) -> i
     if not quantised or (not cuda and compiled() and dtype != torch.float16):
         return 0
     return BUFFERED_PART * (5 + dtype.itemsize * any(form.heads for form in quantised))
-
-
-def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:
-    """{name: format} of the matrices of a model under `compress_weight`: int8, or int4 but for those of embedding and
-    head, the first and the last layer.
-
-    Raises:
-        UserError: another kind, or inputs that no group divides.
-    """
-    if kind not in COMPRESSED:
-        raise UserError(f"`compress_weight` is one of {', '.join(COMPRESSED)}, not {kind!r}")
-    ends = {**layers[0], **layers[-1]}
-    found = {}
-    for name, shape in {name: shape for layer in layers for name, shape in layer.items()}.items():
-        if len(shape) < 2:
-            continue
-        groups = [group for group in GROUPS if shape[1] % group == 0]
-        if kind == "int4" and name not in ends and not groups:
-            raise UserError(
-                f"`compress_weight` int4 is for groups of {' or '.join(map(str, GROUPS))} inputs, and the {shape[1]} "
-                f"of {name!r} cannot be cut into them: use int8"
-            )
-        found[name] = Int4(groups[0]) if kind == "int4" and name not in ends else Int8()
-    return found
 
 
 #: elements that `convert` turns from fp16 into bf16 at once, through fp32

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from h2o_flexgen.compression import COMPRESSED, cache_format, has_cache_format
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import Prompt, is_conversation, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
@@ -17,16 +18,17 @@ from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import COMPRESSED, cache_format, has_cache_format, prepare_cache
+from h2o_flexgen.formats import prepare_cache
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
-from h2o_flexgen.planning.memory import ModelData, Resources
+from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints
+from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.measure import job_dtype, kept_profile, load_or_measure
 from h2o_flexgen.session import Session, choose

@@ -104,14 +104,14 @@ def profile_for(args: argparse.Namespace, found):
 
     if args.hardware is not None:
         return Profile.from_file(args.hardware)
-    return this_machine(args.device, args.dtype, args.offload_dir, found.declared)
+    return this_machine(args.device, args.dtype, args.offload_dir, found.declared, args.compute)
 
 
 def models_of(args: argparse.Namespace, found, profile) -> dict:
     """{compress_weight: the model as the planner counts it}; one, but all that it can have for auto."""
-    from h2o_flexgen.formats import check_compute
+    from h2o_flexgen.compression import check_compute
     from h2o_flexgen.models.registry import named_spec
-    from h2o_flexgen.planning.memory import ModelData
+    from h2o_flexgen.planning.shapes import ModelData
 
     to_come = args.search and named_spec(args.model) is not None
     is_new, stored, cuda = found.is_dummy or to_come, found.stored(profile.dtype), profile.device == "cuda"

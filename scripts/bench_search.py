@@ -24,10 +24,11 @@ from bench import common  # noqa: E402
 from bench.systems.ours import policy_text  # noqa: E402
 from h2o_flexgen.kv_cache import rule_for  # noqa: E402
 from h2o_flexgen.models.registry import named_spec  # noqa: E402
-from h2o_flexgen.planning.memory import ModelData, Resources  # noqa: E402
+from h2o_flexgen.planning.memory import Resources  # noqa: E402
 from h2o_flexgen.planning.planner import Planner  # noqa: E402
 from h2o_flexgen.planning.profile import Profile  # noqa: E402
 from h2o_flexgen.planning.search import Constraints, Search  # noqa: E402
+from h2o_flexgen.planning.shapes import ModelData  # noqa: E402
 from h2o_flexgen.policy import MARGIN, KVBudget, Policy  # noqa: E402
 from h2o_flexgen.sizes import Workload  # noqa: E402
 

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from h2o_flexgen.kernels.linear import HALF_TYPES, ROWS, KernelRates
 from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.models.registry import named_spec
-from h2o_flexgen.planning.memory import ModelData, Resources
+from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.planner import Planner
 from h2o_flexgen.planning.profile import AttentionRates, Link, Profile
 from h2o_flexgen.planning.search import Constraints, Search
+from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.policy import GIB, TIERS, KVBudget
 from h2o_flexgen.sizes import Workload
 

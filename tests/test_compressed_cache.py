@@ -12,7 +12,7 @@ from cli_tools import FP32, write_prompts
 from machines import laptop, planner_of
 
 from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError, formats, plan
-from h2o_flexgen.formats import cache_format
+from h2o_flexgen.compression import cache_format
 from h2o_flexgen.kv_cache import RULES, make_rule
 from h2o_flexgen.models.registry import read_spec
 from h2o_flexgen.planning.budget import BudgetPoint, largest_free

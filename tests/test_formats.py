@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_flexgen import formats
+from h2o_flexgen import formats, threads
+from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import GGUF, Blocks, Dense, Int4, Int8, compressed
+from h2o_flexgen.formats import GGUF, Blocks, Dense, Int4, Int8
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (24, 192)
@@ -110,7 +111,7 @@ def test_the_rows_of_heads_are_put_in_order(decoder, name):
 
 
 def test_threads_share_the_rows_of_a_large_matrix(monkeypatch):
-    monkeypatch.setattr(formats, "SMALL", 100)
+    monkeypatch.setattr(threads, "SMALL", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = matrix()
     assert torch.equal(decoded(Int8(), encoded(Int8(), x)), int8_oracle(x))

@@ -1,4 +1,4 @@
-"""llama.cpp, built for this processor by bench/llama_cpp.sh: its `llama-batched-bench` on a mapped GGUF file, which the
+"""llama.cpp, built for this CPU by bench/llama_cpp.sh: its `llama-batched-bench` on a mapped GGUF file, which the
 kernel pages if it is larger than the cap. It warms up by one step of 16 tokens.
 
 Options: its own short flags, with "" for those without a value, such as "ub": 1024, "ctk": "q8_0", or "nr": "", without

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from h2o_flexgen.compression import check_compute
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.formats import Dense, Format, check_compute, prepare
+from h2o_flexgen.formats import Dense, Format, prepare
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from h2o_flexgen import interrupts
+from h2o_flexgen.compression import when_loaded
 from h2o_flexgen.engine.batch import Sequence, make_batches
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
@@ -16,7 +17,6 @@ from h2o_flexgen.engine.step import BlockRun, LogitsSink
 from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import when_loaded
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.checkpoint import Decoded
 from h2o_flexgen.offload.device import Device

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from h2o_flexgen.compression import cache_format
 from h2o_flexgen.engine.batch import Batch
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.schedule import Step, ZigZag
-from h2o_flexgen.formats import cache_format
 from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.kv_store import Key, KVStore

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from h2o_flexgen.compression import cache_format
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.forecast import kv_bytes
-from h2o_flexgen.formats import cache_format
 from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.spec import ModelSpec

@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.formats import MOST, compiled, float_bits, in_threads, quantise_rows
+from h2o_flexgen.formats import MOST, quantise_rows
 from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
+from h2o_flexgen.threads import compiled, float_bits, in_threads
 
 #: an outlier is more than this many times the mean absolute value of its row
 TIMES = 8.0
@@ -120,7 +121,7 @@ def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tenso
 def _scale_back(
     sums: Tensor, scale: Tensor, kept: Tensor, columns: Tensor, weight_scale: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """Into `out` (R, O), of any float type, what unpack.scale_back says."""
+    """Into `out` (R, O), of any float type, what loops.scale_back says."""
     loops = None if sums.is_cuda else compiled()
     if loops is None:
         wide = (scale[:, None] * sums).addmm_(kept, columns.float()).mul_(weight_scale)
@@ -153,7 +154,7 @@ def multiply(codes: Tensor, weight: Tensor, places: Tensor, kernel: str) -> tupl
     the columns of the weight at `places` (U,), as (U, O). Of a packed weight they are its sums of unit vectors."""
     if not weight.is_mkldnn:
         return _sums(codes, weight, kernel), weight.index_select(1, places).t().contiguous()
-    units = F.one_hot(places, codes.shape[1]).to(torch.int8)
+    units = codes.new_zeros(len(places), codes.shape[1]).scatter_(1, places[:, None], 1)
     return packed(torch.cat([codes, units]), weight).tensor_split([len(codes)])
 
 

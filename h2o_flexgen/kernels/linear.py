@@ -220,6 +220,10 @@ class KernelRates:
         packed = self.linear.get(dtype, {}).get("packed")
         return packed is not None and MARGIN * _seconds(packed) < self._unpacked_seconds(dtype)
 
+    def gains_by_int8(self, dtype: str) -> bool:
+        """Whether matmuls in int8 are clearly faster than in a float type, or were not measured."""
+        return INT8 not in self.linear or MARGIN * self._unpacked_seconds(INT8) < self._unpacked_seconds(dtype)
+
     def is_slow(self, dtype: str) -> bool:
         """Whether attention in this 16-bit type is better computed in fp32."""
         return dtype in HALF_TYPES and self.attention[dtype] < MARGIN * self.attention["float32"]

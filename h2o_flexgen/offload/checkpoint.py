@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from h2o_flexgen import interrupts
+from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Dense, Format, Quantised, compressed, convert, encode_parts
+from h2o_flexgen.formats import Dense, Format, Quantised, convert, encode_parts
 from h2o_flexgen.models.gguf import GGUFFile, is_gguf
 from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.models.spec import Layer

@@ -30,8 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen import interrupts
+from h2o_flexgen.compression import in_matmuls, in_memory
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Dense, Format, Int8, Quantised, convert, in_matmuls, in_memory
+from h2o_flexgen.formats import Dense, Format, Int8, Quantised, convert
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import pack, packs, packs_int8

@@ -16,9 +16,9 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from h2o_flexgen.formats import Int8
-from h2o_flexgen.planning.memory import Shapes
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.traffic import Flows, Offloaded, Traffic, weights_beside
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.sizes import (

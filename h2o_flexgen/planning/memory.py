@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-
-import torch
+from dataclasses import dataclass, field
 
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.formats import (
-    Dense,
-    Format,
-    Int8,
-    KVFormat,
-    cache_format,
-    decode_bytes,
-    in_matmuls,
-    in_memory,
-    when_loaded,
-)
-from h2o_flexgen.kv_cache.layout import KVLayout
-from h2o_flexgen.kv_cache.rule import CacheRule
-from h2o_flexgen.models.registry import family
-from h2o_flexgen.models.spec import Layer, ModelSpec
+from h2o_flexgen.formats import Dense, decode_bytes
 from h2o_flexgen.offload.activations import activation_bytes
 from h2o_flexgen.offload.kv_store import kv_bytes
 from h2o_flexgen.offload.weights import largest_layer, staging_bytes
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.shapes import Shapes
+from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import MARGIN, TIERS, Policy, gib
-from h2o_flexgen.sizes import (
-    CHUNK_ELEMENTS,
-    COPIED_ELEMENTS,
-    HEAD_ROWS,
-    INT8_ROWS,
-    OUTLIER_ROWS,
-    QUERY_CHUNK,
-    SAMPLE_ROWS,
-    SORTING,
-    WIDEN_BYTES,
-    WIDEN_ROWS,
-    WRITE_BACKS,
-    Workload,
-    aligned,
-    batch_sizes,
-    double_buffers,
-    matmul_rows,
-    micro_tokens,
-    slice_rows,
-)
+from h2o_flexgen.sizes import WRITE_BACKS, Workload, aligned, batch_sizes, double_buffers, matmul_rows, micro_tokens
 
-#: a transformer block, which stands for all, and the head, among the layers
-_DECODER, _HEAD = -2, -1
-#: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
-_INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
 #: for messages: what a tier is called, and what helps if it is too small
 _NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier", "ram": "RAM (gpu and cpu together)"}
 _ADVICE = {
@@ -69,151 +31,6 @@ SEARCHED_ADVICE = {
     "disk": "raise `disk_mem` if you gave it, free disk space or name another `offload_dir`",
     "ram": "end other programs, or take shorter prompts or a smaller model",
 }
-
-
-@dataclass(frozen=True)
-class ModelData:
-    """A model as plan and cost count it.
-
-    Attributes:
-        layers: the tensors of embedding, transformer blocks and head (`tensors` of the family).
-        dtype: name of the type of the computation.
-        formats: in which every tensor is stored.
-        cuda: whether the compute device is one of CUDA.
-        compress_cache: as for `LLM`.
-        dummy: random weights, which are written to disk first.
-        copy_bytes: of a copy of the checkpoint in the cache folder.
-        compute: "exact", or "int8" for matmuls in int8 with what is quantised.
-        compressed: the formats were asked for, by `compress_weight`; else they are those of the checkpoint.
-    """
-
-    spec: ModelSpec
-    layers: list[Layer]
-    dtype: str
-    formats: dict[str, Format]
-    cuda: bool
-    dummy: bool = False
-    copy_bytes: int = 0
-    compute: str = "exact"
-    compress_cache: str | None = None
-    compressed: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        spec: ModelSpec,
-        dtype: str,
-        stored: str,
-        cuda: bool,
-        dummy: bool = False,
-        formats: dict[str, Format] | None = None,
-        copy_bytes: int = 0,
-        compute: str = "exact",
-        compressed: bool = False,
-    ) -> ModelData:
-        """`dtype` and `stored`: names of the type of the computation, and of that in the checkpoint, for matrices that
-        `formats` does not name."""
-        layers = family(spec.model_type).tensors(spec)
-        types = {1: Dense(getattr(torch, dtype)), 2: Dense(getattr(torch, stored))}  # vectors are never streamed
-        found = {name: types[min(2, len(shape))] for layer in layers for name, shape in layer.shapes.items()}
-        found |= formats or {}
-        return cls(spec, layers, dtype, found, cuda, dummy, copy_bytes, compute, compressed=compressed)
-
-    def decoded(self) -> ModelData | None:
-        """With the quantised matrices of the checkpoint decoded once, when they are loaded (`formats.when_loaded`).
-        None if there are none, or they are wanted as they are."""
-        if self.compressed or all(map(self.is_dense, self.formats)):
-            return None
-        shapes = [layer.shapes for layer in self.layers]
-        return replace(self, formats=self.formats | when_loaded(self.formats, shapes, self.torch_dtype, self.compute))
-
-    def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
-        """With the cache of a job."""
-        return Shapes(**vars(self), rule=rule, workload=workload)
-
-    @property
-    def kv_format(self) -> KVFormat:
-        """Of K and V in the cache."""
-        return cache_format(self.compress_cache, self.torch_dtype, self.spec.head_dim)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element in the computation."""
-        return getattr(torch, self.dtype).itemsize
-
-    @property
-    def streamed(self) -> list[dict[str, tuple[int, ...]]]:
-        """{name: shape} per layer of what is needed whole (the embedding only gathers rows)."""
-        return [layer.streamed_shapes for layer in self.layers]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    def nbytes(self, name: str, shape: tuple[int, ...]) -> int:
-        """Of a tensor on the gpu and cpu tiers."""
-        return in_memory(self.formats[name], self.torch_dtype).nbytes(shape)
-
-    def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int:
-        """Of a tensor in the checkpoint."""
-        return self.formats[name].nbytes(shape)
-
-    def is_dense(self, name: str) -> bool:
-        return isinstance(self.formats[name], Dense)
-
-    def in_int8(self, name: str, is_head: bool = False) -> bool:
-        """Whether a matrix is multiplied in int8."""
-        return self.compute == "int8" and self.read_in(name, is_head) == Int8()
-
-    def read_in(self, name: str, is_head: bool = False) -> Format:
-        """The format in which a matmul reads a matrix."""
-        return in_matmuls(self.formats[name], self.torch_dtype, self.compute, is_head)
-
-    @property
-    def converts_by_compute(self) -> bool:
-        """Whether floats from disk are on the device as they are stored, and compute converts a layer to use it."""
-        dense = {form for form in self.formats.values() if isinstance(form, Dense)}
-        return dense != {Dense(self.torch_dtype)} and not self.cuda
-
-    @property
-    def may_widen(self) -> bool:
-        """Whether matmuls go through float32 where the CPU has none in 16 bits (kernels/linear.py)."""
-        return not self.cuda and self.itemsize == 2
-
-    @cached_property
-    def stored_ratio(self) -> float:
-        """Bytes in the checkpoint per byte in memory, of what streams."""
-        tensors = [item for layer in self.streamed for item in layer.items()]
-        return sum(self.stored_bytes(*t) for t in tensors) / sum(self.nbytes(*t) for t in tensors)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shapes(ModelData):
-    """A model and the cache of a job."""
-
-    rule: CacheRule
-    workload: Workload
-
-    def layouts(self, batches: list[int]) -> dict[tuple[int, int], KVLayout]:
-        """The cache of every (layer, batch), for batches of these sizes."""
-        longest, gen_len = self.workload.longest, self.workload.gen_len
-        return self.rule.layouts(self.spec, self.kv_format, [(n, longest) for n in batches], gen_len)
-
-    @cached_property
-    def kv(self) -> KVLayout:
-        """The cache of one sequence in the average layer."""
-        longest, gen_len = self.workload.longest, self.workload.gen_len
-        return self.rule.layout(self.spec, self.kv_format, 1, longest, gen_len)
-
-    @cached_property
-    def most_slots(self) -> int:
-        """Of a sequence in one layer."""
-        return max(layout.slots for layout in self.layouts([1]).values())
-
-    @property
-    def kv_bytes(self) -> int:
-        """Of a sequence in all layers."""
-        return sum(layout.kv_bytes + layout.meta_bytes for layout in self.layouts([1]).values())
 
 
 @dataclass(frozen=True)
@@ -316,18 +133,6 @@ def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: R
     return placement, plan
 
 
-def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], held: int = 0) -> int:
-    """What computing a layer or the head takes on the device, for batches of these sizes, the largest first, of
-    prompts of up to `longest` tokens, behind `held` that caches hold."""
-    prefill = prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest, held)
-    rows = max(matmul_rows(batches))
-    decode = _decode_workspace(shapes, batches[0], rows)
-    chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
-    few = min(rows, HEAD_ROWS)
-    head = (few * shapes.itemsize + chosen) * shapes.spec.vocab + _sliced(shapes, few) + _in_int8(shapes, few, _HEAD)
-    return max(prefill, decode, head)
-
-
 def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: bool) -> None:
     tensors = {name: shape for layer in shapes.layers for name, shape in layer.shapes.items()}
     nbytes = dict.fromkeys(TIERS, 0)
@@ -389,94 +194,3 @@ def _plan_activations(
     plan.add("gpu", "activation staging buffers", sizes.count * sizes.staging)
     plan.add("gpu", "activations being written back", WRITE_BACKS * sizes.staging * policy.overlap)
     plan.add("cpu", "activation host buffers", 2 * sizes.host)
-
-
-def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
-    """Bytes of a micro-batch of `tokens` tokens, of prompts of up to `P` behind `held` that caches hold, in one
-    transformer block."""
-    spec, size = shapes.spec, shapes.itemsize
-    E, Q, KV = spec.hidden, spec.query_width, spec.kv_width
-    inner = spec.inner * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
-    mlp = tokens * (3 * E + inner) * size + max(_widened(shapes, tokens), _in_int8(shapes, tokens))
-    # hidden states, normed, and the sum; queries, keys, values, and the context
-    attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
-    norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
-    if shapes.rule.scores_prompt:
-        metadata = dict(shapes.rule.metadata)
-        remembered = sum(metadata[name].itemsize for name in metadata.keys() - {"score", "position"})
-        # scores, and what else is remembered; the sort's keys and indices
-        attention += tokens * spec.kv_heads * (4 + remembered + 4 + 4 + 8)
-    # attention by chunks, at least on some CPUs and GPUs
-    if shapes.rule.scores_prompt or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
-        # three copies in (B * KV, G * T, D) shape, and the context; or the rows that are kept
-        attention += tokens * (2 * Q + 2 * KV) * size
-        attention += chunk_bytes(shapes, tokens, P, held)
-        # queries and context of the chunk
-        attention += 3 * _chunk_elements(shapes, tokens, P, held) * spec.head_dim // (P + held) * size
-        # K and V in the order of the text, with the new ones, and again of those that stay
-        attention += 6 * (tokens * held // P) * KV * size
-    if shapes.rule.rope:
-        attention += tokens * Q * size + tokens * (P + held) // P * KV * _rotating(shapes)
-    if not shapes.kv_format.is_dense:  # heads side by side, as they are stored, and those that stay
-        attention += tokens * KV * size + 2 * (tokens * (P + held) // P) * shapes.kv.row_bytes
-    if shapes.may_widen:  # queries, keys, values and the context of a few heads
-        few = max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P))
-        attention += 16 * spec.head_dim * min(tokens * spec.heads, few)
-    return max(mlp, attention, norm)
-
-
-def chunk_bytes(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
-    """Logits of a chunk and, in float32, their probabilities; one buffer for both if the logits are in float32 too."""
-    size = shapes.itemsize
-    return _chunk_elements(shapes, tokens, P, held) * (4 + size * (size < 4))
-
-
-def _chunk_elements(shapes: Shapes, tokens: int, P: int, held: int) -> int:
-    chunk, spec, keys = min(QUERY_CHUNK, P), shapes.spec, P + held
-    most = max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], spec.groups * chunk * keys)
-    return min(tokens * keys // P * spec.heads * chunk, most)
-
-
-def _rotating(shapes: Shapes) -> int:
-    """Bytes of a key's element while it is rotated: in float32, with its sine or cosine, and as it is used."""
-    return 8 + shapes.itemsize * (shapes.itemsize < 4)
-
-
-def _widened(shapes: Shapes, tokens: int) -> int:
-    """Of a matmul's operands and its result, what is in float32 at once."""
-    widest = max(shapes.spec.inner, shapes.spec.hidden)
-    return (min(tokens, WIDEN_ROWS) * widest * 4 + 2 * WIDEN_BYTES) * shapes.may_widen
-
-
-def _in_int8(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
-    """Of a matmul in int8: floats and codes of x, on CUDA also what its operators make of them, sums in int32, floats
-    of the result, and a slice of the weight where floats multiply codes."""
-    rows, each = min(rows, INT8_ROWS) + OUTLIER_ROWS, 18 if shapes.cuda else 5
-    names = [item for item in shapes.streamed[layer].items() if shapes.in_int8(item[0], layer == _HEAD)]
-    return max((rows * (each * width + 12 * out) + WIDEN_BYTES for _, (out, width) in names), default=0)
-
-
-def _sliced(shapes: Shapes, rows: int) -> int:
-    """Of a quantised head, a slice that is decoded, and its part of the logits."""
-    sizes = [0]
-    for name, shape in shapes.streamed[-1].items():
-        if not shapes.is_dense(name) and not shapes.in_int8(name, is_head=True):
-            step = min(shape[0], slice_rows(shape[1], shapes.itemsize))
-            sizes.append(step * (shape[1] + rows) * shapes.itemsize)
-    return max(sizes)
-
-
-def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
-    """`rows` go through the matmuls together, `batch` of them through attention."""
-    spec, size = shapes.spec, shapes.itemsize
-    slots = shapes.most_slots
-    scores = batch * spec.heads * slots
-    # a few heads in float32, or rotated
-    few = max(slots * spec.head_dim, COPIED_ELEMENTS["cuda" if shapes.cuda else "cpu"])
-    quantised = not shapes.kv_format.is_dense
-    copies = 8 * (shapes.may_widen or quantised) + (_rotating(shapes) if shapes.rule.rope else 0)
-    copies += 2 * size * (quantised and shapes.cuda)
-    cache = min(batch * spec.kv_width * slots, few) * copies
-    inner = spec.inner * (2 + spec.gated)
-    matmuls = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
-    return matmuls + max(_widened(shapes, rows), _in_int8(shapes, rows)) + cache + scores * (4 * 4 + 2 * size)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from h2o_flexgen.compression import has_cache_format
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import has_cache_format
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.planning.budget import FORMATS, BudgetPoint, budget_choices, size_budget
 from h2o_flexgen.planning.cost import CostModel, Prediction
-from h2o_flexgen.planning.memory import ModelData, Plan, Resources, plan_policy
+from h2o_flexgen.planning.memory import Plan, Resources, plan_policy
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints, Search
+from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.policy import KVBudget, Policy
 from h2o_flexgen.sizes import Workload
 

@@ -19,9 +19,11 @@ from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.cost import CostModel, Part, Prediction, batches_of
-from h2o_flexgen.planning.memory import SEARCHED_ADVICE, Plan, Resources, Shapes, plan_policy, workspace_bytes
+from h2o_flexgen.planning.memory import SEARCHED_ADVICE, Plan, Resources, plan_policy
 from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.traffic import Flows, Offloaded, Traffic
+from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import KINDS, TIERS, Policy
 from h2o_flexgen.sizes import Workload, batch_sizes, double_buffers, kv_buffers, wal_rows
 

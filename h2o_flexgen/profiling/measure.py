@@ -42,7 +42,10 @@ def job_dtype(
         linear.use(kernels)
     elif not device.is_cuda and (compute == "int8" or name not in ("float32", "fp32")) and not linear.are_known():
         linear.use(load_or_measure_kernels())
-    return device.dtype(name, stored)
+    dtype = device.dtype(name, stored)
+    if compute == "int8" and not device.is_cuda and not linear.rates().gains_by_int8(dtype_name(dtype)):
+        log.warning("on this CPU matmuls in int8 are no faster than in %s: leave out `compute` int8", dtype_name(dtype))
+    return dtype
 
 
 def load_or_measure_kernels() -> KernelRates:

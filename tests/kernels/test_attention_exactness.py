@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen.kernels import attention
-from h2o_flexgen.planning.memory import chunk_bytes
+from h2o_flexgen.planning.workspace import chunk_bytes
 
 
 def naive(q, k, v, n):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from oracle import quantised
 
 from h2o_flexgen import sizes
-from h2o_flexgen.formats import KVFormat, cache_format
+from h2o_flexgen.compression import cache_format
+from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.offload.wal import file_bytes
 from h2o_flexgen.sizes import PAGE

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.formats import cache_format
+from h2o_flexgen.compression import cache_format
 from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
 from h2o_flexgen.offload.device import host_memory
 from h2o_flexgen.offload.disk import DiskIO, File

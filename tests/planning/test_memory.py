@@ -13,7 +13,8 @@ from h2o_flexgen import LLM, Policy
 from h2o_flexgen.engine.batch import Sequence, make_batches
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, SnapKVCache, ValueNormCache
-from h2o_flexgen.planning.memory import Resources, chunk_bytes, prefill_workspace
+from h2o_flexgen.planning.memory import Resources
+from h2o_flexgen.planning.workspace import chunk_bytes, prefill_workspace
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.sizes import GROUP_ROWS, WRITE_BACKS, Workload, batch_sizes, matmul_groups, matmul_rows, micro_tokens
 

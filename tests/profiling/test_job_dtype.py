@@ -83,6 +83,15 @@ def test_the_stored_type_counts(measured):
     assert measure.job_dtype(CPU, "auto", torch.bfloat16) == torch.bfloat16
 
 
+@pytest.mark.parametrize("rate, warns", [(1e11, True), (2e11, True), (4e11, False)])
+def test_int8_that_gains_nothing_is_told(measured, caplog, rate, warns):
+    rates = kernels(bfloat16="native")
+    rates.linear["int8"] = {"native": dict.fromkeys(linear.ROWS, rate)}
+    linear.use(rates)
+    assert measure.job_dtype(CPU, "auto", compute="int8") == torch.bfloat16
+    assert ("no faster than in bfloat16: leave out `compute` int8" in caplog.text) == warns
+
+
 @pytest.mark.parametrize(
     "capability, stored, wanted",
     [

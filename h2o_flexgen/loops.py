@@ -1,5 +1,5 @@
-"""From codes of 8 and 4 bits to floats and back, compiled for this CPU: several times as fast as a few torch operators
-(docs/formats.md). The functions release the GIL, so that threads can share the rows of a matrix.
+"""Loops over codes of 8 and 4 bits, compiled for this CPU by numba: several times as fast as a few torch operators
+(docs/formats.md). They release the GIL, so that threads can share the rows of a matrix (`threads.py`).
 
 Loops run over slices whose length is not known when they are compiled: others are not vectorised.
 """
@@ -29,7 +29,7 @@ def _unpack_row(codes, scale, minimum, first, step, half, row):
 
 
 @njit(nogil=True, cache=True)
-def heads(halves, table, begin, end, has_minimum, centre, scale, minimum):
+def scales(halves, table, begin, end, has_minimum, centre, scale, minimum):
     """Of rows of blocks (`formats.Blocks`), `begin` to `end` of R, the scales and minima, both (R, G) float32.
 
     Args:
@@ -195,7 +195,7 @@ def encode8(x, shift, table, begin, end, halves, codes):
 
 @njit(nogil=True, cache=True, inline="always")
 def _ordered(bits):
-    """The bits of a float as an int32 that is in the order of floats; of that again the bits."""
+    """The bits of a float as an int32 that compares with others as their floats do. It is its own inverse."""
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
@@ -209,7 +209,7 @@ def encode4(x, shift, table, begin, end, halves, codes):
         source, target = x[r], codes[r, 4:]
         for i in range(len(bits)):
             bits[i] = np.uint32(source[i]) << shift
-        # as integers floats are in order, but that of the negative ones is reversed; NaN is at an end
+        # NaN comes before all others, or after them
         least, most = np.int32(2**31 - 1), np.int32(-(2**31))
         for i in range(len(signed)):
             ordered = _ordered(signed[i])
@@ -272,24 +272,24 @@ def quantise(x, shift, times, few, begin, end, codes, limit, largest):
         codes: (R, I) int8; limit, largest: (R,) float32, above which elements are outliers, and of the others the
             largest; of all three rows `begin` to `end` are written.
     """
-    row, numbers = np.empty(x.shape[1], np.float32), np.empty(2, np.float32)
+    row, found = np.empty(x.shape[1], np.float32), np.empty(2, np.float32)  # [largest, bound of outliers]
     is_outlier = np.zeros(x.shape[1], np.uint8)
-    bits, number_bits = row.view(np.uint32), numbers.view(np.uint32)
+    bits, found_bits = row.view(np.uint32), found.view(np.uint32)
     for r in range(begin, end):
         source = x[r]
         for i in range(len(bits)):
             bits[i] = np.uint32(source[i]) << shift
-        number_bits[0] = _largest(bits)
-        limit[r] = numbers[0]
-        numbers[1] = times * _sum_abs(row) / np.float32(len(row))
-        if few and numbers[1] < numbers[0] < np.inf:
-            while _above(bits, number_bits[1]) > few:
-                numbers[1] *= np.float32(2)
-            limit[r] = numbers[1]
-            _cut(bits, number_bits[1], is_outlier)
-            number_bits[0] = _largest(bits)
-        largest[r] = numbers[0]
-        _round_row(row, numbers[0], codes[r])
+        found_bits[0] = _largest(bits)
+        limit[r] = found[0]
+        found[1] = times * _sum_abs(row) / np.float32(len(row))
+        if few and found[1] < found[0] < np.inf:
+            while _above(bits, found_bits[1]) > few:
+                found[1] *= np.float32(2)
+            limit[r] = found[1]
+            _cut(bits, found_bits[1], is_outlier)
+            found_bits[0] = _largest(bits)
+        largest[r] = found[0]
+        _round_row(row, found[0], codes[r])
     return is_outlier
 
 

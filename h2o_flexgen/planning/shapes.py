@@ -1,0 +1,161 @@
+"""A model and the cache of a job as plan and cost count them: shapes, formats and bytes, without any data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from h2o_flexgen.compression import cache_format, in_matmuls, in_memory, when_loaded
+from h2o_flexgen.formats import Dense, Format, Int8, KVFormat
+from h2o_flexgen.kv_cache.layout import KVLayout
+from h2o_flexgen.kv_cache.rule import CacheRule
+from h2o_flexgen.models.registry import family
+from h2o_flexgen.models.spec import Layer, ModelSpec
+from h2o_flexgen.sizes import Workload
+
+
+@dataclass(frozen=True)
+class ModelData:
+    """A model as plan and cost count it.
+
+    Attributes:
+        layers: the tensors of embedding, transformer blocks and head (`tensors` of the family).
+        dtype: name of the type of the computation.
+        formats: in which every tensor is stored.
+        cuda: whether the compute device is one of CUDA.
+        compress_cache: as for `LLM`.
+        dummy: random weights, which are written to disk first.
+        copy_bytes: of a copy of the checkpoint in the cache folder.
+        compute: "exact", or "int8" for matmuls in int8 with what is quantised.
+        compressed: the formats were asked for, by `compress_weight`; else they are those of the checkpoint.
+    """
+
+    spec: ModelSpec
+    layers: list[Layer]
+    dtype: str
+    formats: dict[str, Format]
+    cuda: bool
+    dummy: bool = False
+    copy_bytes: int = 0
+    compute: str = "exact"
+    compress_cache: str | None = None
+    compressed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        dtype: str,
+        stored: str,
+        cuda: bool,
+        dummy: bool = False,
+        formats: dict[str, Format] | None = None,
+        copy_bytes: int = 0,
+        compute: str = "exact",
+        compressed: bool = False,
+    ) -> ModelData:
+        """`dtype` and `stored`: names of the type of the computation, and of that in the checkpoint, for matrices that
+        `formats` does not name."""
+        layers = family(spec.model_type).tensors(spec)
+        types = {1: Dense(getattr(torch, dtype)), 2: Dense(getattr(torch, stored))}  # vectors are never streamed
+        found = {name: types[min(2, len(shape))] for layer in layers for name, shape in layer.shapes.items()}
+        found |= formats or {}
+        return cls(spec, layers, dtype, found, cuda, dummy, copy_bytes, compute, compressed=compressed)
+
+    def decoded(self) -> ModelData | None:
+        """With the quantised matrices of the checkpoint decoded once, when they are loaded (`formats.when_loaded`).
+        None if there are none, or they are wanted as they are."""
+        if self.compressed or all(map(self.is_dense, self.formats)):
+            return None
+        shapes = [layer.shapes for layer in self.layers]
+        return replace(self, formats=self.formats | when_loaded(self.formats, shapes, self.torch_dtype, self.compute))
+
+    def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
+        """With the cache of a job."""
+        return Shapes(**vars(self), rule=rule, workload=workload)
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """Of K and V in the cache."""
+        return cache_format(self.compress_cache, self.torch_dtype, self.spec.head_dim)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the computation."""
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def streamed(self) -> list[dict[str, tuple[int, ...]]]:
+        """{name: shape} per layer of what is needed whole (the embedding only gathers rows)."""
+        return [layer.streamed_shapes for layer in self.layers]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def nbytes(self, name: str, shape: tuple[int, ...]) -> int:
+        """Of a tensor on the gpu and cpu tiers."""
+        return in_memory(self.formats[name], self.torch_dtype).nbytes(shape)
+
+    def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int:
+        """Of a tensor in the checkpoint."""
+        return self.formats[name].nbytes(shape)
+
+    def is_dense(self, name: str) -> bool:
+        return isinstance(self.formats[name], Dense)
+
+    def in_int8(self, name: str, is_head: bool = False) -> bool:
+        """Whether a matrix is multiplied in int8."""
+        return self.compute == "int8" and self.read_in(name, is_head) == Int8()
+
+    def read_in(self, name: str, is_head: bool = False) -> Format:
+        """The format in which a matmul reads a matrix."""
+        return in_matmuls(self.formats[name], self.torch_dtype, self.compute, is_head)
+
+    @property
+    def converts_by_compute(self) -> bool:
+        """Whether floats from disk are on the device as they are stored, and compute converts a layer to use it."""
+        dense = {form for form in self.formats.values() if isinstance(form, Dense)}
+        return dense != {Dense(self.torch_dtype)} and not self.cuda
+
+    @property
+    def may_widen(self) -> bool:
+        """Whether matmuls go through float32 where the CPU has none in 16 bits (kernels/linear.py)."""
+        return not self.cuda and self.itemsize == 2
+
+    @cached_property
+    def stored_ratio(self) -> float:
+        """Bytes in the checkpoint per byte in memory, of what streams."""
+        tensors = [item for layer in self.streamed for item in layer.items()]
+        return sum(self.stored_bytes(*t) for t in tensors) / sum(self.nbytes(*t) for t in tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes(ModelData):
+    """A model and the cache of a job."""
+
+    rule: CacheRule
+    workload: Workload
+
+    def layouts(self, batches: list[int]) -> dict[tuple[int, int], KVLayout]:
+        """The cache of every (layer, batch), for batches of these sizes."""
+        longest, gen_len = self.workload.longest, self.workload.gen_len
+        return self.rule.layouts(self.spec, self.kv_format, [(n, longest) for n in batches], gen_len)
+
+    @cached_property
+    def kv(self) -> KVLayout:
+        """The cache of one sequence in the average layer."""
+        longest, gen_len = self.workload.longest, self.workload.gen_len
+        return self.rule.layout(self.spec, self.kv_format, 1, longest, gen_len)
+
+    @cached_property
+    def most_slots(self) -> int:
+        """Of a sequence in one layer."""
+        return max(layout.slots for layout in self.layouts([1]).values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a sequence in all layers."""
+        return sum(layout.kv_bytes + layout.meta_bytes for layout in self.layouts([1]).values())

@@ -1,0 +1,129 @@
+"""The bytes that computing a layer or the head takes on the device, at its peak."""
+
+from __future__ import annotations
+
+from h2o_flexgen.planning.shapes import Shapes
+from h2o_flexgen.policy import Policy
+from h2o_flexgen.sizes import (
+    CHUNK_ELEMENTS,
+    COPIED_ELEMENTS,
+    HEAD_ROWS,
+    INT8_ROWS,
+    OUTLIER_ROWS,
+    QUERY_CHUNK,
+    SAMPLE_ROWS,
+    SORTING,
+    WIDEN_BYTES,
+    WIDEN_ROWS,
+    matmul_rows,
+    micro_tokens,
+    slice_rows,
+)
+
+#: a transformer block, which stands for all, and the head, among the layers
+_DECODER, _HEAD = -2, -1
+#: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
+_INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
+
+
+def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], held: int = 0) -> int:
+    """What computing a layer or the head takes on the device, for batches of these sizes, the largest first, of
+    prompts of up to `longest` tokens, behind `held` that caches hold."""
+    prefill = prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest, held)
+    rows = max(matmul_rows(batches))
+    decode = _decode_workspace(shapes, batches[0], rows)
+    chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
+    few = min(rows, HEAD_ROWS)
+    head = (few * shapes.itemsize + chosen) * shapes.spec.vocab + _sliced(shapes, few) + _in_int8(shapes, few, _HEAD)
+    return max(prefill, decode, head)
+
+
+def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
+    """Bytes of a micro-batch of `tokens` tokens, of prompts of up to `P` behind `held` that caches hold, in one
+    transformer block."""
+    spec, size = shapes.spec, shapes.itemsize
+    E, Q, KV = spec.hidden, spec.query_width, spec.kv_width
+    inner = spec.inner * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
+    mlp = tokens * (3 * E + inner) * size + max(_widened(shapes, tokens), _in_int8(shapes, tokens))
+    # hidden states, normed, and the sum; queries, keys, values, and the context
+    attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
+    norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
+    if shapes.rule.scores_prompt:
+        metadata = dict(shapes.rule.metadata)
+        remembered = sum(metadata[name].itemsize for name in metadata.keys() - {"score", "position"})
+        # scores, and what else is remembered; the sort's keys and indices
+        attention += tokens * spec.kv_heads * (4 + remembered + 4 + 4 + 8)
+    # attention by chunks, at least on some CPUs and GPUs
+    if shapes.rule.scores_prompt or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
+        # three copies in (B * KV, G * T, D) shape, and the context; or the rows that are kept
+        attention += tokens * (2 * Q + 2 * KV) * size
+        attention += chunk_bytes(shapes, tokens, P, held)
+        # queries and context of the chunk
+        attention += 3 * _chunk_elements(shapes, tokens, P, held) * spec.head_dim // (P + held) * size
+        # K and V in the order of the text, with the new ones, and again of those that stay
+        attention += 6 * (tokens * held // P) * KV * size
+    if shapes.rule.rope:
+        attention += tokens * Q * size + tokens * (P + held) // P * KV * _rotating(shapes)
+    if not shapes.kv_format.is_dense:  # heads side by side, as they are stored, and those that stay
+        attention += tokens * KV * size + 2 * (tokens * (P + held) // P) * shapes.kv.row_bytes
+    if shapes.may_widen:  # queries, keys, values and the context of a few heads
+        few = max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P))
+        attention += 16 * spec.head_dim * min(tokens * spec.heads, few)
+    return max(mlp, attention, norm)
+
+
+def chunk_bytes(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
+    """Logits of a chunk and, in float32, their probabilities; one buffer for both if the logits are in float32 too."""
+    size = shapes.itemsize
+    return _chunk_elements(shapes, tokens, P, held) * (4 + size * (size < 4))
+
+
+def _chunk_elements(shapes: Shapes, tokens: int, P: int, held: int) -> int:
+    chunk, spec, keys = min(QUERY_CHUNK, P), shapes.spec, P + held
+    most = max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], spec.groups * chunk * keys)
+    return min(tokens * keys // P * spec.heads * chunk, most)
+
+
+def _rotating(shapes: Shapes) -> int:
+    """Bytes of a key's element while it is rotated: in float32, with its sine or cosine, and as it is used."""
+    return 8 + shapes.itemsize * (shapes.itemsize < 4)
+
+
+def _widened(shapes: Shapes, tokens: int) -> int:
+    """Of a matmul's operands and its result, what is in float32 at once."""
+    widest = max(shapes.spec.inner, shapes.spec.hidden)
+    return (min(tokens, WIDEN_ROWS) * widest * 4 + 2 * WIDEN_BYTES) * shapes.may_widen
+
+
+def _in_int8(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
+    """Of a matmul in int8: floats and codes of x, on CUDA also what its operators make of them, sums in int32, floats
+    of the result, and a slice of the weight where floats multiply codes."""
+    rows, each = min(rows, INT8_ROWS) + OUTLIER_ROWS, 18 if shapes.cuda else 5
+    names = [item for item in shapes.streamed[layer].items() if shapes.in_int8(item[0], layer == _HEAD)]
+    return max((rows * (each * width + 12 * out) + WIDEN_BYTES for _, (out, width) in names), default=0)
+
+
+def _sliced(shapes: Shapes, rows: int) -> int:
+    """Of a quantised head, a slice that is decoded, and its part of the logits."""
+    sizes = [0]
+    for name, shape in shapes.streamed[-1].items():
+        if not shapes.is_dense(name) and not shapes.in_int8(name, is_head=True):
+            step = min(shape[0], slice_rows(shape[1], shapes.itemsize))
+            sizes.append(step * (shape[1] + rows) * shapes.itemsize)
+    return max(sizes)
+
+
+def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
+    """`rows` go through the matmuls together, `batch` of them through attention."""
+    spec, size = shapes.spec, shapes.itemsize
+    slots = shapes.most_slots
+    scores = batch * spec.heads * slots
+    # a few heads in float32, or rotated
+    few = max(slots * spec.head_dim, COPIED_ELEMENTS["cuda" if shapes.cuda else "cpu"])
+    quantised = not shapes.kv_format.is_dense
+    copies = 8 * (shapes.may_widen or quantised) + (_rotating(shapes) if shapes.rule.rope else 0)
+    copies += 2 * size * (quantised and shapes.cuda)
+    cache = min(batch * spec.kv_width * slots, few) * copies
+    inner = spec.inner * (2 + spec.gated)
+    matmuls = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
+    return matmuls + max(_widened(shapes, rows), _in_int8(shapes, rows)) + cache + scores * (4 * 4 + 2 * size)
