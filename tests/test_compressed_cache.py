@@ -88,6 +88,16 @@ def test_the_tokens_do_not_depend_on_the_placement(model, place):
                 assert tokens(llm, prompts) == expected
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_gives_the_tokens_of_the_oracle(model, rule, kind):
+    tiny, budget = model(), (*SLOTS, f"{rule}:first=0", kind)
+    prompts = tiny.clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
+    expected = [t.tokens for t in tiny.references(prompts, MAX_TOKENS, *budget)]
+    with opened(tiny, kind, KVBudget.from_size(*budget[:3]), **PLACES["mixed"]) as llm:
+        assert tokens(llm, prompts) == expected
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_keeps_what_it_keeps_of_floats(model, rule):
     """Through the whole engine, in RAM and on disk, and with positions that roll."""

@@ -117,9 +117,9 @@ class Device:
                 torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
         del self._pinned[since:]
 
-    def __del__(self):
+    def __del__(self, is_finalizing=sys.is_finalizing):  # at exit `sys` may be gone
         # addresses that stay pinned could not be pinned again once the system reuses them
-        if not sys.is_finalizing():
+        if not is_finalizing():
             self.unpin()
 
     def start(self, most_bytes: int | None) -> None:
