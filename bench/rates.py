@@ -9,13 +9,14 @@ from statistics import median
 
 import torch
 
-from h2o_flexgen.kernels.linear import linear
+from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels.linear import INT8, linear, rates
 from h2o_flexgen.offload.device import Device, as_numpy
 from h2o_flexgen.offload.disk import DiskIO, File, wait
 
 REQUEST = 64 << 20
-LEAST_BYTES = 2 << 30
-LEAST_SECONDS = 3.0
+MOST_BYTES = 2 << 30
+SECONDS = 3.0
 
 
 def disk_rate(path: Path) -> float:
@@ -24,12 +25,13 @@ def disk_rate(path: Path) -> float:
     io, file = DiskIO(), File(path)
     request = min(REQUEST, file.size >> 12 << 12)
     buffers = [as_numpy(Device("cpu").buffer(request)) for _ in range(2)]
-    count, pending = -(-LEAST_BYTES // request), []
+    count, pending = 0, []
     begin = time.perf_counter()
-    for n in range(count):
+    while count * request < MOST_BYTES and time.perf_counter() - begin < SECONDS:
         if len(pending) == 2:
             wait(pending.pop(0))
-        pending.append(io.read(file, buffers[n % 2], n % (file.size // request) * request, True))
+        pending.append(io.read(file, buffers[count % 2], count % (file.size // request) * request, True))
+        count += 1
     for reads in pending:
         wait(reads)
     seconds = time.perf_counter() - begin
@@ -39,14 +41,21 @@ def disk_rate(path: Path) -> float:
 
 
 def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) -> float:
-    """Flops per second on the CPU of matmuls of so many rows with matrices of these (out, in) shapes, with nothing
-    between them."""
-    weights = [torch.randn(shape, dtype=dtype) for shape in shapes]
-    inputs = {width: torch.randn(rows, width, dtype=dtype) for _, width in shapes}
-    calls = [partial(linear, inputs[w.shape[1]], w) for w in weights]
+    """Operations per second on the CPU of matmuls of so many rows with matrices of these (out, in) shapes, with nothing
+    between them. Of torch.int8 codes are multiplied by the fastest kernel, without what makes codes of floats."""
+    if dtype == torch.int8:
+        weights = [torch.ones(shape, dtype=dtype) for shape in shapes]
+        inputs = {width: torch.ones(rows, width, dtype=dtype) for _, width in shapes}
+        kernel = rates().kernel(INT8, rows)
+        call = partial(int8.multiply, places=torch.arange(0), kernel=kernel)
+    else:
+        weights = [torch.randn(shape, dtype=dtype) for shape in shapes]
+        inputs = {width: torch.randn(rows, width, dtype=dtype) for _, width in shapes}
+        call = linear
+    calls = [partial(call, inputs[w.shape[1]], w) for w in weights]
     times: list[float] = []
     with torch.inference_mode():
-        while len(times) < 16 or sum(times) < LEAST_SECONDS:
+        while len(times) < 16 or sum(times) < SECONDS:
             begin = time.perf_counter()
             for call in calls:
                 call()

@@ -6,12 +6,19 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
+
+import torch
 
 from bench.checkpoint import files_of
 from bench.common import random_prompts
 from bench.job import Job
-from bench.rates import disk_rate
+from bench.rates import disk_rate, matmul_rate
+from h2o_flexgen import forecast
+from h2o_flexgen.models.registry import family
+from h2o_flexgen.policy import Policy
+from h2o_flexgen.sizes import batch_sizes, matmul_rows
 
 
 def command(job: Job) -> list[str]:
@@ -22,6 +29,8 @@ def command(job: Job) -> list[str]:
     argv += f" --gpu-mem {job.gpu_bytes / 2**30:g}" if job.gpu_bytes else ""
     files = {"--model": job.model, "--input-file": scratch / "prompts.jsonl", "--report": scratch / "report.json"}
     files |= {"--offload-dir": scratch}
+    if job.device == "cpu":  # the rate of a shared disk changes: it is measured right before a run and right after
+        (scratch / "disk_rate").write_text(str(disk_rate(_largest_file(job))))
     return [sys.executable, *shlex.split(argv), *(str(word) for pair in files.items() for word in pair)]
 
 
@@ -44,10 +53,33 @@ def result(job: Job, printed: str) -> dict:
         guess = report["predicted"]
         seconds = guess["prefill_seconds"] + guess["decode_seconds"]
         found |= {"predicted_over_measured": seconds / (prefill + decode), "bound_by": guess["bound_by"]}
-        if guess["bound_by"] == "disk":  # its rate on a shared machine changes: measured now
-            file = max(files_of(Path(job.model)), key=lambda path: path.stat().st_size)
-            found["share_of_bound"] = read / disk_rate(file) / decode
+    if job.device == "cpu":
+        found["share_of_bound"] = max(disk_seconds(job, read), matmul_seconds(job, report)) / decode
     return found
+
+
+def disk_seconds(job: Job, nbytes: int) -> float:
+    """Of so many bytes at the disk's rate, the mean of before the run and after it."""
+    if not nbytes:
+        return 0.0
+    before = float((Path(job.scratch) / "disk_rate").read_text())
+    return 2 * nbytes / (before + disk_rate(_largest_file(job)))
+
+
+def _largest_file(job: Job) -> Path:
+    return max(files_of(Path(job.model)), key=lambda path: path.stat().st_size)
+
+
+def matmul_seconds(job: Job, report: dict) -> float:
+    """Of the matmuls of all decode steps and nothing else, at the rate of those of a transformer block."""
+    policy = Policy(**report["policy"])
+    dtype = torch.int8 if report.get("compute") == "int8" else getattr(torch, report["dtype"])
+    spec = forecast.find(job.model).spec
+    block, *_, head = [list(layer.streamed_shapes.values()) for layer in family(spec.model_type).tensors(spec)[1:]]
+    block, head = ([shape for shape in shapes if len(shape) == 2] for shapes in (block, head))
+    rows = max(matmul_rows(batch_sizes(job.batch, policy)))
+    elements = spec.layers * sum(map(prod, block)) + sum(map(prod, head))
+    return 2 * elements * job.batch * (job.gen_len - 1) / matmul_rate(block, dtype, rows)
 
 
 def policy_text(policy: dict) -> str:
