@@ -158,6 +158,30 @@ def where(data: dict) -> str:
     return f"{machine_text(data['machine'])}; {', '.join(versions)}; {days}; {command_text(data)}"
 
 
+#: factors that were aimed at: (row, system, over which other one, factor)
+AIMS = [
+    *((f"opt-{size}", "ours, H2O + int8", "ours, H2O", 2) for size in ("1.3b 64+256", "6.7b 64+64")),
+    *(("opt-1.3b 64+256", "ours, H2O + int8", peer, 15) for peer in ("Accelerate", "ZeRO-Inference")),
+    ("llama-8b 64+64", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 5),
+    *(
+        ("llama-1b 128+128 uncapped", f"ours, H2O, int8 matmuls {kind}", f"llama.cpp {kind}", 3)
+        for kind in ("Q4_0", "Q8_0")
+    ),
+    ("smollm2 512+64", "ours, H2O Q4_1", "transformers Q4_1", 3),
+]
+
+
+def aims() -> str:
+    """How far the factors that were aimed at were reached."""
+    lines = []
+    for row, ours, other, aim in AIMS:
+        data = stored(file_name(row))
+        reached = [data["systems"][name]["tokens_per_s"]["median"] for name in (ours, other)]
+        cap = f"{cap_text(data['job'])} cap".replace("none", "no")
+        lines.append([f"{job_text(data['job'])}, {cap}", ours, other, f"{aim}x", f"{reached[0] / reached[1]:.1f}x"])
+    return markdown(["job", "system", "over", "aim", "reached"], lines)
+
+
 def throughput_machines(rows: list[dict]) -> str:
     header = ["job", "machine; versions; days; command"]
     return markdown(header, [[job_text(data["job"]), where(data)] for data in rows])
@@ -413,6 +437,8 @@ def table(name: str) -> str:
     """Raises KeyError for a name that is no table's."""
     if name in OF_ROWS:
         return OF_ROWS[name](rows_measured())
+    if name == "aims":
+        return aims()
     file = FILES.get(name, name)
     data = stored(file)
     if not data:
