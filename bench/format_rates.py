@@ -21,7 +21,7 @@ from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.files import rounded, to_json, write_text
 from h2o_flexgen.formats import GGUF, Int4, Int8, KVFormat
 from h2o_flexgen.kernels.attention import cached_attention
-from h2o_flexgen.kernels.int8 import Int8Weight, int8_linear, pack
+from h2o_flexgen.kernels.int8 import KERNELS, Int8Weight, can_pack, int8_linear, pack
 
 #: (out, in) of the matrices; rows of activations; a few columns of these are far larger than the rest, as in a model
 SHAPES, ROWS = ((16384, 4096), (4096, 16384), (8192, 2048), (2048, 8192)), (8, 32, 128, 512)
@@ -30,39 +30,41 @@ LARGE_COLUMNS, LARGE = 4, 50.0
 FORMATS, DECODED = (Int8(), Int4(64), GGUF["Q8_0"], GGUF["Q4_0"], GGUF["Q4_1"]), (4096, 4096)
 #: sequences, KV heads, queries of each, head size, slots
 CACHES = ((16, 8, 4, 64, 512), (16, 8, 4, 128, 1024), (8, 32, 1, 64, 205))
-ROUNDS = 5
+#: how often each job runs, of which the first warms up; one that has taken so many seconds does not run again
+ROUNDS, SECONDS = 6, 3.0
 
 
 def seconds_of(jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
     """The median of each, run in turn."""
     times = {name: [] for name in jobs}
-    for _ in range(1 + ROUNDS):  # the first warms up
+    for _ in range(ROUNDS):
         for name, job in jobs.items():
-            start = time.perf_counter()
-            job()
-            times[name].append(time.perf_counter() - start)
-    return {name: median(each[1:]) for name, each in times.items()}
+            if sum(times[name]) < SECONDS:
+                start = time.perf_counter()
+                job()
+                times[name].append(time.perf_counter() - start)
+    return {name: median(each[1:] or each) for name, each in times.items()}
 
 
 def matmuls(out: int, width: int) -> list[dict]:
     """TOP/s by rows."""
     codes, scale = torch.randint(-127, 128, (out, width), dtype=torch.int8), torch.rand(out)
-    streamed, packed = Int8Weight(codes, scale), Int8Weight(pack(codes), scale)
-    dense, found = torch.randn(out, width).bfloat16(), []
+    streamed, dense, found = Int8Weight(codes, scale), torch.randn(out, width), []
+    packed, half = can_pack() and Int8Weight(pack(codes), scale), dense.bfloat16()
     for count in ROWS:
         x = torch.randn(count, width)
         x[:, :LARGE_COLUMNS] *= LARGE
         halves, eights = x.bfloat16(), torch.randint(-127, 128, (count, width), dtype=torch.int8)
         jobs = {
             "_int_mm": partial(torch._int_mm, eights, codes.t()),
-            "native": partial(int8_linear, halves, streamed, kernel="native"),
-            "turned": partial(int8_linear, halves, streamed, kernel="turned"),
-            "packed": partial(int8_linear, halves, packed),
-            "bf16": partial(torch.nn.functional.linear, halves, dense),
+            **{name: partial(int8_linear, halves, streamed, kernel=name) for name in KERNELS},
+            **({"packed": partial(int8_linear, halves, packed)} if packed else {}),
+            "bf16": partial(torch.nn.functional.linear, halves, half),
+            "fp32": partial(torch.nn.functional.linear, x, dense),
         }
         operations = 2 * count * out * width
         rates = {name: operations / seconds / 1e12 for name, seconds in seconds_of(jobs).items()}
-        best = max(rates[name] for name in ("native", "turned", "packed"))
+        best = max(rates[name] for name in (*KERNELS, "packed") if name in rates)
         found.append({"shape": f"{out} x {width}", "rows": count, "tops": rates, "of_int_mm": best / rates["_int_mm"]})
     return found
 
