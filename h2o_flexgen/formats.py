@@ -48,6 +48,12 @@ class Codes(NamedTuple):
     first: int
     step: int
 
+    @property
+    def largest(self) -> Tensor:
+        """(R,): of the absolute values that the codes of a row can stand for."""
+        most = MOST if self.codes.dtype == torch.int8 else 15
+        return torch.maximum(self.minimum.abs(), (most * self.scale + self.minimum).abs()).amax(dim=1)
+
 
 class Format:
     """Of the tensors of one kind.
@@ -369,7 +375,8 @@ class Quantised:
             self.decode(out)
 
     def to_int8(self, out: Quantised) -> None:
-        """Write the matrix into `out`, in `Int8` on the same device: with one scale for each row."""
+        """Write the matrix into `out`, in `Int8` on the same device, with one scale for each row, by which 127 stands
+        for the largest number that its codes can stand for, whether or not one does."""
         codes, scale = out.format.parts(out.raw, out.shape)
         order, loops = self.order, None if self.is_cuda else compiled()
         step = max(1, (BUFFERED_PART if loops is None else PART) // self.shape[1])
@@ -377,12 +384,11 @@ class Quantised:
             rows = order[at : at + step]
             read = self.format.codes(self.raw, self.shape, at, at + len(rows))
             if loops is None:
+                rows, largest = rows.to(self.device), read.largest
                 part = torch.empty(len(rows), self.shape[1], device=self.device)
                 _by_torch(read, part)
-                rows = rows.to(part.device)
-                found = torch.empty_like(part, dtype=torch.int8), torch.empty_like(part[:, 0])
-                quantise_rows(part, *found)
-                codes[rows], scale[rows] = found
+                codes[rows] = part.mul_(_factor(largest)[:, None]).round_().to(torch.int8)
+                scale[rows] = largest / MOST
             else:
                 _in_loops(loops.to_int8, read, rows, self.shape[1], codes.numpy(), scale.numpy())
 
@@ -440,9 +446,12 @@ def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     x = x.float()
     largest = x.abs().amax(dim=1)
     scale.copy_(largest).div_(MOST)
-    # a factor, for as many divisions take four times as long; torch's MOST / x would be rounded twice
-    factor = torch.full_like(largest, MOST).div_(largest.clamp(min=LEAST))
-    codes.copy_(x.mul(factor[:, None]).round_())
+    codes.copy_(x.mul(_factor(largest)[:, None]).round_())  # as many divisions take four times as long
+
+
+def _factor(largest: Tensor) -> Tensor:
+    """MOST / largest, rounded once, as torch does not."""
+    return torch.full_like(largest, MOST).div_(largest.clamp(min=LEAST))
 
 
 def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]], buffer: Tensor) -> None:

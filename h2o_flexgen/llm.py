@@ -52,10 +52,10 @@ class LLM:
             the CPU the type whose matmuls are the fastest, by measuring (`kernels.linear`).
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
         compress_weight: "int8" or "int4": matrices are quantised, once, into a copy in the cache folder
-            (`formats.compressed`); None: they are as the checkpoint has them.
+            (`compression.compressed`); None: they are as the checkpoint has them.
         compress_cache: "int8" or "int4": what is cached of K and V is quantised, a token at a time
-            (`formats.cache_format`); None: it is in the type of the computation; "auto": that of these with the least
-            loss which costs no throughput.
+            (`compression.cache_format`); None: it is in the type of the computation; "auto": that of these with the
+            least loss which costs no throughput.
         compute: "exact": what is quantised is decoded to floats for its matmuls; "int8": it is multiplied in int8
             (`kernels.int8`), which is faster and costs a little quality. A policy file may ask for int8 too.
         offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.

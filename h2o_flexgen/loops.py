@@ -1,45 +1,67 @@
 """Loops over codes of 8 and 4 bits, compiled for this CPU by numba: several times as fast as a few torch operators
 (docs/formats.md). They release the GIL, so that threads can share the rows of a matrix (`threads.py`).
 
-Loops run over slices whose length is not known when they are compiled: others are not vectorised.
+So that loops are vectorised, their lengths are not known when they are compiled, and what is added up to an index is
+unsigned (`U`). Floats that numba has no type for are passed as their bits.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+U = np.uint64
 
 
-@njit(nogil=True, cache=True, inline="always")
-def _unpack_row(codes, scale, minimum, first, step, half, row):
-    size = row.shape[0] // scale.shape[0]
-    for g in range(scale.shape[0]):
-        s, m, at = scale[g], minimum[g], first + g * step
+@intrinsic
+def _bits(_, x):
+    """The bits of a float32, as uint32."""
+    return types.uint32(types.float32), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
+
+
+@intrinsic
+def _float(_, bits):
+    """The float32 of these bits."""
+    return types.float32(types.uint32), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
+
+
+# codes to floats, and to other codes
+
+
+@njit(nogil=True, inline="always")
+def _as_float32(x):
+    return x
+
+
+@njit(nogil=True, inline="always")
+def _as_bfloat16(x):
+    """Rounded to the nearest, ties to even; its bits."""
+    bits = _bits(x)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@njit(nogil=True, inline="always")
+def _as_int8(x):
+    return np.int8(np.rint(x))
+
+
+@njit(nogil=True, inline="always")
+def _decode_row(convert, codes, scale, minimum, factor, first, step, half, out):
+    """convert((code * scale + minimum) * factor) of each element."""
+    size = U(len(out)) // U(len(scale))
+    for g in range(U(len(scale))):
+        s, m, at, low = scale[g], minimum[g], U(first) + g * U(step), g * size
         if half:
-            c, to = codes[at : at + half], size * g
-            low, high = row[to : to + half], row[to + half : to + size]
-            for i in range(half):
-                q = c[i]
-                low[i] = np.float32(q & 15) * s + m
-                high[i] = np.float32(q >> 4) * s + m
+            high = low + U(half)
+            for i in range(U(half)):
+                out[low + i] = convert((np.float32(codes[at + i] & np.uint8(15)) * s + m) * factor)
+            for i in range(U(half)):
+                out[high + i] = convert((np.float32(codes[at + i] >> np.uint8(4)) * s + m) * factor)
         else:
-            c, whole = codes[at : at + size], row[size * g : size * g + size]
             for i in range(size):
-                whole[i] = np.float32(c[i]) * s + m
-
-
-@njit(nogil=True, cache=True)
-def scales(halves, table, begin, end, has_minimum, centre, scale, minimum):
-    """Of rows of blocks (`formats.Blocks`), `begin` to `end` of R, the scales and minima, both (R, G) float32.
-
-    Args:
-        halves: (R, G, bytes / 2) uint16, the blocks; table: (65536,) float32, what each fp16 is.
-        centre: without a minimum in the block the minimum is so many scales.
-    """
-    for r in range(begin, end):
-        for g in range(scale.shape[1]):
-            scale[r, g] = table[halves[r, g, 0]]
-            minimum[r, g] = table[halves[r, g, 1]] if has_minimum else scale[r, g] * centre
+                out[low + i] = convert((np.float32(codes[at + i]) * s + m) * factor)
 
 
 @njit(nogil=True, cache=True)
@@ -55,21 +77,46 @@ def to_float32(codes, scale, minimum, order, first, step, half, out):
             while the upper ones are the other half.
         out: (rows, width), float32.
     """
-    for r in range(codes.shape[0]):
-        _unpack_row(codes[r], scale[r], minimum[r], first, step, half, out[order[r]])
+    for r in range(len(codes)):
+        _decode_row(_as_float32, codes[r], scale[r], minimum[r], np.float32(1), first, step, half, out[order[r]])
 
 
 @njit(nogil=True, cache=True)
 def to_bfloat16(codes, scale, minimum, order, first, step, half, out):
-    """As `to_float32`, rounded to the nearest, ties to even; `out`: the bits, uint16."""
-    row = np.empty(out.shape[1], np.float32)
-    bits = row.view(np.uint32)
-    for r in range(codes.shape[0]):
-        _unpack_row(codes[r], scale[r], minimum[r], first, step, half, row)
-        target = out[order[r]]
-        for i in range(len(bits)):
-            x = bits[i]
-            target[i] = np.uint16((x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    """As `to_float32`; `out`: the bits, uint16."""
+    for r in range(len(codes)):
+        _decode_row(_as_bfloat16, codes[r], scale[r], minimum[r], np.float32(1), first, step, half, out[order[r]])
+
+
+@njit(nogil=True, cache=True)
+def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
+    """As `to_float32`, but into symmetric codes of 8 bits, `out` (rows, width) int8, with one scale for a row,
+    `out_scale` (rows,) float32: 127 is the largest that the codes of any of its groups can stand for
+    (`formats.Codes.largest`)."""
+    for r in range(len(codes)):
+        most = np.uint32(0)
+        for g in range(scale.shape[1]):
+            s, m = scale[r, g], minimum[r, g]
+            one, other = (m, np.float32(15) * s + m) if half else (m, np.float32(127) * s)
+            most = max(most, max(_bits(abs(one)), _bits(abs(other))))
+        largest = _float(most)
+        out_scale[order[r]] = largest / np.float32(127)
+        factor = np.float32(127) / max(largest, np.float32(1e-30))
+        _decode_row(_as_int8, codes[r], scale[r], minimum[r], factor, first, step, half, out[order[r]])
+
+
+@njit(nogil=True, cache=True)
+def scales(halves, table, begin, end, has_minimum, centre, scale, minimum):
+    """Of rows of blocks (`formats.Blocks`), `begin` to `end` of R, the scales and minima, both (R, G) float32.
+
+    Args:
+        halves: (R, G, bytes / 2) uint16, the blocks; table: (65536,) float32, what each fp16 is.
+        centre: without a minimum in the block the minimum is so many scales.
+    """
+    for r in range(begin, end):
+        for g in range(scale.shape[1]):
+            scale[r, g] = table[halves[r, g, 0]]
+            minimum[r, g] = table[halves[r, g, 1]] if has_minimum else scale[r, g] * centre
 
 
 # attention over a cache: sums in another order, but NaN stays NaN
@@ -126,35 +173,30 @@ def mix4(halves, codes, table, p, out):
                     high[i] += np.float32(c[i] >> np.uint8(4)) * weight + start
 
 
-@njit(nogil=True, cache=True)
-def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
-    """As `to_float32`, but into symmetric codes of 8 bits: `out` (rows, width) int8, `out_scale` (rows,) float32."""
-    row, top = np.empty(out.shape[1], np.float32), np.empty(1, np.float32)
-    bits, largest = row.view(np.uint32), top.view(np.uint32)
-    for r in range(codes.shape[0]):
-        _unpack_row(codes[r], scale[r], minimum[r], first, step, half, row)
-        largest[0] = _largest(bits)
-        out_scale[order[r]] = top[0] / np.float32(127)
-        _round_row(row, top[0], out[order[r]])
-
-
 # floats to codes, and sums in int32 back to floats; x and out: the bits of floats, the upper ones where `shift` is 16
 # (bf16), all where it is 0 (fp32)
 
 
-@njit(nogil=True, cache=True, inline="always")
-def _largest(bits):
-    """Of the bits of floats, those of the largest absolute value: in this order NaN is the largest of all."""
+@njit(nogil=True, inline="always")
+def _size(bits):
+    """Those of the absolute value, which compare as their floats do; NaN is the largest of all."""
+    return bits & np.uint32(0x7FFFFFFF)
+
+
+@njit(nogil=True, inline="always")
+def _largest(row, shift):
+    """The bits of the largest absolute value."""
     largest = np.uint32(0)
-    for i in range(len(bits)):
-        largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
+    for i in range(len(row)):
+        largest = max(largest, _size(np.uint32(row[i]) << shift))
     return largest
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True)
 def _half(x):
-    """The bits of a float32 as those of the nearest fp16, ties to even."""
-    sign, size = (x >> np.uint32(16)) & np.uint32(0x8000), x & np.uint32(0x7FFFFFFF)
+    """The bits of the nearest fp16, ties to even."""
+    bits = _bits(x)
+    sign, size = (bits >> np.uint32(16)) & np.uint32(0x8000), _size(bits)
     if size > np.uint32(0x7F800000):  # NaN
         size = np.uint32(0x7E00)
     elif size >= np.uint32(0x47800000):  # 2^16: infinite
@@ -162,9 +204,7 @@ def _half(x):
     elif size >= np.uint32(0x38800000):  # 2^-14
         size = (size - np.uint32(0x38000000) + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))) >> 13
     else:  # multiples of 2^-24
-        one = np.empty(1, np.uint32)
-        one[0] = size
-        size = np.uint32(np.rint(one.view(np.float32)[0] * np.float32(1 << 24)))
+        size = np.uint32(np.rint(_float(size) * np.float32(1 << 24)))
     return np.uint16(sign | size)
 
 
@@ -176,90 +216,67 @@ def encode8(x, shift, table, begin, end, halves, codes):
         table: as for `dots`.
         halves: (R, W / 2) uint16, codes: (R, W) int8: the same bytes, the blocks.
     """
-    row, one = np.empty(x.shape[1], np.float32), np.empty(1, np.float32)
-    bits, one_bits = row.view(np.uint32), one.view(np.uint32)
     for r in range(begin, end):
-        source, target = x[r], codes[r, 2:]
-        for i in range(len(bits)):
-            bits[i] = np.uint32(source[i]) << shift
-        one_bits[0] = _largest(bits)
-        one[0] /= np.float32(127)
-        halves[r, 0] = _half(one_bits[0])
+        row, target = x[r], codes[r, 2:]
+        halves[r, 0] = _half(_float(_largest(row, shift)) / np.float32(127))
         scale = table[halves[r, 0]]
         if 0 < scale < np.inf:
             for i in range(len(row)):
-                target[i] = np.int8(np.rint(min(max(row[i] / scale, np.float32(-127)), np.float32(127))))
+                code = _float(np.uint32(row[i]) << shift) / scale
+                target[i] = np.int8(np.rint(min(max(code, np.float32(-127)), np.float32(127))))
         else:  # all stand for 0, or for NaN
             target[:] = 0
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, inline="always")
 def _ordered(bits):
     """The bits of a float as an int32 that compares with others as their floats do. It is its own inverse."""
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
+@njit(nogil=True, inline="always")
+def _code4(bits, start, scale):
+    return np.uint8(np.rint(min(max((_float(bits) - start) / scale, np.float32(0)), np.float32(15))))
+
+
 @njit(nogil=True, cache=True)
 def encode4(x, shift, table, begin, end, halves, codes):
     """The same as a block of 4 bits with a minimum; `codes` uint8."""
-    row, ends = np.empty(x.shape[1], np.float32), np.empty(3, np.float32)
-    bits, end_bits = row.view(np.uint32), ends.view(np.uint32)
-    signed, signed_ends, half = row.view(np.int32), ends.view(np.int32), len(row) // 2
+    half = U(x.shape[1] // 2)
     for r in range(begin, end):
-        source, target = x[r], codes[r, 4:]
-        for i in range(len(bits)):
-            bits[i] = np.uint32(source[i]) << shift
+        row, target = x[r], codes[r, 4:]
         # NaN comes before all others, or after them
-        least, most = np.int32(2**31 - 1), np.int32(-(2**31))
-        for i in range(len(signed)):
-            ordered = _ordered(signed[i])
-            least, most = min(least, ordered), max(most, ordered)
-        signed_ends[0], signed_ends[1] = _ordered(least), _ordered(most)
-        ends[2] = (ends[1] - ends[0]) / np.float32(15)
-        halves[r, 0], halves[r, 1] = _half(end_bits[2]), _half(end_bits[0])
+        first, last = np.int32(2**31 - 1), np.int32(-(2**31))
+        for i in range(len(row)):
+            each = _ordered(np.int32(np.uint32(row[i]) << shift))
+            first, last = min(first, each), max(last, each)
+        least, most = _float(np.uint32(_ordered(first))), _float(np.uint32(_ordered(last)))
+        halves[r, 0], halves[r, 1] = _half((most - least) / np.float32(15)), _half(least)
         scale, start = table[halves[r, 0]], table[halves[r, 1]]
         if 0 < scale < np.inf:
-            for i in range(len(row)):
-                row[i] = np.rint(min(max((row[i] - start) / scale, np.float32(0)), np.float32(15)))
+            for i in range(half):
+                low = _code4(np.uint32(row[i]) << shift, start, scale)
+                high = _code4(np.uint32(row[half + i]) << shift, start, scale)
+                target[i] = low | (high << np.uint8(4))
         else:  # all stand for the minimum, or for NaN
-            row[:] = 0
-        low, high = row[:half], row[half:]
-        for i in range(half):
-            target[i] = np.uint8(low[i]) | (np.uint8(high[i]) << np.uint8(4))
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _round_row(row, largest, out):
-    """As `formats.quantise_rows`."""
-    factor = np.float32(127) / max(largest, np.float32(1e-30))
-    for i in range(len(out)):
-        out[i] = np.int8(np.rint(row[i] * factor))
+            target[:] = 0
 
 
 @njit(nogil=True, cache=True, fastmath={"reassoc"})  # inlined by numba it would lose that, and its vectors
-def _sum_abs(row):
+def _sum_abs(row, shift):
     total = np.float32(0)
     for i in range(len(row)):
-        total += abs(row[i])
+        total += abs(_float(np.uint32(row[i]) << shift))
     return total
 
 
-@njit(nogil=True, cache=True, inline="always")
-def _above(bits, limit):
-    """How many absolute values are above the limit, all as bits of floats."""
+@njit(nogil=True, inline="always")
+def _above(row, shift, limit):
+    """How many absolute values are above the limit, which is given as its bits."""
     count = np.uint32(0)
-    for i in range(len(bits)):
-        count += np.uint32((bits[i] & np.uint32(0x7FFFFFFF)) > limit)
+    for i in range(len(row)):
+        count += np.uint32(_size(np.uint32(row[i]) << shift) > limit)
     return count
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _cut(bits, limit, is_outlier):
-    """Let those above the limit be 0, and tell where they were."""
-    for i in range(len(bits)):
-        above = (bits[i] & np.uint32(0x7FFFFFFF)) > limit
-        bits[i] = np.uint32(0) if above else bits[i]
-        is_outlier[i] |= np.uint8(above)
 
 
 @njit(nogil=True, cache=True)
@@ -272,39 +289,41 @@ def quantise(x, shift, times, few, begin, end, codes, limit, largest):
         codes: (R, I) int8; limit, largest: (R,) float32, above which elements are outliers, and of the others the
             largest; of all three rows `begin` to `end` are written.
     """
-    row, found = np.empty(x.shape[1], np.float32), np.empty(2, np.float32)  # [largest, bound of outliers]
     is_outlier = np.zeros(x.shape[1], np.uint8)
-    bits, found_bits = row.view(np.uint32), found.view(np.uint32)
     for r in range(begin, end):
-        source = x[r]
-        for i in range(len(bits)):
-            bits[i] = np.uint32(source[i]) << shift
-        found_bits[0] = _largest(bits)
-        limit[r] = found[0]
-        found[1] = times * _sum_abs(row) / np.float32(len(row))
-        if few and found[1] < found[0] < np.inf:
-            while _above(bits, found_bits[1]) > few:
-                found[1] *= np.float32(2)
-            limit[r] = found[1]
-            _cut(bits, found_bits[1], is_outlier)
-            found_bits[0] = _largest(bits)
-        largest[r] = found[0]
-        _round_row(row, found[0], codes[r])
+        row, target = x[r], codes[r]
+        most = top = _largest(row, shift)  # of what stays, and the limit, as bits
+        mean = np.float32(times * _sum_abs(row, shift) / np.float32(len(row))) if few else np.float32(np.inf)
+        if mean < _float(most) < np.inf:
+            while _above(row, shift, _bits(mean)) > few:
+                mean *= np.float32(2)
+            top, most = _bits(mean), np.uint32(0)
+            for i in range(len(row)):
+                size = _size(np.uint32(row[i]) << shift)
+                most = max(most, np.uint32(0) if size > top else size)
+                is_outlier[i] |= np.uint8(size > top)
+        limit[r], largest[r] = _float(top), _float(most)
+        factor = np.float32(127) / max(_float(most), np.float32(1e-30))
+        if most == top:
+            for i in range(len(row)):
+                target[i] = np.int8(np.rint(_float(np.uint32(row[i]) << shift) * factor))
+        else:
+            for i in range(len(row)):
+                bits = np.uint32(row[i]) << shift
+                target[i] = np.int8(np.rint(_float(np.uint32(0) if _size(bits) > top else bits) * factor))
     return is_outlier
 
 
 @njit(nogil=True, cache=True)
 def outliers(x, shift, limit, columns, kept):
     """Those of each row of x (R, I) at some columns (U,) into kept (R, U) float32, 0 where an element is none."""
-    one = np.empty(1, np.float32)
-    bits = one.view(np.uint32)
-    for r in range(x.shape[0]):
+    for r in range(len(x)):
         for u in range(len(columns)):
-            bits[0] = np.uint32(x[r, columns[u]]) << shift
-            kept[r, u] = one[0] if abs(one[0]) > limit[r] else np.float32(0)
+            value = _float(np.uint32(x[r, columns[u]]) << shift)
+            kept[r, u] = value if abs(value) > limit[r] else np.float32(0)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, inline="always")
 def _add_scaled(total, row, factor):
     for o in range(len(total)):
         total[o] += np.float32(row[o]) * factor

@@ -164,6 +164,10 @@ def test_unpacking_to_int8_gives_every_row_one_scale(decoder, form, heads):
     blocks[..., 1] = blocks[..., 1] % 16 + 32  # of the scale in fp16: neither huge nor infinite
     if form.has_minimum:
         blocks[..., 3] = blocks[..., 3] % 16 + 160
+    # as rounding makes them, every group has its largest code, and of 4 bits its smallest one
+    blocks[..., form._head] = 0xF0 if form.bits == 4 else 127
+    if form.bits == 8:
+        blocks[blocks == 128] = 129
     matrix = form.view(raw, SHAPE)
     floats, found = torch.empty(SHAPE), Int8().view(torch.zeros(Int8().nbytes(SHAPE), dtype=torch.uint8), SHAPE)
     matrix.decode(floats)
@@ -171,6 +175,30 @@ def test_unpacking_to_int8_gives_every_row_one_scale(decoder, form, heads):
     codes, scale = Int8().parts(found.raw, SHAPE)
     torch.testing.assert_close(scale, floats.abs().amax(dim=1) / 127)
     assert (codes - floats / scale[:, None]).abs().max() < 0.5001
+
+
+@pytest.mark.parametrize("form, largest", [(GGUF["Q8_0"], 127), (GGUF["Q4_0"], 8), (GGUF["Q4_1"], 16)])
+def test_the_scale_of_a_row_goes_by_what_codes_may_be(decoder, form, largest):
+    """Not by what they are, which would take a second look at all of them."""
+    shape = (2, 64)
+    raw = torch.zeros(2, 2, form._block, dtype=torch.uint8)
+    raw[..., :2] = torch.tensor([1.0, 0.5], dtype=torch.float16).view(torch.uint8).view(2, 1, 2)
+    if form.has_minimum:
+        raw[..., 2:4] = torch.ones(1, dtype=torch.float16).view(torch.uint8)
+    out = Int8().view(torch.empty(Int8().nbytes(shape), dtype=torch.uint8), shape)
+    form.view(raw.view(-1), shape).to_int8(out)
+    minimum = 1 if form.has_minimum else 0
+    expected = [largest, (largest - minimum) / 2 + minimum]
+    assert torch.equal(Int8().parts(out.raw, shape)[1], torch.tensor(expected) / 127)
+
+
+def test_weights_that_are_not_finite_stay_so_in_int8(decoder):
+    form, shape = GGUF["Q4_0"], (2, 64)
+    raw = torch.zeros(2, 2, form._block, dtype=torch.uint8)
+    raw[1, 0, :2] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
+    out = Int8().view(torch.empty(Int8().nbytes(shape), dtype=torch.uint8), shape)
+    form.view(raw.view(-1), shape).to_int8(out)
+    assert Int8().parts(out.raw, shape)[1].isfinite().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -115,10 +115,10 @@ class Checkpoint:
         """Take the matrices from a copy of lower precision in the cache folder, which is made if there is none.
 
         Args:
-            kind: as for `formats.compressed`.
+            kind: as for `compression.compressed`.
 
         Raises:
-            UserError: as `formats.compressed`; NaN or infinite elements; or no room.
+            UserError: as `compression.compressed`; NaN or infinite elements; or no room.
         """
         formats = compressed(kind, [layer.shapes for layer in layers])
         shapes = {name: self.find(name).shape for name in formats}
@@ -244,7 +244,7 @@ class DummyCheckpoint:
     Matrices are normally distributed, norms 1, biases 0.
 
     A tensor's elements depend on its name alone, not on its tier: a pool of random elements, rotated by a hash of the
-    name. `layers`: the tensors of the model; `dtype`: of the computation; `compress`: as for `formats.compressed`.
+    name. `layers`: the tensors of the model; `dtype`: of the computation; `compress`: as for `compression.compressed`.
     """
 
     copy_bytes = 0

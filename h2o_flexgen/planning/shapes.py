@@ -65,7 +65,7 @@ class ModelData:
         return cls(spec, layers, dtype, found, cuda, dummy, copy_bytes, compute, compressed=compressed)
 
     def decoded(self) -> ModelData | None:
-        """With the quantised matrices of the checkpoint decoded once, when they are loaded (`formats.when_loaded`).
+        """With the quantised matrices of the checkpoint decoded once, when they are loaded (`compression.when_loaded`).
         None if there are none, or they are wanted as they are."""
         if self.compressed or all(map(self.is_dense, self.formats)):
             return None
