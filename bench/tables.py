@@ -436,7 +436,7 @@ OTHERS |= {
 
 
 #: of tables that have a name of their own
-FILES = {"prediction": "search_machine", "decoding": "format_rates", "cache_attention": "format_rates"}
+FILES = {"prediction": "search_machine", "decoding": "format_rates_avx2", "cache_attention": "format_rates_avx2"}
 
 
 def table(name: str) -> str:
