@@ -17,8 +17,8 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from numpy import float32
 from torch import Tensor
 
 from h2o_flexgen.threads import compiled, float_bits, fp16_table, in_threads
@@ -136,6 +136,14 @@ class Dense(Format):
     def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
         convert(out, self.view(buffer, shape))
 
+    def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
+        """As `Blocks.dots`, of keys (n, S, D) in bf16."""
+        _by_heads(compiled().dots16, [stored.view(torch.uint16)], q, out)
+
+    def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
+        """As `Blocks.mix`, of values in bf16."""
+        _by_heads(compiled().mix16, [stored.view(torch.uint16)], p, out)
+
 
 @dataclass(frozen=True)
 class Int8(Format):
@@ -199,7 +207,7 @@ class Blocks(Format):
             # torch's threads would go on waiting for work, on the cores that those of the decoder need
             scale, minimum = torch.empty(2, *raw.shape[:2])
             blocks, table = raw.numpy().view("uint16"), fp16_table()
-            rest = self.has_minimum, float32(centre), scale.numpy(), minimum.numpy()
+            rest = self.has_minimum, np.float32(centre), scale.numpy(), minimum.numpy()
             in_threads(lambda a, b: loops.scales(blocks, table, a, b, *rest), len(raw), len(raw) * width)
         else:
             scale = raw[..., :2].view(torch.float16)[..., 0].float()
@@ -246,20 +254,15 @@ class Blocks(Format):
 
     def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
         """Queries (n, G, D) times keys in 8 bits (n, S, W) into `out` (n, G, S), by compiled loops in fp32."""
-        self._attend(compiled().dots, q, stored, out)
+        self._attend(compiled().dots8, q, stored, out)
 
     def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
         """Values (n, S, W) with the weights (n, G, S), summed into `out` (n, G, D), by compiled loops in fp32."""
         self._attend(compiled().mix8 if self.bits == 8 else compiled().mix4, p, stored, out)
 
     def _attend(self, kernel, x: Tensor, stored: Tensor, out: Tensor) -> None:
-        raw, table, x, out = stored.numpy(), fp16_table(), x.numpy(), out.numpy()
-        arrays = raw.view("uint16"), raw.view("int8") if self.bits == 8 else raw
-
-        def part(begin: int, end: int) -> None:
-            kernel(*(each[begin:end] for each in arrays), table, x[begin:end], out[begin:end])
-
-        in_threads(part, len(raw), raw.size)
+        codes = stored.view(torch.int8) if self.bits == 8 else stored
+        _by_heads(kernel, [stored.view(torch.uint16), codes], x, out, fp16_table())
 
     def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         width = stored.shape[-1] // self._block * self.group
@@ -286,8 +289,8 @@ class KVFormat(NamedTuple):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `Blocks.dots` and `Blocks.mix` can be had."""
-        return not self.is_dense and compiled() is not None
+        """Whether `dots` and `mix` can be had."""
+        return compiled() is not None and self.k.dtype in (torch.uint8, torch.bfloat16)
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Both, as `Format.stored`."""
@@ -393,6 +396,16 @@ class Quantised:
                 _in_loops(loops.to_int8, read, rows, self.shape[1], codes.numpy(), scale.numpy())
 
 
+def _by_heads(kernel, arrays: list[Tensor], x: Tensor, out: Tensor, *rest) -> None:
+    """A compiled loop over the heads of a cache, shared among all threads."""
+    arrays, x, out = [each.numpy() for each in arrays], x.numpy(), out.numpy()
+
+    def part(begin: int, end: int) -> None:
+        kernel(*(each[begin:end] for each in arrays), *rest, x[begin:end], out[begin:end])
+
+    in_threads(part, len(out), arrays[-1].size)
+
+
 def _by_torch(codes: Codes, out: Tensor) -> None:
     """Decode into `out` (R, I), of any float type, by torch's operators, on any device."""
     rows, groups = codes.scale.shape
@@ -423,9 +436,11 @@ def _in_loops(kernel, codes: Codes, order: Tensor, width: int, *targets) -> None
 def prepare_cache(form: KVFormat) -> None:
     """Compile what attends to a cache on a CPU, or read it from numba's cache: once, before memory is measured."""
     if form.is_compiled:
-        form.stored(*torch.zeros(2, 2, 1, form.k.group, dtype=torch.bfloat16))
-        k, v = form.stored(*torch.zeros(2, 2, 1, form.k.group))
-        queries = torch.zeros(2, 2, form.k.group)
+        width = 64 if form.is_dense else form.k.group
+        if not form.is_dense:
+            form.stored(*torch.zeros(2, 2, 1, width))
+        k, v = form.stored(*torch.zeros(2, 2, 1, width, dtype=torch.bfloat16))
+        queries = torch.zeros(2, 2, width)
         for part in torch.zeros(2, 2, 1), torch.zeros(2, 2, 2)[..., :1]:  # of a cache in several segments, a part
             form.k.dots(queries, k, part)
             form.v.mix(part, v, torch.empty_like(queries))

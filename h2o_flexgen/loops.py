@@ -124,13 +124,42 @@ _SUMS = {"reassoc", "contract", "nsz"}
 
 
 @njit(nogil=True, cache=True, fastmath=_SUMS)
-def dots(halves, codes, table, q, out):
-    """Queries times keys in 8 bits, for n heads with S slots, G queries of each.
+def dots16(keys, q, out):
+    """Queries times keys in bf16, for n heads with S slots, G queries of each.
+
+    Args:
+        keys: (n, S, D) uint16, the bits; q: (n, G, D) float32; out: (n, G, S) float32.
+    """
+    for h in range(q.shape[0]):
+        for s in range(keys.shape[1]):
+            key = keys[h, s]
+            for g in range(q.shape[1]):
+                query, total = q[h, g], np.float32(0)
+                for i in range(len(query)):
+                    total += _float(np.uint32(key[i]) << np.uint32(16)) * query[i]
+                out[h, g, s] = total
+
+
+@njit(nogil=True, cache=True, fastmath=_SUMS)
+def mix16(values, p, out):
+    """Values in bf16, as `dots16` has keys, summed with the weights p (n, G, S) float32 into out (n, G, D)."""
+    out[:] = 0
+    for h in range(p.shape[0]):
+        for s in range(values.shape[1]):
+            value = values[h, s]
+            for g in range(p.shape[1]):
+                weight, total = p[h, g, s], out[h, g]
+                for i in range(len(total)):
+                    total[i] += _float(np.uint32(value[i]) << np.uint32(16)) * weight
+
+
+@njit(nogil=True, cache=True, fastmath=_SUMS)
+def dots8(halves, codes, table, q, out):
+    """As `dots16`, of keys in 8 bits.
 
     Args:
         halves: (n, S, W / 2) uint16: each vector, whose scale in fp16 comes first; codes: (n, S, W) int8, the same.
         table: (65536,) float32, what each fp16 is.
-        q: (n, G, D) float32; out: (n, G, S) float32.
     """
     for h in range(q.shape[0]):
         for s in range(codes.shape[1]):
@@ -144,7 +173,7 @@ def dots(halves, codes, table, q, out):
 
 @njit(nogil=True, cache=True, fastmath=_SUMS)
 def mix8(halves, codes, table, p, out):
-    """Values in 8 bits, as `dots` has keys, summed with the weights p (n, G, S) float32 into out (n, G, D)."""
+    """As `mix16`, of values in 8 bits, as `dots8` has keys."""
     out[:] = 0
     for h in range(p.shape[0]):
         for s in range(codes.shape[1]):
@@ -213,7 +242,7 @@ def encode8(x, shift, table, begin, end, halves, codes):
     """Each row of x (R, I) as a block of 8 bits without a minimum (`formats.Blocks`): rows `begin` to `end`.
 
     Args:
-        table: as for `dots`.
+        table: as for `dots8`.
         halves: (R, W / 2) uint16, codes: (R, W) int8: the same bytes, the blocks.
     """
     for r in range(begin, end):

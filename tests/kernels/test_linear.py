@@ -122,6 +122,23 @@ def test_attention_over_a_cache_in_fp16_is_that_of_float32(monkeypatch):
         torch.testing.assert_close(p, wide[1])
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_attention_over_a_cache_in_bf16_is_that_of_float32_where_bf16_is_slow(slow, groups, monkeypatch):
+    pytest.importorskip("numba")
+    q, k, v = torch.randn(2, 3 * groups, 1, 8).bfloat16(), *torch.randn(2, 2, 3, 9, 8).bfloat16()
+    empty = torch.rand(2, 3, 9) < 0.3
+    empty[..., 0] = False
+    wide = attention.cached_attention(q.float(), [k.float()], [v.float()], empty)
+    monkeypatch.setattr(torch, "bmm", None)  # by loops
+    for sizes in (9,), (4, 5):
+        context, p = attention.cached_attention(
+            q, *([x.contiguous() for x in t.split(sizes, 2)] for t in (k, v)), empty
+        )
+        assert context.dtype == torch.bfloat16
+        assert_rounded(context, wide[0].double())
+        torch.testing.assert_close(p, wide[1])
+
+
 def test_other_default_types_change_nothing():
     use_kernel("widened")
     x, w = torch.randn(20, 8).bfloat16(), torch.randn(6, 8).bfloat16()
