@@ -79,7 +79,7 @@ how = dict(path="_DUMMY_", device="cpu", dtype="float32", progress=False)
 with LLM(sys.argv[1], Policy(4, 2, tuple(map(int, sys.argv[2:]))), KVBudget.from_size(300), **how) as llm:
     session = llm.session(count=8, chunk=96)
     for _ in range(2):
-        session.generate([list(range(1, 400))] * 8, SamplingParams(max_tokens=4))
+        session.generate([list(range(1, 300))] * 8, SamplingParams(max_tokens=4))
     plan, disk = session.choice.plan, llm.runner.transport.disk_bytes()
     print(json.dumps([memory.peak_resident(), plan.needed("ram"), disk, plan.needed("disk")]))
 """

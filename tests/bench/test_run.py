@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench import common, run, systems, tables
+from bench import common, rates, run, systems, tables
 from bench.checkpoint import write_checkpoint, write_gguf
 from bench.job import Job
 from bench.rows import ROWS, Row, System, column, setting_text
@@ -133,6 +133,7 @@ def tiny_row(tmp_path, monkeypatch):
     config |= {"ffn_dim": 64, "num_attention_heads": 4}
     write_checkpoint(config, tmp_path / "data" / "tiny-bfloat16", "bfloat16")
     monkeypatch.setattr(systems, "built", lambda name: tmp_path / name)
+    monkeypatch.setattr(rates, "SECONDS", 0.1)
     (tmp_path / "peers" / "bin").mkdir(parents=True)
     python = tmp_path / "peers" / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
