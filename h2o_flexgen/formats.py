@@ -137,12 +137,12 @@ class Dense(Format):
         convert(out, self.view(buffer, shape))
 
     def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
-        """As `Blocks.dots`, of keys (n, S, D) in bf16."""
-        _by_heads(compiled().dots16, [stored.view(torch.uint16)], q, out)
+        """As `Blocks.dots`, of keys (n, S, D) in 16 bits."""
+        _by_heads(getattr(compiled(), f"dots_{self.name}"), [stored.view(torch.uint16)], q, out)
 
     def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
-        """As `Blocks.mix`, of values in bf16."""
-        _by_heads(compiled().mix16, [stored.view(torch.uint16)], p, out)
+        """As `Blocks.mix`, of values in 16 bits."""
+        _by_heads(getattr(compiled(), f"mix_{self.name}"), [stored.view(torch.uint16)], p, out)
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class KVFormat(NamedTuple):
     @property
     def is_compiled(self) -> bool:
         """Whether `dots` and `mix` can be had."""
-        return compiled() is not None and self.k.dtype in (torch.uint8, torch.bfloat16)
+        return compiled() is not None and self.k.dtype in (torch.uint8, torch.bfloat16, torch.float16)
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Both, as `Format.stored`."""
@@ -436,10 +436,10 @@ def _in_loops(kernel, codes: Codes, order: Tensor, width: int, *targets) -> None
 def prepare_cache(form: KVFormat) -> None:
     """Compile what attends to a cache on a CPU, or read it from numba's cache: once, before memory is measured."""
     if form.is_compiled:
-        width = 64 if form.is_dense else form.k.group
+        width, dtype = (64, form.k.dtype) if form.is_dense else (form.k.group, torch.bfloat16)
         if not form.is_dense:
             form.stored(*torch.zeros(2, 2, 1, width))
-        k, v = form.stored(*torch.zeros(2, 2, 1, width, dtype=torch.bfloat16))
+        k, v = form.stored(*torch.zeros(2, 2, 1, width, dtype=dtype))
         queries = torch.zeros(2, 2, width)
         for part in torch.zeros(2, 2, 1), torch.zeros(2, 2, 2)[..., :1]:  # of a cache in several segments, a part
             form.k.dots(queries, k, part)

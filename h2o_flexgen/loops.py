@@ -27,6 +27,22 @@ def _float(_, bits):
     return types.float32(types.uint32), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
 
 
+@intrinsic
+def _from_float16(_, bits):
+    """The float32 of the bits of an fp16."""
+
+    def convert(_, builder, __, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), convert
+
+
+@njit(nogil=True, inline="always")
+def _from_bfloat16(bits):
+    """Likewise of a bf16."""
+    return _float(np.uint32(bits) << np.uint32(16))
+
+
 # codes to floats, and to other codes
 
 
@@ -123,26 +139,20 @@ def scales(halves, table, begin, end, has_minimum, centre, scale, minimum):
 _SUMS = {"reassoc", "contract", "nsz"}
 
 
-@njit(nogil=True, cache=True, fastmath=_SUMS)
-def dots16(keys, q, out):
-    """Queries times keys in bf16, for n heads with S slots, G queries of each.
-
-    Args:
-        keys: (n, S, D) uint16, the bits; q: (n, G, D) float32; out: (n, G, S) float32.
-    """
+@njit(nogil=True, inline="always")
+def _dots(convert, keys, q, out):
     for h in range(q.shape[0]):
         for s in range(keys.shape[1]):
             key = keys[h, s]
             for g in range(q.shape[1]):
                 query, total = q[h, g], np.float32(0)
                 for i in range(len(query)):
-                    total += _float(np.uint32(key[i]) << np.uint32(16)) * query[i]
+                    total += convert(key[i]) * query[i]
                 out[h, g, s] = total
 
 
-@njit(nogil=True, cache=True, fastmath=_SUMS)
-def mix16(values, p, out):
-    """Values in bf16, as `dots16` has keys, summed with the weights p (n, G, S) float32 into out (n, G, D)."""
+@njit(nogil=True, inline="always")
+def _mix(convert, values, p, out):
     out[:] = 0
     for h in range(p.shape[0]):
         for s in range(values.shape[1]):
@@ -150,12 +160,40 @@ def mix16(values, p, out):
             for g in range(p.shape[1]):
                 weight, total = p[h, g, s], out[h, g]
                 for i in range(len(total)):
-                    total[i] += _float(np.uint32(value[i]) << np.uint32(16)) * weight
+                    total[i] += convert(value[i]) * weight
+
+
+@njit(nogil=True, cache=True, fastmath=_SUMS)
+def dots_bfloat16(keys, q, out):
+    """Queries times keys, for n heads with S slots, G queries of each.
+
+    Args:
+        keys: (n, S, D) uint16, the bits; q: (n, G, D) float32; out: (n, G, S) float32.
+    """
+    _dots(_from_bfloat16, keys, q, out)
+
+
+@njit(nogil=True, cache=True, fastmath=_SUMS)
+def dots_float16(keys, q, out):
+    """The same of keys in fp16."""
+    _dots(_from_float16, keys, q, out)
+
+
+@njit(nogil=True, cache=True, fastmath=_SUMS)
+def mix_bfloat16(values, p, out):
+    """Values (n, S, D) uint16, the bits, summed with the weights p (n, G, S) float32 into out (n, G, D) float32."""
+    _mix(_from_bfloat16, values, p, out)
+
+
+@njit(nogil=True, cache=True, fastmath=_SUMS)
+def mix_float16(values, p, out):
+    """The same of values in fp16."""
+    _mix(_from_float16, values, p, out)
 
 
 @njit(nogil=True, cache=True, fastmath=_SUMS)
 def dots8(halves, codes, table, q, out):
-    """As `dots16`, of keys in 8 bits.
+    """As `dots_bfloat16`, of keys in 8 bits.
 
     Args:
         halves: (n, S, W / 2) uint16: each vector, whose scale in fp16 comes first; codes: (n, S, W) int8, the same.
@@ -173,7 +211,7 @@ def dots8(halves, codes, table, q, out):
 
 @njit(nogil=True, cache=True, fastmath=_SUMS)
 def mix8(halves, codes, table, p, out):
-    """As `mix16`, of values in 8 bits, as `dots8` has keys."""
+    """As `mix_bfloat16`, of values in 8 bits, as `dots8` has keys."""
     out[:] = 0
     for h in range(p.shape[0]):
         for s in range(codes.shape[1]):

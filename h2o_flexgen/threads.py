@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from platform import machine
 
 import torch
 from numpy import uint32
@@ -32,9 +33,13 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 @cache
 def compiled():
-    """The compiled loops; None without numba, which follows new versions of Python months later, and where it finds no
-    folder to keep what it compiles."""
+    """The compiled loops; None without numba, which follows new versions of Python months later, where it finds no
+    folder to keep what it compiles, and on CPUs that do not convert fp16 (those of PCs before 2012)."""
     try:
+        from llvmlite.binding import get_host_cpu_features
+
+        if machine() == "x86_64" and not get_host_cpu_features().get("f16c"):
+            return None
         from h2o_flexgen import loops
     except (ImportError, RuntimeError):
         return None

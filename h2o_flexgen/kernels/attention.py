@@ -127,10 +127,11 @@ def cached_attention(
         (B, KV, sum of S) in fp32.
     """
     form = form or KVFormat.dense(q.dtype)
-    if rotate is None and not q.is_cuda and form.is_compiled and (not form.is_dense or is_slow(q)):
-        return _cached_attention_by_loops(q, k, v, empty, form)
     # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
-    if rotate is not None or not form.is_dense or (q.device.type == "cpu" and q.dtype == torch.float16):
+    no_matmul = not form.is_dense or (not q.is_cuda and (q.dtype == torch.float16 or is_slow(q)))
+    if rotate is None and not q.is_cuda and form.is_compiled and no_matmul:
+        return _cached_attention_by_loops(q, k, v, empty, form)
+    if rotate is not None or no_matmul:
         return _cached_attention_by_parts(q, k, v, empty, rotate, form)
     B, H, _, D = q.shape
     KV = k[0].shape[1]
@@ -151,8 +152,7 @@ def cached_attention(
 def _cached_attention_by_loops(
     q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, form: KVFormat
 ) -> tuple[Tensor, Tensor]:
-    """The same on a CPU by compiled loops: codes, or bf16 where the CPU has no instructions for it, become fp32 in its
-    registers."""
+    """The same on a CPU by compiled loops: codes and floats of 16 bits become fp32 in its registers."""
     B, H, _, D = q.shape
     KV, sizes = k[0].shape[1], [segment.shape[2] for segment in k]
     queries = (q.float() * D**-0.5).reshape(B * KV, H // KV, D)
