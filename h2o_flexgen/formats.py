@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.threads import compiled, float_bits, fp16_table, in_threads
+from h2o_flexgen.threads import compiled, float_bits, in_threads
 
 Shape = tuple[int, ...]
 
@@ -206,9 +206,8 @@ class Blocks(Format):
         if loops is not None:
             # torch's threads would go on waiting for work, on the cores that those of the decoder need
             scale, minimum = torch.empty(2, *raw.shape[:2])
-            blocks, table = raw.numpy().view("uint16"), fp16_table()
-            rest = self.has_minimum, np.float32(centre), scale.numpy(), minimum.numpy()
-            in_threads(lambda a, b: loops.scales(blocks, table, a, b, *rest), len(raw), len(raw) * width)
+            blocks, rest = raw.numpy().view("uint16"), (np.float32(centre), scale.numpy(), minimum.numpy())
+            in_threads(lambda a, b: loops.scales(blocks, a, b, self.has_minimum, *rest), len(raw), len(raw) * width)
         else:
             scale = raw[..., :2].view(torch.float16)[..., 0].float()
             minimum = raw[..., 2:4].view(torch.float16)[..., 0].float() if self.has_minimum else scale * centre
@@ -220,11 +219,11 @@ class Blocks(Format):
         raw, x = buffer[: self.nbytes(tensor.shape)].view(-1, self._block), tensor.reshape(-1, self.group).contiguous()
         loops = None if x.is_cuda else compiled()
         if loops is not None:
-            (bits, shift), table, halves = float_bits(x), fp16_table(), raw.numpy().view("uint16")
+            (bits, shift), halves = float_bits(x), raw.numpy().view("uint16")
             encode, codes = (
                 (loops.encode4, raw.numpy()) if self.has_minimum else (loops.encode8, raw.view(torch.int8).numpy())
             )
-            in_threads(lambda a, b: encode(bits, shift, table, a, b, halves, codes), len(x), x.numel())
+            in_threads(lambda a, b: encode(bits, shift, a, b, halves, codes), len(x), x.numel())
             return
         x = x.float()
         least, most = x.aminmax(dim=-1, keepdim=True)
@@ -262,7 +261,7 @@ class Blocks(Format):
 
     def _attend(self, kernel, x: Tensor, stored: Tensor, out: Tensor) -> None:
         codes = stored.view(torch.int8) if self.bits == 8 else stored
-        _by_heads(kernel, [stored.view(torch.uint16), codes], x, out, fp16_table())
+        _by_heads(kernel, [stored.view(torch.uint16), codes], x, out)
 
     def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         width = stored.shape[-1] // self._block * self.group
@@ -396,12 +395,12 @@ class Quantised:
                 _in_loops(loops.to_int8, read, rows, self.shape[1], codes.numpy(), scale.numpy())
 
 
-def _by_heads(kernel, arrays: list[Tensor], x: Tensor, out: Tensor, *rest) -> None:
+def _by_heads(kernel, arrays: list[Tensor], x: Tensor, out: Tensor) -> None:
     """A compiled loop over the heads of a cache, shared among all threads."""
     arrays, x, out = [each.numpy() for each in arrays], x.numpy(), out.numpy()
 
     def part(begin: int, end: int) -> None:
-        kernel(*(each[begin:end] for each in arrays), *rest, x[begin:end], out[begin:end])
+        kernel(*(each[begin:end] for each in (*arrays, x, out)))
 
     in_threads(part, len(out), arrays[-1].size)
 
@@ -437,8 +436,7 @@ def prepare_cache(form: KVFormat) -> None:
     """Compile what attends to a cache on a CPU, or read it from numba's cache: once, before memory is measured."""
     if form.is_compiled:
         width, dtype = (64, form.k.dtype) if form.is_dense else (form.k.group, torch.bfloat16)
-        if not form.is_dense:
-            form.stored(*torch.zeros(2, 2, 1, width))
+        form.stored(*torch.zeros(2, 2, 1, width))
         k, v = form.stored(*torch.zeros(2, 2, 1, width, dtype=dtype))
         queries = torch.zeros(2, 2, width)
         for part in torch.zeros(2, 2, 1), torch.zeros(2, 2, 2)[..., :1]:  # of a cache in several segments, a part

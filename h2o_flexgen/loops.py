@@ -37,9 +37,19 @@ def _from_float16(_, bits):
     return types.float32(types.uint16), convert
 
 
+@intrinsic
+def _as_float16(_, x):
+    """The bits of the fp16 that is nearest to a float32, ties to even."""
+
+    def convert(_, builder, __, args):
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), convert
+
+
 @njit(nogil=True, inline="always")
 def _from_bfloat16(bits):
-    """Likewise of a bf16."""
+    """The float32 of the bits of a bf16."""
     return _float(np.uint32(bits) << np.uint32(16))
 
 
@@ -122,17 +132,17 @@ def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
 
 
 @njit(nogil=True, cache=True)
-def scales(halves, table, begin, end, has_minimum, centre, scale, minimum):
+def scales(halves, begin, end, has_minimum, centre, scale, minimum):
     """Of rows of blocks (`formats.Blocks`), `begin` to `end` of R, the scales and minima, both (R, G) float32.
 
     Args:
-        halves: (R, G, bytes / 2) uint16, the blocks; table: (65536,) float32, what each fp16 is.
+        halves: (R, G, bytes / 2) uint16, the blocks.
         centre: without a minimum in the block the minimum is so many scales.
     """
     for r in range(begin, end):
         for g in range(scale.shape[1]):
-            scale[r, g] = table[halves[r, g, 0]]
-            minimum[r, g] = table[halves[r, g, 1]] if has_minimum else scale[r, g] * centre
+            scale[r, g] = _from_float16(halves[r, g, 0])
+            minimum[r, g] = _from_float16(halves[r, g, 1]) if has_minimum else scale[r, g] * centre
 
 
 # attention over a cache: sums in another order, but NaN stays NaN
@@ -192,16 +202,15 @@ def mix_float16(values, p, out):
 
 
 @njit(nogil=True, cache=True, fastmath=_SUMS)
-def dots8(halves, codes, table, q, out):
+def dots8(halves, codes, q, out):
     """As `dots_bfloat16`, of keys in 8 bits.
 
     Args:
         halves: (n, S, W / 2) uint16: each vector, whose scale in fp16 comes first; codes: (n, S, W) int8, the same.
-        table: (65536,) float32, what each fp16 is.
     """
     for h in range(q.shape[0]):
         for s in range(codes.shape[1]):
-            c, scale = codes[h, s, 2:], table[halves[h, s, 0]]
+            c, scale = codes[h, s, 2:], _from_float16(halves[h, s, 0])
             for g in range(q.shape[1]):
                 query, total = q[h, g], np.float32(0)
                 for i in range(query.shape[0]):
@@ -210,12 +219,12 @@ def dots8(halves, codes, table, q, out):
 
 
 @njit(nogil=True, cache=True, fastmath=_SUMS)
-def mix8(halves, codes, table, p, out):
+def mix8(halves, codes, p, out):
     """As `mix_bfloat16`, of values in 8 bits, as `dots8` has keys."""
     out[:] = 0
     for h in range(p.shape[0]):
         for s in range(codes.shape[1]):
-            c, scale = codes[h, s, 2:], table[halves[h, s, 0]]
+            c, scale = codes[h, s, 2:], _from_float16(halves[h, s, 0])
             for g in range(p.shape[1]):
                 weight, total = p[h, g, s] * scale, out[h, g]
                 for i in range(total.shape[0]):
@@ -223,14 +232,14 @@ def mix8(halves, codes, table, p, out):
 
 
 @njit(nogil=True, cache=True, fastmath=_SUMS)
-def mix4(halves, codes, table, p, out):
+def mix4(halves, codes, p, out):
     """The same of values in 4 bits, `codes` uint8: scale and minimum in fp16, then the codes, of which the first half
     are the lower ones."""
     out[:] = 0
     half = out.shape[2] // 2
     for h in range(p.shape[0]):
         for s in range(codes.shape[1]):
-            c, scale, least = codes[h, s, 4:], table[halves[h, s, 0]], table[halves[h, s, 1]]
+            c, scale, least = codes[h, s, 4:], _from_float16(halves[h, s, 0]), _from_float16(halves[h, s, 1])
             for g in range(p.shape[1]):
                 weight, start = p[h, g, s] * scale, p[h, g, s] * least
                 low, high = out[h, g, :half], out[h, g, half:]
@@ -245,6 +254,12 @@ def mix4(halves, codes, table, p, out):
 
 
 @njit(nogil=True, inline="always")
+def _element(x, shift):
+    """The bits of a float32, of an element of x."""
+    return np.uint32(x) << shift
+
+
+@njit(nogil=True, inline="always")
 def _size(bits):
     """Those of the absolute value, which compare as their floats do; NaN is the largest of all."""
     return bits & np.uint32(0x7FFFFFFF)
@@ -255,41 +270,24 @@ def _largest(row, shift):
     """The bits of the largest absolute value."""
     largest = np.uint32(0)
     for i in range(len(row)):
-        largest = max(largest, _size(np.uint32(row[i]) << shift))
+        largest = max(largest, _size(_element(row[i], shift)))
     return largest
 
 
 @njit(nogil=True, cache=True)
-def _half(x):
-    """The bits of the nearest fp16, ties to even."""
-    bits = _bits(x)
-    sign, size = (bits >> np.uint32(16)) & np.uint32(0x8000), _size(bits)
-    if size > np.uint32(0x7F800000):  # NaN
-        size = np.uint32(0x7E00)
-    elif size >= np.uint32(0x47800000):  # 2^16: infinite
-        size = np.uint32(0x7C00)
-    elif size >= np.uint32(0x38800000):  # 2^-14
-        size = (size - np.uint32(0x38000000) + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))) >> 13
-    else:  # multiples of 2^-24
-        size = np.uint32(np.rint(_float(size) * np.float32(1 << 24)))
-    return np.uint16(sign | size)
-
-
-@njit(nogil=True, cache=True)
-def encode8(x, shift, table, begin, end, halves, codes):
+def encode8(x, shift, begin, end, halves, codes):
     """Each row of x (R, I) as a block of 8 bits without a minimum (`formats.Blocks`): rows `begin` to `end`.
 
     Args:
-        table: as for `dots8`.
         halves: (R, W / 2) uint16, codes: (R, W) int8: the same bytes, the blocks.
     """
     for r in range(begin, end):
         row, target = x[r], codes[r, 2:]
-        halves[r, 0] = _half(_float(_largest(row, shift)) / np.float32(127))
-        scale = table[halves[r, 0]]
+        halves[r, 0] = _as_float16(_float(_largest(row, shift)) / np.float32(127))
+        scale = _from_float16(halves[r, 0])
         if 0 < scale < np.inf:
             for i in range(len(row)):
-                code = _float(np.uint32(row[i]) << shift) / scale
+                code = _float(_element(row[i], shift)) / scale
                 target[i] = np.int8(np.rint(min(max(code, np.float32(-127)), np.float32(127))))
         else:  # all stand for 0, or for NaN
             target[:] = 0
@@ -307,7 +305,7 @@ def _code4(bits, start, scale):
 
 
 @njit(nogil=True, cache=True)
-def encode4(x, shift, table, begin, end, halves, codes):
+def encode4(x, shift, begin, end, halves, codes):
     """The same as a block of 4 bits with a minimum; `codes` uint8."""
     half = U(x.shape[1] // 2)
     for r in range(begin, end):
@@ -315,15 +313,15 @@ def encode4(x, shift, table, begin, end, halves, codes):
         # NaN comes before all others, or after them
         first, last = np.int32(2**31 - 1), np.int32(-(2**31))
         for i in range(len(row)):
-            each = _ordered(np.int32(np.uint32(row[i]) << shift))
+            each = _ordered(np.int32(_element(row[i], shift)))
             first, last = min(first, each), max(last, each)
         least, most = _float(np.uint32(_ordered(first))), _float(np.uint32(_ordered(last)))
-        halves[r, 0], halves[r, 1] = _half((most - least) / np.float32(15)), _half(least)
-        scale, start = table[halves[r, 0]], table[halves[r, 1]]
+        halves[r, 0], halves[r, 1] = _as_float16((most - least) / np.float32(15)), _as_float16(least)
+        scale, start = _from_float16(halves[r, 0]), _from_float16(halves[r, 1])
         if 0 < scale < np.inf:
             for i in range(half):
-                low = _code4(np.uint32(row[i]) << shift, start, scale)
-                high = _code4(np.uint32(row[half + i]) << shift, start, scale)
+                low = _code4(_element(row[i], shift), start, scale)
+                high = _code4(_element(row[half + i], shift), start, scale)
                 target[i] = low | (high << np.uint8(4))
         else:  # all stand for the minimum, or for NaN
             target[:] = 0
@@ -333,7 +331,7 @@ def encode4(x, shift, table, begin, end, halves, codes):
 def _sum_abs(row, shift):
     total = np.float32(0)
     for i in range(len(row)):
-        total += abs(_float(np.uint32(row[i]) << shift))
+        total += abs(_float(_element(row[i], shift)))
     return total
 
 
@@ -342,7 +340,7 @@ def _above(row, shift, limit):
     """How many absolute values are above the limit, which is given as its bits."""
     count = np.uint32(0)
     for i in range(len(row)):
-        count += np.uint32(_size(np.uint32(row[i]) << shift) > limit)
+        count += np.uint32(_size(_element(row[i], shift)) > limit)
     return count
 
 
@@ -366,17 +364,17 @@ def quantise(x, shift, times, few, begin, end, codes, limit, largest):
                 mean *= np.float32(2)
             top, most = _bits(mean), np.uint32(0)
             for i in range(len(row)):
-                size = _size(np.uint32(row[i]) << shift)
+                size = _size(_element(row[i], shift))
                 most = max(most, np.uint32(0) if size > top else size)
                 is_outlier[i] |= np.uint8(size > top)
         limit[r], largest[r] = _float(top), _float(most)
         factor = np.float32(127) / max(_float(most), np.float32(1e-30))
         if most == top:
             for i in range(len(row)):
-                target[i] = np.int8(np.rint(_float(np.uint32(row[i]) << shift) * factor))
+                target[i] = np.int8(np.rint(_float(_element(row[i], shift)) * factor))
         else:
             for i in range(len(row)):
-                bits = np.uint32(row[i]) << shift
+                bits = _element(row[i], shift)
                 target[i] = np.int8(np.rint(_float(np.uint32(0) if _size(bits) > top else bits) * factor))
     return is_outlier
 
@@ -386,7 +384,7 @@ def outliers(x, shift, limit, columns, kept):
     """Those of each row of x (R, I) at some columns (U,) into kept (R, U) float32, 0 where an element is none."""
     for r in range(len(x)):
         for u in range(len(columns)):
-            value = _float(np.uint32(x[r, columns[u]]) << shift)
+            value = _float(_element(x[r, columns[u]], shift))
             kept[r, u] = value if abs(value) > limit[r] else np.float32(0)
 
 

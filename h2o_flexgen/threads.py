@@ -51,9 +51,3 @@ def float_bits(x: Tensor) -> tuple:
     if x.dtype == torch.bfloat16:
         return x.view(torch.uint16).numpy(), uint32(16)
     return x.float().numpy().view(uint32), uint32(0)
-
-
-@cache
-def fp16_table():
-    """What each fp16 is, by its bits: numba has no fp16."""
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float().numpy()
