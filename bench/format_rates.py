@@ -30,7 +30,7 @@ LARGE_COLUMNS, LARGE = 4, 50.0
 FORMATS, DECODED = (Int8(), Int4(64), GGUF["Q8_0"], GGUF["Q4_0"], GGUF["Q4_1"]), (4096, 4096)
 #: sequences, KV heads, queries of each, head size, slots
 CACHES = ((16, 8, 4, 64, 512), (16, 8, 4, 128, 1024), (8, 32, 1, 64, 205))
-#: how often each job runs, of which the first warms up; one that has taken so many seconds does not run again
+#: how often each job runs, of which the first warms up; one that has taken SECONDS does not run again
 ROUNDS, SECONDS = 6, 3.0
 
 

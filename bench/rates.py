@@ -41,17 +41,14 @@ def disk_rate(path: Path) -> float:
 
 
 def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) -> float:
-    """Operations per second on the CPU of matmuls of so many rows with matrices of these (out, in) shapes, with nothing
+    """Operations per second on the CPU of matmuls of `rows` rows with matrices of these (out, in) shapes, with nothing
     between them. Of torch.int8 codes are multiplied by the fastest kernel, without what makes codes of floats."""
+    make, call = torch.randn, linear
     if dtype == torch.int8:
-        weights = [torch.ones(shape, dtype=dtype) for shape in shapes]
-        inputs = {width: torch.ones(rows, width, dtype=dtype) for _, width in shapes}
-        kernel = rates().kernel(INT8, rows)
-        call = partial(int8.multiply, places=torch.arange(0), kernel=kernel)
-    else:
-        weights = [torch.randn(shape, dtype=dtype) for shape in shapes]
-        inputs = {width: torch.randn(rows, width, dtype=dtype) for _, width in shapes}
-        call = linear
+        make = torch.ones
+        call = partial(int8.multiply, places=torch.arange(0), kernel=rates().kernel(INT8, rows))
+    weights = [make(shape, dtype=dtype) for shape in shapes]
+    inputs = {width: make(rows, width, dtype=dtype) for _, width in shapes}
     calls = [partial(call, inputs[w.shape[1]], w) for w in weights]
     times: list[float] = []
     with torch.inference_mode():

@@ -137,7 +137,7 @@ def scales(halves, begin, end, has_minimum, centre, scale, minimum):
 
     Args:
         halves: (R, G, bytes / 2) uint16, the blocks.
-        centre: without a minimum in the block the minimum is so many scales.
+        centre: without a minimum in the block the minimum is the scale times this.
     """
     for r in range(begin, end):
         for g in range(scale.shape[1]):

@@ -59,7 +59,7 @@ def result(job: Job, printed: str) -> dict:
 
 
 def disk_seconds(job: Job, nbytes: int) -> float:
-    """Of so many bytes at the disk's rate, the mean of before the run and after it."""
+    """That the disk takes for `nbytes`, at its rate, the mean of before the run and after it."""
     if not nbytes:
         return 0.0
     before = float((Path(job.scratch) / "disk_rate").read_text())

@@ -173,7 +173,7 @@ def turned(codes: Tensor, weight: Tensor) -> Tensor:
 
 
 def floats(codes: Tensor, weight: Tensor) -> Tensor:
-    """So many columns of the weight at a time that sums stay exact in fp32."""
+    """Through fp32, EXACT_COLUMNS of the weight at a time, so that no sum is rounded."""
     width = weight.shape[1]
     x = torch.empty(width, len(codes), device=codes.device).copy_(codes.t())
     sums = torch.empty(len(weight), len(codes), dtype=torch.int32, device=codes.device)

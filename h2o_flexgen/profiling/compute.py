@@ -144,12 +144,8 @@ def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale, 
     """Elements per second of a quantised matrix that are decoded, or turned into codes of `Int8`."""
     shape = max((shape for shape in _shapes(device, dtype, scale) if not is_head(shape)), key=prod)
     nbytes = form.nbytes(shape)
-    turn = cycle(
-        [
-            form.view(device.buffer(nbytes).fill_(1), shape)
-            for _ in range(1 + _room(device, scale.weight_bytes) // nbytes)
-        ]
-    )
+    count = 1 + _room(device, scale.weight_bytes) // nbytes
+    turn = cycle([form.view(device.buffer(nbytes).fill_(1), shape) for _ in range(count)])
     if to_int8:
         out = Int8().view(device.buffer(Int8().nbytes(shape)), shape)
     else:
