@@ -102,6 +102,12 @@ def cache_format(kind: str | None, dtype: torch.dtype, head_dim: int) -> KVForma
     return KVFormat(eight, eight if kind == "int8" else Int4(head_dim))
 
 
+def cache_formats(kind: str | None, dtype: torch.dtype, head_dim: int) -> list[KVFormat]:
+    """That of `cache_format`; of "auto" those that heads of this size can have."""
+    kinds = [each for each in COMPRESSED if has_cache_format(each, head_dim)] if kind == "auto" else [kind]
+    return [cache_format(each, dtype, head_dim) for each in kinds]
+
+
 def has_cache_format(kind: str | None, head_dim: int) -> bool:
     """Whether heads of this size can be cached so."""
     return head_dim % DIVISORS[kind] == 0

@@ -98,9 +98,7 @@ def this_machine(
     if device.is_cuda:
         device.start(None)
     baseline = memory.baseline()
-    profile = load_or_measure(
-        device, job_dtype(device, dtype, declared and getattr(torch, declared), compute=compute), root
-    )
+    profile = load_or_measure(device, job_dtype(device, dtype, declared, compute=compute), root)
     ram = memory.ram_in_all()
     gpu = device.free_bytes() + device.workspace_bytes if device.is_cuda else ram
     available = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}

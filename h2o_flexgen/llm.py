@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 
-import torch
-
-from h2o_flexgen.compression import COMPRESSED, cache_format, has_cache_format
+from h2o_flexgen.compression import cache_formats
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import Prompt, is_conversation, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreCollector, ScoreOutput
-from h2o_flexgen.engine.params import SamplingParams, check_stop, keys_of_each, params_of_each, prompt_lens_of_each
+from h2o_flexgen.engine.params import SamplingParams
+from h2o_flexgen.engine.requests import admit, to_generate, to_score
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
@@ -114,8 +114,8 @@ class LLM:
         if self.policy != "auto" and given:
             raise UserError(f'{", ".join(given)}: only for `policy` "auto", a policy has its own')
         profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
-        if max_latency is not None and not max_latency > 0:
-            raise UserError(f"`max_latency` must be more than 0 s, not {max_latency}")
+        limits = (overlap is not False, max_latency, min_hh_ratio, losses)
+        constraints = Constraints(gpu_batch_size, num_gpu_batches, cpu_cache_compute, *limits)
         self.caps = dict(zip(TIERS, (gpu_mem, cpu_mem, disk_mem)))
         check_cpu_cap(self.caps, not self.device.is_cuda, self.policy == "auto")
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
@@ -123,48 +123,20 @@ class LLM:
         self.choice: Choice | None = None
         self.report: dict = {}
 
-        self.model = load_model(
-            model and str(model),
-            path,
-            lambda stored: _job_dtype(self.device, dtype, stored, profile, compute),
-            progress,
-            compress_weight,
-            compute,
-        )
+        how = (partial(job_dtype, self.device, dtype, profile=profile, compute=compute), progress)
+        self.model = load_model(model and str(model), path, *how, compress_weight, compute)
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
-        for kind in COMPRESSED if self.compress_cache == "auto" else [self.compress_cache]:
-            if self.compress_cache != "auto" or has_cache_format(kind, self.spec.head_dim):
-                form = cache_format(kind, self.dtype, self.spec.head_dim)  # raises for one that cannot be had
-                if not self.device.is_cuda:
-                    prepare_cache(form)
+        for form in cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
+            if not self.device.is_cuda:
+                prepare_cache(form)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
-        data = ModelData.of(
-            self.spec,
-            dtype_name(self.dtype),
-            dtype_name(self.dtype),
-            self.device.is_cuda,
-            self.model.is_dummy,
-            self.model.formats,
-            self.model.source.copy_bytes,
-            compute,
-            compress_weight is not None,
-        )
-        self.planner = Planner(
-            {compress_weight: data},
-            Constraints(
-                gpu_batch_size,
-                num_gpu_batches,
-                cpu_cache_compute,
-                overlap is not False,
-                max_latency,
-                min_hh_ratio,
-                losses,
-            ),
-            profile or kept_profile(self.device, self.dtype, self.offload_root),
-            lambda: load_or_measure(self.device, self.dtype, self.offload_root, progress),
-            progress,
-        )
+        copied = (self.model.is_dummy, self.model.formats, self.model.source.copy_bytes)
+        how = (self.device.is_cuda, *copied, compute, compress_weight is not None)
+        data = ModelData.of(self.spec, *[dtype_name(self.dtype)] * 2, *how)
+        here = (self.device, self.dtype, self.offload_root)
+        profiles = (profile or kept_profile(*here), partial(load_or_measure, *here, progress))
+        self.planner = Planner({compress_weight: data}, constraints, *profiles, progress)
 
     def __enter__(self) -> LLM:
         return self
@@ -178,10 +150,8 @@ class LLM:
 
     def resources(self) -> Resources:
         """The memory that a job may use now."""
-        runner, device = self.runner, self.device
-        return Resources.capped(
-            runner.available(), self.caps, device.is_cuda, runner.baseline(), device.workspace_bytes
-        )
+        needed = (self.runner.baseline(), self.device.workspace_bytes)
+        return Resources.capped(self.runner.available(), self.caps, self.device.is_cuda, *needed)
 
     @property
     def position_rolling(self) -> bool:
@@ -196,9 +166,7 @@ class LLM:
         Raises:
             UserError: it is too long, or as `LoadedModel.encode`.
         """
-        ids = self.model.encode(prompt)
-        self.spec.check_length(len(ids), gen_len, self.position_rolling)
-        return ids
+        return admit(self.model, prompt, gen_len, self.position_rolling)
 
     # the job
 
@@ -227,42 +195,27 @@ class LLM:
             UserError: a prompt that cannot be run, as one with stop strings without a tokenizer; parameters or keys
                 that are not one for each prompt; or a job for which there is no memory.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        params = params_of_each(sampling_params, len(prompts))
-        keys = keys_of_each(keys, len(prompts))
         self.report = {}
-        collector = OutputCollector(self.tokenizer, on_output)
-        sequences = []
-        for index, (prompt, its_params, key) in enumerate(zip(prompts, params, keys)):
-            shown = prompt if isinstance(prompt, str) or is_conversation(prompt) else None
-            output = collector.outputs[index] = RequestOutput(index, shown, [])
-            try:
-                output.prompt_token_ids = self.admit(prompt, its_params.max_tokens)
-                check_stop(its_params, self.tokenizer)
-                sequences.append(Sequence(index, output.prompt_token_ids, its_params, key))
-            except UserError as e:
-                if not skip_errors:
-                    raise UserError(f"prompt {index}: {e}") from None
-                output.error = str(e)
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        how = (sampling_params, keys, self.position_rolling, skip_errors)
+        sequences, outputs = to_generate(self.model, prompts, *how)
         if sequences:
+            collector = OutputCollector(self.tokenizer, outputs, on_output)
             gen_len = max(s.params.max_tokens for s in sequences)
             self._run(sequences, gen_len, Sampler(self.eos_ids, self.tokenizer), collector)
-        return list(collector.outputs.values())
+        return list(outputs.values())
 
     def chat(
         self,
         conversations: Seq[dict] | Seq[Seq[dict]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-        *,
-        keys: Seq[int] | None = None,
-        skip_errors: bool = False,
-        on_output: Callable[[RequestOutput], None] | None = None,
+        **options,
     ) -> list[RequestOutput]:
-        """The model's answer to one conversation or to each of several; all else as in `generate`."""
+        """The model's answer to one conversation or to each of several; all else, `options` too, as in `generate`."""
         several = [conversations] if is_conversation(conversations) else conversations
         no_messages = UserError("a conversation is a list of messages, one or more, with role and content")
         prompts = [messages if is_conversation(messages) else no_messages for messages in several]
-        return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
+        return self.generate(prompts, sampling_params, **options)
 
     def score(
         self,
@@ -288,27 +241,9 @@ class LLM:
         Raises:
             UserError: `prompt_len` is no whole number from 1 on, or not one for each text, or there is no memory.
         """
-        texts = [texts] if isinstance(texts, str) else list(texts)
-        prompt_lens = prompt_lens_of_each(prompt_len, len(texts))
         self.report = {}
-        outputs, sequences, targets = [], [], {}
-        for index, (text, its_prompt_len) in enumerate(zip(texts, prompt_lens)):
-            first = its_prompt_len or 1  # the first token that is scored
-            output = ScoreOutput(index, [])
-            outputs.append(output)
-            try:
-                if is_conversation(text):
-                    raise UserError("a text or a list of token ids can be scored, not a conversation")
-                ids = output.token_ids = self.model.encode(text)
-                rolling = prompt_len is not None and self.position_rolling
-                self.spec.check_length(*((first, len(ids) - first, True) if rolling else (len(ids),)))
-                if len(ids) <= first:
-                    raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
-                targets[index] = ids[first:]
-                length = SamplingParams(max_tokens=len(targets[index]))
-                sequences.append(Sequence(index, ids[: its_prompt_len or -1], length))
-            except UserError as e:
-                output.error = str(e)
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        sequences, outputs, targets = to_score(self.model, texts, prompt_len, self.position_rolling)
         if sequences:
             sink = TeacherForcing(targets, every_position=prompt_len is None)
             gen_len = 1 if prompt_len is None else max(map(len, targets.values()))
@@ -352,30 +287,12 @@ class LLM:
         workload = Workload(tuple(sorted((len(s.prompt) for s in sequences), reverse=True)), gen_len)
         self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
-        given = None if self.policy == "auto" else self.policy
-        how = (given, self.kv_budget, self.compress_cache)
+        how = (None if self.policy == "auto" else self.policy, self.kv_budget, self.compress_cache)
         self.choice = choice = self.planner.choose(workload, self.resources(), *how)
         self.observer.on_plan(choice)
         choice.plan.check()
         bar = ProgressBar(sequences, len(self.model.layers), self.progress)
         try:
             self.report = self.runner.run(choice, sequences, sink, Observers(collector, bar, self.observer)).to_dict()
-        except torch.OutOfMemoryError as e:
-            raise UserError(
-                f"CUDA is out of memory, though the plan fits: give a smaller `gpu_mem` if other programs use the GPU; "
-                f"if not, its memory is too fragmented to use: give smaller batches; {e}"
-            ) from None
         finally:
             bar.close()
-
-
-def _job_dtype(device: Device, dtype: str, stored: str | None, profile: Profile | None, compute: str) -> torch.dtype:
-    """The type to compute in, of a checkpoint in the type `stored`. Raises UserError if a profile is of another."""
-    found = job_dtype(device, dtype, stored and getattr(torch, stored), profile and profile.kernels, compute)
-    job = (device.torch_device.type, dtype_name(found))
-    if profile is not None and (profile.device, profile.dtype) != job:
-        raise UserError(
-            f"the hardware profile is of {profile.dtype} on {profile.device}, this job computes in {job[1]} on "
-            f"{job[0]}: measure again, or name another `device` or `dtype`"
-        )
-    return found

@@ -84,15 +84,17 @@ class OutputCollector(Observer):
 
     Args:
         tokenizer: turns tokens into text; None for no text.
-        on_output: gets every output.
-
-    Attributes:
         outputs: by index, of every prompt of the job, and with an error of every one that cannot be run.
+        on_output: gets every output.
     """
 
-    def __init__(self, tokenizer, on_output: Callable[[RequestOutput], None] | None = None):
-        self.tokenizer, self.on_output = tokenizer, on_output
-        self.outputs: dict[int, RequestOutput] = {}
+    def __init__(
+        self,
+        tokenizer,
+        outputs: dict[int, RequestOutput],
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ):
+        self.tokenizer, self.outputs, self.on_output = tokenizer, outputs, on_output
 
     def on_begin(self) -> None:
         """Hand on the outputs of prompts that cannot be run."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from h2o_flexgen import interrupts
 from h2o_flexgen.compression import when_loaded
 from h2o_flexgen.engine.batch import Sequence, make_batches
@@ -71,10 +73,16 @@ class Runner:
 
         Raises:
             UserError: weights that cannot be read, or hold NaN; RAM that cannot be pinned; the disk is full or cannot
-                be read; the model gives NaN for every prompt.
+                be read; CUDA is out of memory; the model gives NaN for every prompt.
         """
-        with self.guard():
-            return self._run(job, sequences, sink, observer)
+        try:
+            with self.guard():
+                return self._run(job, sequences, sink, observer)
+        except torch.OutOfMemoryError as e:
+            raise UserError(
+                f"CUDA is out of memory, though the plan fits: give a smaller `gpu_mem` if other programs use the GPU; "
+                f"if not, its memory is too fragmented to use: give smaller batches; {e}"
+            ) from None
 
     def open(self, job, count: int) -> Streams:
         """Empty caches of `count` streams, which are one block of the job. No others may be open.

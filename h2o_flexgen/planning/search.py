@@ -50,6 +50,9 @@ class Constraints:
         losses: what budgets cost in quality, for the KV budget "auto".
         resident: take everything on the compute device, without a search, if it fits and nothing is to be gained.
         one_block: throughput is that of a full block, whatever the number of prompts.
+
+    Raises:
+        UserError: a latency that is not more than 0.
     """
 
     gpu_batch_size: int | None = None
@@ -61,6 +64,10 @@ class Constraints:
     losses: Losses | None = None
     resident: bool = True
     one_block: bool = False
+
+    def __post_init__(self):
+        if self.max_latency is not None and not self.max_latency > 0:
+            raise UserError(f"`max_latency` must be more than 0 s, not {self.max_latency}")
 
     def planned(self, workload: Workload, policy: Policy) -> Workload:
         """The prompts whose memory counts."""

@@ -30,19 +30,28 @@ log = logging.getLogger(__name__)
 
 
 def job_dtype(
-    device: Device,
-    name: str,
-    stored: torch.dtype | None = None,
-    kernels: KernelRates | None = None,
-    compute: str = "exact",
+    device: Device, name: str, stored: str | None = None, profile: Profile | None = None, compute: str = "exact"
 ) -> torch.dtype:
     """The dtype that a job computes in, as `Device.dtype` says, by kernels as they were measured on this machine, or
-    by `kernels` of a given profile. In fp32 only matmuls in int8 have a choice of kernels."""
-    if kernels is not None:
-        linear.use(kernels)
+    in a given profile. In fp32 only matmuls in int8 have a choice of kernels.
+
+    Args:
+        name: what was asked for; stored: the type of the checkpoint, if that is known.
+
+    Raises:
+        UserError: there is no type of that name, or the profile is of another.
+    """
+    if profile is not None and profile.kernels is not None:
+        linear.use(profile.kernels)
     elif not device.is_cuda and (compute == "int8" or name not in ("float32", "fp32")) and not linear.are_known():
         linear.use(load_or_measure_kernels())
-    dtype = device.dtype(name, stored)
+    dtype = device.dtype(name, stored and getattr(torch, stored))
+    job = (device.torch_device.type, dtype_name(dtype))
+    if profile is not None and (profile.device, profile.dtype) != job:
+        raise UserError(
+            f"the hardware profile is of {profile.dtype} on {profile.device}, this job computes in {job[1]} on "
+            f"{job[0]}: measure again, or name another `device` or `dtype`"
+        )
     if compute == "int8" and not device.is_cuda and not linear.rates().gains_by_int8(dtype_name(dtype)):
         log.warning("on this CPU matmuls in int8 are no faster than in %s: leave out `compute` int8", dtype_name(dtype))
     return dtype

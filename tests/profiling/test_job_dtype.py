@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from machines import kernels
+from machines import kernels, laptop
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
@@ -73,14 +73,15 @@ def test_fp32_needs_no_measuring(measured, name):
 
 
 def test_rates_of_a_given_profile_spare_measuring(measured):
-    assert measure.job_dtype(CPU, "auto", kernels=kernels(float16="native")) == torch.float16
+    profile = laptop(dtype="float16", kernels=kernels(float16="native"))
+    assert measure.job_dtype(CPU, "auto", profile=profile) == torch.float16
     assert measured == []
 
 
 def test_the_stored_type_counts(measured):
     linear.use(kernels(bfloat16="native", float16="native"))
-    assert measure.job_dtype(CPU, "auto", torch.float16) == torch.float16
-    assert measure.job_dtype(CPU, "auto", torch.bfloat16) == torch.bfloat16
+    assert measure.job_dtype(CPU, "auto", "float16") == torch.float16
+    assert measure.job_dtype(CPU, "auto", "bfloat16") == torch.bfloat16
 
 
 @pytest.mark.parametrize("rate, warns", [(1e11, True), (2e11, True), (4e11, False)])
@@ -95,9 +96,9 @@ def test_int8_that_gains_nothing_is_told(measured, caplog, rate, warns):
 @pytest.mark.parametrize(
     "capability, stored, wanted",
     [
-        ((7, 5), torch.bfloat16, torch.float16),
-        ((8, 0), torch.bfloat16, torch.bfloat16),
-        ((8, 0), torch.float16, torch.float16),
+        ((7, 5), "bfloat16", torch.float16),
+        ((8, 0), "bfloat16", torch.bfloat16),
+        ((8, 0), "float16", torch.float16),
         ((8, 0), None, torch.float16),
     ],
 )
