@@ -14,7 +14,7 @@ from h2o_flexgen.engine.model import DUMMY
 from h2o_flexgen.formats import Format
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.kv_cache import CacheRule, rule_for
-from h2o_flexgen.models.gguf import GGUFFile, is_gguf
+from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, is_downloaded, load_tokenizer, model_name, weight_files
 from h2o_flexgen.models.spec import ModelSpec
@@ -66,8 +66,8 @@ class Found(NamedTuple):
                 name: form.nbytes(layer[name]) for layer in shapes for name, form in found.items() if name in layer
             }
             return found, 0 if self.is_dummy else sum(sizes.values())
-        in_place = GGUFFile(self.gguf).in_place(layers) if self.gguf else {}
-        return {name: form for name, (_, _, form) in in_place.items()}, 0
+        found = in_place(self.gguf, layers) if self.gguf else {}
+        return {name: form for name, (_, _, form) in found.items()}, 0
 
 
 def find(model: str | None, path: str | None = None) -> Found:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,8 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PRE_TOKENIZERS = ("default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "tekken", "qwen2")
 #: llama.cpp's names for a model without a tokenizer
 NO_TOKENIZER = ("none", "no_vocab")
+#: a file in the cache folder: the config, and of each tensor its type, its offset and its shape
+TABLE = "tensors.json"
 #: elements that are dequantised at once
 PART = 1 << 22
 #: the RoPE scaling of every LLaMA 3.1 and 3.2 but for its factor
@@ -52,10 +54,47 @@ def unpacked(path: Path) -> Path:
     Raises:
         UserError: as `GGUFFile`; a tokenizer that transformers cannot read; or no space.
     """
+    return _kept(path, "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder))
+
+
+def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[int, tuple[int, ...], Format]]:
+    """{name: (offset, shape, format)} of those tensors of a model, by their names in a Hugging Face checkpoint, that
+    lie in a GGUF file as they can be streamed. The table of its tensors is kept under the cache folder: in the file it
+    comes behind the vocabulary, which takes seconds to read.
+
+    Raises:
+        UserError: as `GGUFFile`; a tensor that is missing or has another shape; or no space.
+    """
+    folder = _kept(path, "table of tensors", lambda folder: GGUFFile(path).write_table(folder))
+    table = json.loads((folder / TABLE).read_text())
+    found = {}
+    for name, shape, stored, heads in _named(table["config"], layers):
+        kind, offset, its_shape = _of_name(table["tensors"], stored, path)
+        if kind in GGUF:
+            _check_shape(path, stored, tuple(its_shape), shape)
+            found[name] = (offset, shape, replace(GGUF[kind], heads=heads))
+    return found
+
+
+def _kept(path: Path, kind: str, make: Callable[[Path], None]) -> Path:
     try:
-        return converted([path], "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder))
+        return converted([path], kind, make)
     except OSError as e:
         raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}") from None
+
+
+def _reader(path: Path) -> type:
+    """gguf's reader, on a plain view of the mapped file: slices of a memory map take three times as long. Raises
+    UserError if the package is missing."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise UserError(f"reading {path} needs the package gguf: pip install gguf") from None
+
+    class Reader(GGUFReader):
+        data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
+
+    return Reader
 
 
 class GGUFFile:
@@ -71,13 +110,9 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path):
+        self.path, reader_of = path, _reader(path)
         try:
-            from gguf import GGUFReader
-        except ImportError:
-            raise UserError(f"reading {path} needs the package gguf: pip install gguf") from None
-        self.path = path
-        try:
-            reader = GGUFReader(path)
+            reader = reader_of(path)
             self.fields, self.tensors = reader.fields, {tensor.name: tensor for tensor in reader.tensors}
             self.architecture, parts = self._field("general.architecture"), int(self._field("split.count", 1))
             if self.architecture is None:
@@ -113,6 +148,11 @@ class GGUFFile:
             raise UserError(f"cannot read the tokenizer of {self.path}: {reason(e)}") from None
         tokenizer.save_pretrained(folder)
 
+    def write_table(self, folder: Path) -> None:
+        """Write what `in_place` reads into a folder."""
+        tensors = {name: (t.tensor_type.name, int(t.data_offset), _shape(t)) for name, t in self.tensors.items()}
+        (folder / TABLE).write_text(json.dumps({"config": self.config, "tensors": tensors}))
+
     # metadata
 
     def _field(self, name: str, default=None):
@@ -146,7 +186,7 @@ class GGUFFile:
             "num_attention_heads": heads,
             "num_key_value_heads": self._get("attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "vocab_size": int(self._tensor("token_embd.weight").shape[-1]),
+            "vocab_size": int(_of_name(self.tensors, "token_embd.weight", self.path).shape[-1]),
             "max_position_embeddings": self._get("context_length"),
             "rms_norm_eps": self._get("attention.layer_norm_rms_epsilon"),
             "rope_theta": self._get("rope.freq_base", 10000.0),
@@ -192,56 +232,22 @@ class GGUFFile:
 
     # tensors
 
-    def in_place(self, layers: Sequence[Layer]) -> dict[str, tuple[int, tuple[int, ...], Format]]:
-        """{name: (offset, shape, format)} of those tensors of a model, by their names in a Hugging Face checkpoint,
-        that lie in the file as they can be streamed."""
-        found = {}
-        for name, shape, stored, heads in self._named(layers):
-            tensor = self._tensor(stored)
-            if tensor.tensor_type.name in GGUF:
-                self._check_shape(stored, _shape(tensor), shape)
-                form = replace(GGUF[tensor.tensor_type.name], heads=heads)
-                found[name] = (int(tensor.data_offset), shape, form)
-        return found
-
     def checkpoint_tensors(self, layers: Sequence[Layer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of all tensors in `layers` by their names in a Hugging Face checkpoint.
 
         Args:
             dtype: of those that are quantised in the file.
         """
-        for name, shape, stored, heads in self._named(layers):
+        for name, shape, stored, heads in _named(self.config, layers):
             tensor = self.dequantised(stored, dtype)
-            self._check_shape(stored, tuple(tensor.shape), shape)
+            _check_shape(self.path, stored, tuple(tensor.shape), shape)
             yield name, unpermuted(tensor, heads) if heads else tensor
-
-    def _named(self, layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-        """(name in a checkpoint, shape, GGUF's name, heads whose rows llama.cpp has put in its order) of tensors."""
-        import gguf
-
-        arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == self.architecture)
-        names = gguf.get_tensor_name_map(arch, self.config["num_hidden_layers"])
-        heads = {"q_proj": self.config["num_attention_heads"], "k_proj": self.config["num_key_value_heads"]}
-        for layer in layers:
-            for name, shape in layer.shapes.items():
-                module, _, kind = name.rpartition(".")
-                turned = heads.get(module.rpartition(".")[2], 0) if self.architecture == "llama" else 0
-                yield name, shape, f"{names.get_name(module)}.{kind}", turned
-
-    def _check_shape(self, stored: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        if found != shape:
-            raise UserError(f"{self.path}: {stored!r} has the shape {list(found)}, its metadata ask for {list(shape)}")
-
-    def _tensor(self, name: str):
-        if name not in self.tensors:
-            raise UserError(f"{self.path} has no tensor {name!r}")
-        return self.tensors[name]
 
     def dequantised(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor by its name in the file: floats as they are, others in `dtype`, dequantised a part at a time."""
         import gguf
 
-        found = self._tensor(name)
+        found = _of_name(self.tensors, name, self.path)
         shape, kind = _shape(found), found.tensor_type
         if kind.name in FLOATS:
             raw = torch.from_numpy(np.array(found.data).view(np.uint8).reshape(-1))
@@ -254,6 +260,32 @@ class GGUFFile:
         except NotImplementedError:
             raise UserError(f"{self.path}: {name!r} is of the type {kind.name}, which cannot be read") from None
         return out.view(shape)
+
+
+def _named(config: dict, layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+    """(name in a checkpoint, shape, GGUF's name, heads whose rows llama.cpp has put in its order) of tensors."""
+    import gguf
+
+    kind = config["model_type"]
+    arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == kind)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for layer in layers:
+        for name, shape in layer.shapes.items():
+            module, _, part = name.rpartition(".")
+            turned = heads.get(module.rpartition(".")[2], 0) if kind == "llama" else 0
+            yield name, shape, f"{names.get_name(module)}.{part}", turned
+
+
+def _of_name(tensors: dict, name: str, path: Path):
+    if name not in tensors:
+        raise UserError(f"{path} has no tensor {name!r}")
+    return tensors[name]
+
+
+def _check_shape(path: Path, stored: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if found != shape:
+        raise UserError(f"{path}: {stored!r} has the shape {list(found)}, its metadata ask for {list(shape)}")
 
 
 def _shape(tensor) -> tuple[int, ...]:

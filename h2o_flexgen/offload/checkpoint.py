@@ -22,7 +22,7 @@ from h2o_flexgen import interrupts
 from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Quantised, convert, encode_parts
-from h2o_flexgen.models.gguf import GGUFFile, is_gguf
+from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.offload.convert import bins_to_safetensors, gguf_to_safetensors, made_once
@@ -99,16 +99,15 @@ class Checkpoint:
 
     def _add_gguf(self, layers: Seq[Layer], dtype: torch.dtype, progress: bool) -> None:
         """Matrices in blocks are read in place, all others from a copy."""
-        gguf = GGUFFile(self.path)
-        in_place = gguf.in_place(layers)
+        in_file = in_place(self.path, layers)
         others = [
-            Layer({name: (name, shape) for name, shape in layer.shapes.items() if name not in in_place})
+            Layer({name: (name, shape) for name, shape in layer.shapes.items() if name not in in_file})
             for layer in layers
         ]
         for file in gguf_to_safetensors(self.path, others, dtype, progress):
             self.add_file(file)
         file = File(self.path)
-        for name, (offset, shape, form) in in_place.items():
+        for name, (offset, shape, form) in in_file.items():
             self.tensors[name] = Stored(file, offset, shape, form)
 
     def compress(self, kind: str, layers: Seq[Layer], progress: bool) -> None:
