@@ -6,6 +6,7 @@ W numbers: D floats, or the bytes of one that is quantised, of which K and V may
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,16 +74,17 @@ class KVTensors:
         """(places among the vectors of segment n, the sequences that these are of or None for all, n)."""
         B, H = slots.shape
         heads, device = torch.arange(B * H, device=self.k[0].device).view(B, H), self.k[0].device
-        if len(self.k) == 1:
-            yield (heads * self.k[0].shape[2] + slots).view(-1), None, 0
-            return
-        column, begins = slots[:, 0], list(accumulate((x.shape[2] for x in self.k), initial=0))
-        segments = torch.bucketize(column, torch.tensor(begins), right=True) - 1
-        for n in segments.unique().tolist():
-            rows = (segments == n).nonzero()[:, 0]
-            local = (column[rows] - begins[n]).to(device, non_blocking=True)
-            rows = rows.to(device, non_blocking=True)
-            yield (heads[rows] * self.k[n].shape[2] + local[:, None]).view(-1), rows, n
+        begins, first, last = list(accumulate((x.shape[2] for x in self.k), initial=0)), 0, 0
+        if len(self.k) > 1:
+            first, last = (bisect(begins, slot) - 1 for slot in (int(slots.min()), int(slots.max())))
+        for n in range(first, last + 1):
+            local, rows, its_heads = slots - begins[n], None, heads
+            if first < last:
+                rows = ((local[:, 0] >= 0) & (local[:, 0] < self.k[n].shape[2])).nonzero()[:, 0]
+                local, rows = local[rows], rows.to(device, non_blocking=True)
+                its_heads = heads[rows]
+            local = local.to(device, non_blocking=True)
+            yield (its_heads * self.k[n].shape[2] + local).view(-1), rows, n
 
     @contextmanager
     def rows(self, rows: list[int]) -> Iterator[KVTensors]:

@@ -71,6 +71,7 @@ class _KVBlock:
     meta: Tensor | None = None
     disk: LoggedBlock | None = None
     layout: KVLayout | None = None
+    tensors: KVTensors | None = None  # of a block that was used where it is
     staged: int | None = None  # its staging buffer
     loading: Future | None = None  # the transfer to it that was prefetched
     stored: Future | None = None  # the last write-back
@@ -132,7 +133,7 @@ class KVStore:
         for."""
         for key, layout in layouts.items():
             block = self.blocks[key]
-            block.layout = layout
+            block.layout, block.tensors = layout, None
             if block.tier == "cpu":  # what prefill does not fill: a NaN that is left in an empty slot would spread
                 block.kv[layout.used_bytes(1) :].zero_()
             elif block.tier == "disk":
@@ -147,7 +148,7 @@ class KVStore:
         """A cache on the device to be filled; `store_all` writes it back."""
         block = self.blocks[layer, batch]
         if block.tier == "gpu":
-            return block.layout.view(block.kv, block.meta)
+            return self._in_place(block)
         block.staged, last_job = self._staging.take()
         self.device.stall_on(last_job, "cache")
         return self._view(block)
@@ -183,7 +184,7 @@ class KVStore:
         if not self.streams(layer, batch):
             self.device.stall_on(block.stored, "cache")  # of prefill, if the block is used on the cpu tier
             block.stored = None
-            return block.layout.view(block.kv, block.meta)
+            return self._in_place(block)
         self.device.hold_back(self.storing, len(self._staging.buffers), "cache")
         if block.loading is None:
             self._fetch(block, held)
@@ -263,6 +264,10 @@ class KVStore:
             layout.put(block.kv[: layout.kv_bytes].numpy(), row.numpy()[None], slots[None])
         else:
             block.disk.append(self._row[: aligned(layout.row_bytes)].numpy(), slots)
+
+    def _in_place(self, block: _KVBlock) -> KVTensors:
+        block.tensors = block.tensors or block.layout.view(block.kv, block.meta)
+        return block.tensors
 
     def _view(self, block: _KVBlock) -> KVTensors:
         meta = self._meta[block.staged] if self.device.is_cuda else block.meta
