@@ -257,8 +257,8 @@ def policies(draw):
 def test_any_policy_and_any_early_stop(tiny, run, tmp_path_factory, policy, name, budget, count, max_tokens, stop):
     """With early stops, batches leave the schedule while their caches are being fetched."""
     model = tiny(name)
-    prompts = model.clear_cut_prompts(LENGTHS, 24, [(None, None), (4, 4), (0, 3), (3, 0)])[:count]
-    references = [r.tokens[:max_tokens] for r in model.references(prompts, 24, *(budget or ()))]
+    prompts = model.clear_cut_prompts(LENGTHS, 20, [(None, None), (4, 4), (0, 3), (3, 0)])[:count]
+    references = [r.tokens[:max_tokens] for r in model.references(prompts, 20, *(budget or ()))]
     expected = [(tokens, "length") for tokens in references]
     if stop:
         every = sorted(token for tokens in references for token in tokens)
@@ -293,11 +293,11 @@ def cut(tokens, ends):
 def test_a_full_cache_of_many_segments(tiny, run, monkeypatch, percent, cpu_cache_compute, segment):
     monkeypatch.setattr(sizes, "SEGMENT", segment)
     model = tiny()
-    prompts = model.clear_cut_prompts(LENGTHS, 24)
+    prompts = model.clear_cut_prompts(LENGTHS, 20)
     outputs = run(
-        model, prompts, 24, percent=percent, cpu_cache_compute=cpu_cache_compute, gpu_batch_size=3, num_gpu_batches=2
+        model, prompts, 20, percent=percent, cpu_cache_compute=cpu_cache_compute, gpu_batch_size=3, num_gpu_batches=2
     )
-    assert [o.token_ids for o in outputs] == [r.tokens for r in model.references(prompts, 24)]
+    assert [o.token_ids for o in outputs] == [r.tokens for r in model.references(prompts, 20)]
 
 
 # early stop
@@ -307,22 +307,22 @@ def test_a_full_cache_of_many_segments(tiny, run, monkeypatch, percent, cpu_cach
 @pytest.mark.parametrize("budget, overlap", [(None, True), ((4, 4), False)], ids=["full", "h2o-no_overlap"])
 def test_a_sequence_ends_at_eos(tiny, run, tmp_path, percent, budget, overlap):
     model = tiny()
-    prompts = model.clear_cut_prompts(LENGTHS, 24, [budget or (None, None)])
-    references = [r.tokens for r in model.references(prompts, 24, *(budget or ()))]
+    prompts = model.clear_cut_prompts(LENGTHS, 20, [budget or (None, None)])
+    references = [r.tokens for r in model.references(prompts, 20, *(budget or ()))]
     ends = choose_ends(
         references,
         lambda outputs: (
-            {1, 24} < {len(tokens) for tokens, _ in outputs}
+            {1, 20} < {len(tokens) for tokens, _ in outputs}
             and sum(reason == "stop" for _, reason in outputs) > len(outputs) // 2
         ),
     )
     expected = [cut(tokens, ends) for tokens in references]
     stopping = with_eos(model, tmp_path, sorted(ends))
     policy = dict(gpu_batch_size=2, num_gpu_batches=3, percent=percent, overlap=overlap)
-    outputs = run(stopping, prompts, 24, budget, ignore_eos=False, **policy)
+    outputs = run(stopping, prompts, 20, budget, ignore_eos=False, **policy)
     assert [facts(o) for o in outputs] == expected
     assert [len(o.logprobs) for o in outputs] == [len(tokens) for tokens, _ in expected]
-    ignoring = run(stopping, prompts, 24, budget, ignore_eos=True, **policy)
+    ignoring = run(stopping, prompts, 20, budget, ignore_eos=True, **policy)
     assert [facts(o) for o in ignoring] == [(tokens, "length") for tokens in references]
 
 
@@ -337,14 +337,14 @@ def test_one_eos_token_in_the_config_is_enough(tiny, run, tmp_path):
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_DISK], ids=str)
 def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path, percent):
     model = tiny()
-    prompts = model.clear_cut_prompts([20, 19, 12, 11, 4, 3], 24)
-    references = [r.tokens for r in model.references(prompts, 24)]
+    prompts = model.clear_cut_prompts([20, 19, 12, 11, 4, 3], 20)
+    references = [r.tokens for r in model.references(prompts, 20)]
 
     def last_steps(outputs):
         lengths = [len(tokens) for tokens, _ in outputs]
         return [max(lengths[2 * k : 2 * k + 2]) for k in range(3)]
 
-    ends = choose_ends(references, lambda outputs: len({*last_steps(outputs), 24}) == 4)
+    ends = choose_ends(references, lambda outputs: len({*last_steps(outputs), 20}) == 4)
     lengths = [len(cut(tokens, ends)[0]) for tokens in references]
     seen = []
 
@@ -355,7 +355,7 @@ def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path,
     stopping = with_eos(model, tmp_path, sorted(ends))
     options = dict(dtype="float32", device="cpu", progress=False, observer=Steps())
     with LLM(str(stopping.folder), Policy(2, 3, percent), **options) as llm:
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=24))
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
     assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
     last = last_steps([cut(tokens, ends) for tokens in references])
     layers = model.hf.config.num_hidden_layers + 2
@@ -408,17 +408,17 @@ def test_one_llm_runs_different_jobs_one_after_the_other(tiny, budget):
         ([30, 25, 3], 20, dict(gpu_batch_size=3, num_gpu_batches=2, percent=ALL_DISK)),
         (LENGTHS, 5, dict(gpu_batch_size=3, num_gpu_batches=2, percent=ALL_DISK)),
         (LENGTHS[:5], 12, dict(gpu_batch_size=2, num_gpu_batches=1, percent=ALL_DISK, overlap=False)),
-        ([1, 1, 1], 24, dict(gpu_batch_size=1, num_gpu_batches=2, percent=MIXED, overlap=True)),
+        ([1, 1, 1], 20, dict(gpu_batch_size=1, num_gpu_batches=2, percent=MIXED, overlap=True)),
         (LENGTHS, 12, dict(gpu_batch_size=4, percent=ALL_CPU, cpu_cache_compute=True)),
         (LENGTHS, 12, dict(gpu_batch_size=3, num_gpu_batches=2)),
     ]
     kv_budget = KVBudget.from_size(*budget) if budget else None
     with LLM(str(model.folder), Policy(), kv_budget, device="cpu", dtype="float32", progress=False) as llm:
         for lengths, max_tokens, policy in jobs * 2:
-            prompts = model.clear_cut_prompts(lengths, 24, [budget or (None, None)])
+            prompts = model.clear_cut_prompts(lengths, 20, [budget or (None, None)])
             llm.policy = Policy(**policy)
             outputs = llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-            references = [r.tokens[:max_tokens] for r in model.references(prompts, 24, *(budget or ()))]
+            references = [r.tokens[:max_tokens] for r in model.references(prompts, 20, *(budget or ()))]
             assert [o.outputs[0].token_ids for o in outputs] == references
         llm.close()
         outputs = llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))

@@ -78,12 +78,12 @@ POLICIES = {
     "activations_mixed": dict(percent=(100, 0, 100, 0, 34, 33), gpu_batch_size=1, num_gpu_batches=5),
     "everything_mixed": dict(percent=(20, 70, 10, 60, 50, 10), gpu_batch_size=3, num_gpu_batches=3, prefill_tokens=40),
 }
-LONG = 26
+LONG = 20
 
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
-    monkeypatch.setattr(sizes, "SEGMENT", 8)
+    monkeypatch.setattr(sizes, "SEGMENT", 6)
 
 
 #: the plainest OPT runs under all policies, these models under some

@@ -183,12 +183,14 @@ class Tiny:
     def _clear_cut(self, length: int, place: int, max_tokens: int, budgets) -> list[int]:
         for seed in range(100):
             (prompt,) = self.prompts([length], seed=1000 * place + seed)
-            traces = [self.reference(prompt, max_tokens, *budget) for budget in budgets]
-            varied = all(len(set(t.tokens)) > min(3, max_tokens // 4) for t in traces)
-            clear = varied and all(t.margin > MARGIN and t.slack > SLACK and t.rounding > 1 for t in traces)
+            clear = all(self._is_clear(self.reference(prompt, max_tokens, *budget)) for budget in budgets)
             if clear and self._noise(prompt, max_tokens) < NOISE:
                 return prompt
         raise AssertionError(f"{self.name}: no clear-cut prompt of {length} tokens")
+
+    def _is_clear(self, trace: Trace) -> bool:
+        varied = len(set(trace.tokens)) > min(3, len(trace.tokens) // 4)
+        return varied and trace.margin > MARGIN and trace.slack > SLACK and trace.rounding > 1
 
     def _noise(self, prompt: list[int], max_tokens: int) -> float:
         """How far from the reference, in fp64, the same sums in fp32 come: some tokens magnify every rounding."""
