@@ -57,7 +57,7 @@ def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget, forma
     report = tmp_path / "report.json"
     limit = () if budget == "full" else ("--hh-ratio", 0.2, "--kv-rule", budget)
     # two blocks: what the plan counts is all in use at once from the second on
-    job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 96, "--gen-len", 3, "--num-prompts", 24)
+    job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 64, "--gen-len", 3, "--num-prompts", 24)
     where = ("--gpu-batch-size", 8, "--num-gpu-batches", 2, "--offload-dir", tmp_path / "offload")
     where += percent(PLACEMENTS[placement])
     code, _, err = end(start(*job, *where, *limit, *formats.split(), "--report", report), timeout=300)
@@ -76,10 +76,10 @@ import json, sys
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.offload import memory
 how = dict(path="_DUMMY_", device="cpu", dtype="float32", progress=False)
-with LLM(sys.argv[1], Policy(4, 2, tuple(map(int, sys.argv[2:]))), KVBudget.from_size(300), **how) as llm:
+with LLM(sys.argv[1], Policy(4, 2, tuple(map(int, sys.argv[2:]))), KVBudget.from_size(200), **how) as llm:
     session = llm.session(count=8, chunk=96)
     for _ in range(2):
-        session.generate([list(range(1, 300))] * 8, SamplingParams(max_tokens=4))
+        session.generate([list(range(1, 200))] * 8, SamplingParams(max_tokens=4))
     plan, disk = session.choice.plan, llm.runner.transport.disk_bytes()
     print(json.dumps([memory.peak_resident(), plan.needed("ram"), disk, plan.needed("disk")]))
 """

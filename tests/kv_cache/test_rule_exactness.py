@@ -82,7 +82,7 @@ def protected(draw, heavy: int) -> str:
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     job=jobs(),
     kind=st.sampled_from([None, "int8", "int4"]),
