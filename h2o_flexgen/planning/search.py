@@ -99,6 +99,10 @@ class Search:
         # the plan must hold for the longest prompts; the search takes all to be as long
         self.workload = replace(workload, prompt_lens=(workload.longest,) * self.num_prompts)
         self.cost = CostModel(profile, shapes, workload.gen_len)
+        matrices = {n: s for layer in shapes.layers for n, s in layer.shapes.items() if len(s) > 1}
+        self._head_bytes = max(shapes.nbytes(*matrix) for matrix in shapes.streamed[-1].items())
+        #: of all weights, with which a policy places the head on the device (`placement.place_weights`)
+        self._head_share = self._head_bytes / sum(shapes.nbytes(*matrix) for matrix in matrices.items())
         self.max_latency = inf if constraints.max_latency is None else constraints.max_latency
         self._seen: dict[Policy, Candidate] = {}
 
@@ -219,11 +223,13 @@ class Search:
         cost, shapes, L = self.cost, self.shapes, self.shapes.spec.layers
         lp = pulp.LpProblem("policy", pulp.LpMinimize)
         x = [[pulp.LpVariable(f"{kind}_{tier}", 0, 1) for tier in TIERS] for kind in KINDS]
+        holds_head = pulp.LpVariable("holds_head", cat=pulp.LpBinary)
+        lp += x[0][0] >= holds_head * self._head_share
         for fractions in x:
             lp += pulp.lpSum(fractions) == 1
             if not shapes.cuda:  # the cpu tier would be a second copy in the same RAM
                 lp += fractions[1] == 0
-        for tier, needed in self._memory(policy, x).items():
+        for tier, needed in self._memory(policy, x, holds_head).items():
             lp += needed * _GIB <= limits[tier] * _GIB
         count = min(policy.block_size, self.num_prompts)
         totals = (cost.streamed_bytes, L * count, L * count)
@@ -249,19 +255,23 @@ class Search:
         percent = []
         for kind in x:
             gpu, cpu, disk = (round(100 * v.value(), 4) for v in kind)
-            percent += [int(gpu), int(cpu) if disk > 0 else 100 - int(gpu)]
+            least = ceil(100 * self._head_share) if kind is x[0] and holds_head.value() > 0.5 else 0
+            gpu = max(int(gpu), least)
+            percent += [gpu, int(cpu) if disk > 0 else 100 - gpu]
         return tuple(percent)
 
-    def _memory(self, policy: Policy, x: list[list]) -> dict[str, float]:
-        """Bytes needed of each tier that has a limit, at most what the plan says; `x`: fractions of KINDS on TIERS."""
+    def _memory(self, policy: Policy, x: list[list], holds_head) -> dict[str, float]:
+        """Bytes needed of each tier that has a limit, at most what the plan says; `x`: fractions of KINDS on TIERS;
+        `holds_head`: 1 if the device holds the vocabulary head, else 0."""
         shapes, kv, W = self.shapes, self.shapes.kv, self.cost.streamed_bytes
         count = min(policy.block_size, self.num_prompts)
         blocks = shapes.spec.layers * count
         KV, A = blocks * (kv.kv_bytes + kv.meta_bytes), count * self.workload.longest * self.cost.hidden_bytes
         (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = x
         gpu = self._fixed_bytes(policy) + wg * W + cg * KV + ag * A
-        # staging buffers, as large as an average layer and a KV block
-        gpu += double_buffers(policy.overlap) * (W / (shapes.spec.layers + 2)) * (wc + wd)
+        # staging buffers, as large as an average layer, or the head where it streams, and as a KV block
+        layer, head = W / (shapes.spec.layers + 2), self._head_bytes
+        gpu += double_buffers(policy.overlap) * (layer * (wc + wd) + max(0, head - layer) * (1 - holds_head))
         gpu += (
             kv_buffers(policy.overlap, False)
             * (min(count, policy.gpu_batch_size) * shapes.most_slots * kv.row_bytes)

@@ -72,10 +72,19 @@ def test_the_linear_program_is_a_lower_bound(job, pair):
         assert s.relaxed(c.policy, s.resources.limits, seconds) is not None
 
 
-def test_the_head_goes_to_the_device_where_that_makes_room():
+@pytest.mark.parametrize(
+    "job",
+    [
+        dict(prompts=128, prompt_len=32, gen_len=32, gpu=1.2),
+        dict(prompts=96, prompt_len=64, gen_len=256, gpu=1.3, hh_ratio=0.5),  # its cache would take all that is left
+    ],
+    ids=["full", "h2o"],
+)
+def test_the_head_goes_to_the_device_where_that_makes_room(job):
     """Staging buffers for weights are as large as the largest layer that streams; in OPT-1.3B that is the head."""
-    s = search(laptop(), model="facebook/opt-1.3b", prompts=128, prompt_len=32, gen_len=32, gpu=1.2)
+    s = search(laptop(), model="facebook/opt-1.3b", **job)
     found = s.best()
+    assert found.policy.percent[0] >= 8
     size, batches, percent = found.policy.gpu_batch_size, found.policy.num_gpu_batches, found.policy.percent
     assert s.candidate(Policy(size, batches, (0, 0, *percent[2:]))).prediction.bound_by == "disk"
     for weights in (0, 4, 8, 12, 16):
