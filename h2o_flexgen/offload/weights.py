@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,7 @@ class StagingBytes(NamedTuple):
     converted: int = 0  # of weights as matmuls read them that come in another format
 
 
+@lru_cache(maxsize=4096)  # a search asks for the tensors of equal layers thousands of times
 def staging_bytes(
     tier: str,
     form: Format,

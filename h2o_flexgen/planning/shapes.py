@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -74,7 +74,8 @@ class ModelData:
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """With the cache of a job."""
-        return Shapes(**vars(self), rule=rule, workload=workload)
+        mine = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Shapes(**mine, rule=rule, workload=workload)
 
     @property
     def kv_format(self) -> KVFormat:
@@ -97,7 +98,7 @@ class ModelData:
 
     def nbytes(self, name: str, shape: tuple[int, ...]) -> int:
         """Of a tensor on the gpu and cpu tiers."""
-        return in_memory(self.formats[name], self.torch_dtype).nbytes(shape)
+        return _bytes_in_memory(self.formats[name], self.dtype, shape)
 
     def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int:
         """Of a tensor in the checkpoint."""
@@ -114,7 +115,7 @@ class ModelData:
         """The format in which a matmul reads a matrix."""
         return in_matmuls(self.formats[name], self.torch_dtype, self.compute, is_head)
 
-    @property
+    @cached_property
     def converts_by_compute(self) -> bool:
         """Whether floats from disk are on the device as they are stored, and compute converts a layer to use it."""
         dense = {form for form in self.formats.values() if isinstance(form, Dense)}
@@ -159,3 +160,8 @@ class Shapes(ModelData):
     def kv_bytes(self) -> int:
         """Of a sequence in all layers."""
         return sum(layout.kv_bytes + layout.meta_bytes for layout in self.layouts([1]).values())
+
+
+@lru_cache(maxsize=4096)  # a search asks for the tensors of equal layers thousands of times
+def _bytes_in_memory(form: Format, dtype: str, shape: tuple[int, ...]) -> int:
+    return in_memory(form, getattr(torch, dtype)).nbytes(shape)
