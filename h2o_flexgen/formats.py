@@ -21,38 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.codes import BUFFERED_PART, MOST, PART, Codes, quantise_rows
 from h2o_flexgen.threads import compiled, float_bits, in_threads
 
 Shape = tuple[int, ...]
 
-#: elements that are decoded at once: by threads, and where that takes buffers of several times their size
-PART, BUFFERED_PART = 1 << 24, 1 << 22
 #: elements of a cache that are encoded at once: what stays in a CPU's cache, or is worth a GPU's kernels
 ENCODED_PART = {"cpu": 1 << 16, "cuda": 1 << 20}
-#: of codes in int8: -127 to 127, and below this largest element rows count as 0
-MOST, LEAST = 127, 1e-30
-
-
-class Codes(NamedTuple):
-    """A matrix of R rows and G groups a row as a decoder reads it.
-
-    Attributes:
-        codes: (R, bytes of a row); int8, or uint8 with two codes each.
-        scale, minimum: (R, G), fp32.
-        first, step: where in a row the codes of the first group begin, and how far apart those of two groups are.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    minimum: Tensor
-    first: int
-    step: int
-
-    @property
-    def largest(self) -> Tensor:
-        """(R,): of the absolute values that the codes of a row can stand for."""
-        most = MOST if self.codes.dtype == torch.int8 else 15
-        return torch.maximum(self.minimum.abs(), (most * self.scale + self.minimum).abs()).amax(dim=1)
 
 
 class Format:
@@ -357,14 +332,14 @@ class Quantised:
             part = out[at : at + step]
             codes = self.format.codes(self.raw, self.shape, begin + at, begin + at + len(part))
             if is_direct:
-                _by_numba(loops, codes, order[at : at + step], out)
+                codes.decode_by_loops(order[at : at + step], out)
                 continue
             part = torch.empty_like(part) if has_heads else part
             if loops is None:
-                _by_torch(codes, part)
+                codes.decode(part)
             else:
                 buffer = torch.empty(part.shape)
-                _by_numba(loops, codes, torch.arange(len(part)), buffer)
+                codes.decode_by_loops(torch.arange(len(part)), buffer)
                 part.copy_(buffer)
             if has_heads:
                 out[order[at : at + step].to(out.device)] = part
@@ -377,22 +352,12 @@ class Quantised:
             self.decode(out)
 
     def to_int8(self, out: Quantised) -> None:
-        """Write the matrix into `out`, in `Int8` on the same device, with one scale for each row, by which 127 stands
-        for the largest number that its codes can stand for, whether or not one does."""
-        codes, scale = out.format.parts(out.raw, out.shape)
-        order, loops = self.order, None if self.is_cuda else compiled()
-        step = max(1, (BUFFERED_PART if loops is None else PART) // self.shape[1])
+        """Write the matrix into `out`, in `Int8` on the same device, as `Codes.to_int8`."""
+        order, target = self.order, out.format.parts(out.raw, out.shape)
+        step = max(1, (PART if not self.is_cuda and compiled() else BUFFERED_PART) // self.shape[1])
         for at in range(0, len(order), step):
             rows = order[at : at + step]
-            read = self.format.codes(self.raw, self.shape, at, at + len(rows))
-            if loops is None:
-                rows, largest = rows.to(self.device), read.largest
-                part = torch.empty(len(rows), self.shape[1], device=self.device)
-                _by_torch(read, part)
-                codes[rows] = part.mul_(_factor(largest)[:, None]).round_().to(torch.int8)
-                scale[rows] = largest / MOST
-            else:
-                _in_loops(loops.to_int8, read, rows, self.shape[1], codes.numpy(), scale.numpy())
+            self.format.codes(self.raw, self.shape, at, at + len(rows)).to_int8(rows, *target)
 
 
 def _by_heads(kernel, arrays: list[Tensor], x: Tensor, out: Tensor) -> None:
@@ -403,33 +368,6 @@ def _by_heads(kernel, arrays: list[Tensor], x: Tensor, out: Tensor) -> None:
         kernel(*(each[begin:end] for each in (*arrays, x, out)))
 
     in_threads(part, len(out), arrays[-1].size)
-
-
-def _by_torch(codes: Codes, out: Tensor) -> None:
-    """Decode into `out` (R, I), of any float type, by torch's operators, on any device."""
-    rows, groups = codes.scale.shape
-    q, out = codes.codes.view(rows, groups, -1)[..., codes.first :], out.view(rows, groups, -1)
-    parts = (q,) if q.dtype == torch.int8 else (q & 15, q >> 4)
-    for part, target in zip(parts, out.chunk(len(parts), -1)):
-        torch.add(part * codes.scale[..., None], codes.minimum[..., None], out=target)
-
-
-def _by_numba(kernels, codes: Codes, order: Tensor, out: Tensor) -> None:
-    """Decode by compiled loops on the CPU, with all threads; `out` in fp32 or bf16."""
-    is_half = out.dtype == torch.bfloat16
-    kernel = kernels.to_bfloat16 if is_half else kernels.to_float32
-    _in_loops(kernel, codes, order, out.shape[1], out.view(torch.uint16).numpy() if is_half else out.numpy())
-
-
-def _in_loops(kernel, codes: Codes, order: Tensor, width: int, *targets) -> None:
-    """A compiled loop over rows, shared among all threads."""
-    half = 0 if codes.codes.dtype == torch.int8 else width // codes.scale.shape[1] // 2
-    arrays = [x.contiguous().numpy() for x in (codes.codes, codes.scale, codes.minimum, order)]
-
-    def part(begin: int, end: int) -> None:
-        kernel(*(x[begin:end] for x in arrays), codes.first, codes.step, half, *targets)
-
-    in_threads(part, len(order), len(order) * width)
 
 
 def prepare_cache(form: KVFormat) -> None:
@@ -452,19 +390,6 @@ def prepare(dtype: torch.dtype) -> None:
         matrix = form.view(torch.zeros(form.nbytes(shape), dtype=torch.uint8), shape)
         matrix.decode(torch.empty(shape, dtype=dtype))
         matrix.to_int8(Int8().view(torch.zeros(Int8().nbytes(shape), dtype=torch.uint8), shape))
-
-
-def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Symmetric int8 codes (R, I) and fp32 scales (R,) of the rows of x (R, I)."""
-    x = x.float()
-    largest = x.abs().amax(dim=1)
-    scale.copy_(largest).div_(MOST)
-    codes.copy_(x.mul(_factor(largest)[:, None]).round_())  # as many divisions take four times as long
-
-
-def _factor(largest: Tensor) -> Tensor:
-    """MOST / largest, rounded once, as torch does not."""
-    return torch.full_like(largest, MOST).div_(largest.clamp(min=LEAST))
 
 
 def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]], buffer: Tensor) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.formats import MOST, quantise_rows
+from h2o_flexgen.codes import MOST, quantise_rows
 from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
 from h2o_flexgen.threads import compiled, float_bits, in_threads
 

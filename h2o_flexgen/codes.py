@@ -1,0 +1,88 @@
+"""Codes of 8 and 4 bits with scales and minima, to floats and to int8: on a CPU by compiled loops (`loops`), elsewhere
+by torch's operators. How they lie in bytes is for `formats`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.threads import compiled, in_threads
+
+#: elements that are decoded at once: by threads, and where that takes buffers of several times their size
+PART, BUFFERED_PART = 1 << 24, 1 << 22
+#: of codes in int8: -127 to 127, and below this largest element rows count as 0
+MOST, LEAST = 127, 1e-30
+
+
+class Codes(NamedTuple):
+    """A matrix of R rows and G groups a row as a decoder reads it.
+
+    Attributes:
+        codes: (R, bytes of a row); int8, or uint8 with two codes each.
+        scale, minimum: (R, G), fp32.
+        first, step: where in a row the codes of the first group begin, and how far apart those of two groups are.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+    first: int
+    step: int
+
+    @property
+    def largest(self) -> Tensor:
+        """(R,): of the absolute values that the codes of a row can stand for."""
+        most = MOST if self.codes.dtype == torch.int8 else 15
+        return torch.maximum(self.minimum.abs(), (most * self.scale + self.minimum).abs()).amax(dim=1)
+
+    def decode(self, out: Tensor) -> None:
+        """Write the floats into `out` (R, I), of any float type, on the same device, by torch's operators."""
+        rows, groups = self.scale.shape
+        q, out = self.codes.view(rows, groups, -1)[..., self.first :], out.view(rows, groups, -1)
+        parts = (q,) if q.dtype == torch.int8 else (q & 15, q >> 4)
+        for part, target in zip(parts, out.chunk(len(parts), -1)):
+            torch.add(part * self.scale[..., None], self.minimum[..., None], out=target)
+
+    def decode_by_loops(self, order: Tensor, out: Tensor) -> None:
+        """Write the floats into the rows `order` of `out`, in fp32 or bf16, by compiled loops."""
+        is_half = out.dtype == torch.bfloat16
+        kernel = compiled().to_bfloat16 if is_half else compiled().to_float32
+        self._in_loops(kernel, order, out.shape[1], out.view(torch.uint16).numpy() if is_half else out.numpy())
+
+    def to_int8(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
+        """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale for each row (O,): 127 stands
+        for the largest number that the row's codes can stand for, whether or not one does."""
+        loops, width = None if scale.is_cuda else compiled(), codes.shape[1]
+        if loops is not None:
+            self._in_loops(loops.to_int8, order, width, codes.numpy(), scale.numpy())
+            return
+        order, largest = order.to(scale.device), self.largest
+        floats = torch.empty(len(order), width, device=scale.device)
+        self.decode(floats)
+        codes[order] = floats.mul_(_factor(largest)[:, None]).round_().to(torch.int8)
+        scale[order] = largest / MOST
+
+    def _in_loops(self, kernel, order: Tensor, width: int, *targets) -> None:
+        """A compiled loop over rows, shared among all threads."""
+        half = 0 if self.codes.dtype == torch.int8 else width // self.scale.shape[1] // 2
+        arrays = [x.contiguous().numpy() for x in (self.codes, self.scale, self.minimum, order)]
+
+        def part(begin: int, end: int) -> None:
+            kernel(*(x[begin:end] for x in arrays), self.first, self.step, half, *targets)
+
+        in_threads(part, len(order), len(order) * width)
+
+
+def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Symmetric int8 codes (R, I) and fp32 scales (R,) of the rows of x (R, I)."""
+    x = x.float()
+    largest = x.abs().amax(dim=1)
+    scale.copy_(largest).div_(MOST)
+    codes.copy_(x.mul(_factor(largest)[:, None]).round_())  # as many divisions take four times as long
+
+
+def _factor(largest: Tensor) -> Tensor:
+    """MOST / largest, rounded once, as torch does not."""
+    return torch.full_like(largest, MOST).div_(largest.clamp(min=LEAST))
