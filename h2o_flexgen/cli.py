@@ -92,7 +92,7 @@ def add_machine_options(add, weights: tuple[str, ...] = ("int8", "int4")) -> Non
     compressed = "quantise the weights, once, into a copy under the user's cache folder"
     compressed += "; auto: as is fastest" * ("auto" in weights)
     add("--compress-weight", choices=weights, help=compressed)
-    add("--compute", choices=("exact", "int8"), default="exact", help="matmuls of weights in 8 and 4 bits (exact)")
+    add("--compute", choices=("exact", "int8"), help="matmuls of weights in 8 and 4 bits (default: exact)")
     add("--offload-dir", help="folder for what is offloaded to disk (default: under the user's cache folder)")
     add("--gpu-mem", type=gibibytes, metavar="GIB", help="use at most this much device memory (RAM without CUDA)")
     add("--cpu-mem", type=gibibytes, metavar="GIB", help="use at most this much RAM for the cpu tier, with CUDA")

@@ -57,7 +57,7 @@ class LLM:
             (`compression.cache_format`); None: it is in the type of the computation; "auto": that of these with the
             least loss which costs no throughput.
         compute: "exact": what is quantised is decoded to floats for its matmuls; "int8": it is multiplied in int8
-            (`kernels.int8`), which is faster and costs a little quality. A policy file may ask for int8 too.
+            (`kernels.int8`), which is faster and costs a little quality. None: as a policy file says, else "exact".
         offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
@@ -87,7 +87,7 @@ class LLM:
         path: str | None = None,
         compress_weight: str | None = None,
         compress_cache: str | None = None,
-        compute: str = "exact",
+        compute: str | None = None,
         offload_dir: str | Path | None = None,
         gpu_mem: int | None = None,
         cpu_mem: int | None = None,

@@ -65,7 +65,7 @@ class HarnessLM(TemplateLM):
         dtype: str = "auto",
         compress_weight: str | None = None,
         compress_cache: str | None = None,
-        compute: str = "exact",
+        compute: str | None = None,
         offload_dir: str | None = None,
         hh_ratio: float | None = None,
         recent_ratio: float | None = None,

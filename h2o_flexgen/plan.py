@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> None:
     if args.hardware is not None and (args.device, args.dtype) != ("auto", "auto"):
         raise UserError("--device and --dtype are of this machine: --hardware brings its own")
     cli.check_files(args, reads=("hardware", "quality"), writes=("output",))
+    args.compute = args.compute or "exact"
     if args.compress_weight == "auto" and args.quality is not None:
         raise UserError("--compress-weight auto does not go with --quality, which is of one format of the weights")
     losses = cli.make_losses(args)

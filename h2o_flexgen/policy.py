@@ -179,12 +179,12 @@ def given_policy(
     kv_budget: KVBudget | str | None = None,
     compress_cache: str | None = None,
     compress_weight: str | None = None,
-    compute: str = "exact",
+    compute: str | None = None,
 ) -> tuple[Policy | str, KVBudget | str | None, str | None, str | None, str]:
     """The policy or "auto", the KV budget, the formats of cache and weights, and the matmuls, from what a user may give
     for them. A file is one that `Policy.to_json` or the policy search wrote, which writes beside the policy the KV
-    budget, the formats and the matmuls that make room for its block. What is given beside it is obeyed, but for
-    `compute`: a file's int8 counts, since "exact" may be nothing but the default.
+    budget, the formats and the matmuls that make room for its block. What is given beside it is obeyed. Without both
+    matmuls are "exact".
 
     Raises:
         UserError: anything else, or a file that cannot be read or is no policy.
@@ -198,7 +198,7 @@ def given_policy(
                 kv_budget = kv_budget or found
             compress_cache = compress_cache or data.get("compress_cache")
             compress_weight = compress_weight or data.get("compress_weight")
-            compute = data.get("compute", compute)
+            compute = compute or data.get("compute")
         except UserError as e:
             raise UserError(f"the policy {path}: {e}") from None
         except (TypeError, KeyError, AttributeError):
@@ -207,4 +207,4 @@ def given_policy(
         raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
     if kv_budget not in (None, "auto") and not isinstance(kv_budget, KVBudget):
         raise UserError(f'kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), or "auto", not {kv_budget!r}')
-    return policy, kv_budget, compress_cache, compress_weight, compute
+    return policy, kv_budget, compress_cache, compress_weight, compute or "exact"

@@ -99,6 +99,7 @@ def test_a_policy_file_has_the_formats_that_its_block_was_planned_with(find, tmp
     assert code == 0, err
     assert given_policy(out)[2:] == ("int8", "int4", "int8")
     assert given_policy(out, compress_weight="int8")[3] == "int8"
+    assert given_policy(out, compute="exact")[4] == "exact"
 
 
 def test_with_everything_given_it_only_predicts(find):
