@@ -10,8 +10,6 @@ from torch import Tensor
 
 from h2o_flexgen.threads import compiled, in_threads
 
-#: elements that are decoded at once: by threads, and where that takes buffers of several times their size
-PART, BUFFERED_PART = 1 << 24, 1 << 22
 #: of codes in int8: -127 to 127, and below this largest element rows count as 0
 MOST, LEAST = 127, 1e-30
 

@@ -1,4 +1,4 @@
-"""How the elements of a tensor lie in bytes: the only place that knows bits.
+"""How the elements of a tensor lie in bytes. Only this file and `codes`, which decodes, know bits.
 
     Dense(dtype)        floats
     Int8()              of a matrix: int8 codes, one fp32 scale for each row
@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.codes import BUFFERED_PART, MOST, PART, Codes, quantise_rows
+from h2o_flexgen.codes import MOST, Codes, quantise_rows
 from h2o_flexgen.threads import compiled, float_bits, in_threads
 
 Shape = tuple[int, ...]
 
+#: elements that are decoded at once: by threads, and where that takes buffers of several times their size
+PART, BUFFERED_PART = 1 << 24, 1 << 22
 #: elements of a cache that are encoded at once: what stays in a CPU's cache, or is worth a GPU's kernels
 ENCODED_PART = {"cpu": 1 << 16, "cuda": 1 << 20}
 

@@ -114,8 +114,8 @@ class LLM:
         if self.policy != "auto" and given:
             raise UserError(f'{", ".join(given)}: only for `policy` "auto", a policy has its own')
         profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
-        limits = (overlap is not False, max_latency, min_hh_ratio, losses)
-        constraints = Constraints(gpu_batch_size, num_gpu_batches, cpu_cache_compute, *limits)
+        limits = dict(overlap=overlap is not False, max_latency=max_latency, min_hh_ratio=min_hh_ratio, losses=losses)
+        constraints = Constraints(gpu_batch_size, num_gpu_batches, cpu_cache_compute, **limits)
         self.caps = dict(zip(TIERS, (gpu_mem, cpu_mem, disk_mem)))
         check_cpu_cap(self.caps, not self.device.is_cuda, self.policy == "auto")
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
@@ -123,17 +123,17 @@ class LLM:
         self.choice: Choice | None = None
         self.report: dict = {}
 
-        how = (partial(job_dtype, self.device, dtype, profile=profile, compute=compute), progress)
-        self.model = load_model(model and str(model), path, *how, compress_weight, compute)
+        choose_dtype = partial(job_dtype, self.device, dtype, profile=profile, compute=compute)
+        self.model = load_model(model and str(model), path, choose_dtype, progress, compress_weight, compute)
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
         for form in cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
             if not self.device.is_cuda:
                 prepare_cache(form)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
-        copied = (self.model.is_dummy, self.model.formats, self.model.source.copy_bytes)
-        how = (self.device.is_cuda, *copied, compute, compress_weight is not None)
-        data = ModelData.of(self.spec, *[dtype_name(self.dtype)] * 2, *how)
+        name, stored = dtype_name(self.dtype), dict(formats=self.model.formats, dummy=self.model.is_dummy)
+        stored |= dict(copy_bytes=self.model.source.copy_bytes, compressed=compress_weight is not None)
+        data = ModelData.of(self.spec, name, name, self.device.is_cuda, compute=compute, **stored)
         here = (self.device, self.dtype, self.offload_root)
         profiles = (profile or kept_profile(*here), partial(load_or_measure, *here, progress))
         self.planner = Planner({compress_weight: data}, constraints, *profiles, progress)
@@ -158,8 +158,6 @@ class LLM:
         """Whether positions roll, so that an output may go on past the model's."""
         return isinstance(self.kv_budget, KVBudget) and self.kv_budget.position_rolling
 
-    # prompts
-
     def admit(self, prompt: Prompt, gen_len: int) -> list[int]:
         """Token ids of a prompt, if an output of `gen_len` tokens fits behind it.
 
@@ -167,8 +165,6 @@ class LLM:
             UserError: it is too long, or as `LoadedModel.encode`.
         """
         return admit(self.model, prompt, gen_len, self.position_rolling)
-
-    # the job
 
     def generate(
         self,
@@ -209,13 +205,16 @@ class LLM:
         self,
         conversations: Seq[dict] | Seq[Seq[dict]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-        **options,
+        *,
+        keys: Seq[int] | None = None,
+        skip_errors: bool = False,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """The model's answer to one conversation or to each of several; all else, `options` too, as in `generate`."""
+        """The model's answer to one conversation or to each of several; all else as in `generate`."""
         several = [conversations] if is_conversation(conversations) else conversations
         no_messages = UserError("a conversation is a list of messages, one or more, with role and content")
         prompts = [messages if is_conversation(messages) else no_messages for messages in several]
-        return self.generate(prompts, sampling_params, **options)
+        return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
 
     def score(
         self,

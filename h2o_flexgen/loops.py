@@ -118,7 +118,7 @@ def to_bfloat16(codes, scale, minimum, order, first, step, half, out):
 def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
     """As `to_float32`, but into symmetric codes of 8 bits, `out` (rows, width) int8, with one scale for a row,
     `out_scale` (rows,) float32: 127 is the largest that the codes of any of its groups can stand for
-    (`formats.Codes.largest`)."""
+    (`codes.Codes.largest`)."""
     for r in range(len(codes)):
         most = np.uint32(0)
         for g in range(scale.shape[1]):

@@ -75,14 +75,8 @@ class Runner:
             UserError: weights that cannot be read, or hold NaN; RAM that cannot be pinned; the disk is full or cannot
                 be read; CUDA is out of memory; the model gives NaN for every prompt.
         """
-        try:
-            with self.guard():
-                return self._run(job, sequences, sink, observer)
-        except torch.OutOfMemoryError as e:
-            raise UserError(
-                f"CUDA is out of memory, though the plan fits: give a smaller `gpu_mem` if other programs use the GPU; "
-                f"if not, its memory is too fragmented to use: give smaller batches; {e}"
-            ) from None
+        with self.guard():
+            return self._run(job, sequences, sink, observer)
 
     def open(self, job, count: int) -> Streams:
         """Empty caches of `count` streams, which are one block of the job. No others may be open.
@@ -111,6 +105,11 @@ class Runner:
         except BaseException as e:
             traceback.clear_frames(e.__traceback__)
             self.close("an error or an interrupt ended it")
+            if isinstance(e, torch.OutOfMemoryError):
+                raise UserError(
+                    "CUDA is out of memory, though the plan fits: give a smaller `gpu_mem` if other programs use the "
+                    f"GPU; if not, its memory is too fragmented to use: give smaller batches; {e}"
+                ) from None
             raise
 
     def _run(self, job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PRE_TOKENIZERS = ("default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "tekken", "qwen2")
 #: llama.cpp's names for a model without a tokenizer
 NO_TOKENIZER = ("none", "no_vocab")
-#: a file in the cache folder: the config, and of each tensor its type, its offset and its shape
+#: the file of `GGUFFile.table`
 TABLE = "tensors.json"
 #: elements that are dequantised at once
 PART = 1 << 22
@@ -54,21 +54,21 @@ def unpacked(path: Path) -> Path:
     Raises:
         UserError: as `GGUFFile`; a tokenizer that transformers cannot read; or no space.
     """
-    return _kept(path, "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder))
+    try:
+        return converted([path], "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder))
+    except OSError as e:
+        raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}") from None
 
 
 def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[int, tuple[int, ...], Format]]:
     """{name: (offset, shape, format)} of those tensors of a model, by their names in a Hugging Face checkpoint, that
-    lie in a GGUF file as they can be streamed. The table of its tensors is kept under the cache folder: in the file it
-    comes behind the vocabulary, which takes seconds to read.
+    lie in a GGUF file as they can be streamed.
 
     Raises:
-        UserError: as `GGUFFile`; a tensor that is missing or has another shape; or no space.
+        UserError: as `GGUFFile`, or a tensor that is missing or has another shape.
     """
-    folder = _kept(path, "table of tensors", lambda folder: GGUFFile(path).write_table(folder))
-    table = json.loads((folder / TABLE).read_text())
-    found = {}
-    for name, shape, stored, heads in _named(table["config"], layers):
+    table, found = _table(path), {}
+    for name, shape, stored, heads in _named(path, table["config"], layers):
         kind, offset, its_shape = _of_name(table["tensors"], stored, path)
         if kind in GGUF:
             _check_shape(path, stored, tuple(its_shape), shape)
@@ -76,11 +76,17 @@ def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[int, tuple[
     return found
 
 
-def _kept(path: Path, kind: str, make: Callable[[Path], None]) -> Path:
+def _table(path: Path) -> dict:
+    """`GGUFFile.table`, kept under the cache folder if it can be: in the file it comes behind the vocabulary, which
+    takes seconds to read."""
+
+    def write(folder: Path) -> None:
+        (folder / TABLE).write_text(json.dumps(GGUFFile(path).table()))
+
     try:
-        return converted([path], kind, make)
-    except OSError as e:
-        raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}") from None
+        return json.loads((converted([path], "table of tensors", write) / TABLE).read_text())
+    except (OSError, ValueError):
+        return GGUFFile(path).table()
 
 
 def _reader(path: Path) -> type:
@@ -146,12 +152,15 @@ class GGUFFile:
             tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
         except Exception as e:
             raise UserError(f"cannot read the tokenizer of {self.path}: {reason(e)}") from None
-        tokenizer.save_pretrained(folder)
+        try:
+            tokenizer.save_pretrained(folder)
+        except Exception as e:  # an OSError, or one of Rust's
+            raise UserError(f"cannot write the tokenizer of {self.path} into {folder}: {reason(e)}") from None
 
-    def write_table(self, folder: Path) -> None:
-        """Write what `in_place` reads into a folder."""
+    def table(self) -> dict:
+        """The config, and of each tensor by GGUF's name its type, its offset and its shape."""
         tensors = {name: (t.tensor_type.name, int(t.data_offset), _shape(t)) for name, t in self.tensors.items()}
-        (folder / TABLE).write_text(json.dumps({"config": self.config, "tensors": tensors}))
+        return {"config": self.config, "tensors": tensors}
 
     # metadata
 
@@ -238,7 +247,7 @@ class GGUFFile:
         Args:
             dtype: of those that are quantised in the file.
         """
-        for name, shape, stored, heads in _named(self.config, layers):
+        for name, shape, stored, heads in _named(self.path, self.config, layers):
             tensor = self.dequantised(stored, dtype)
             _check_shape(self.path, stored, tuple(tensor.shape), shape)
             yield name, unpermuted(tensor, heads) if heads else tensor
@@ -262,8 +271,9 @@ class GGUFFile:
         return out.view(shape)
 
 
-def _named(config: dict, layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-    """(name in a checkpoint, shape, GGUF's name, heads whose rows llama.cpp has put in its order) of tensors."""
+def _named(path: Path, config: dict, layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+    """(name in a checkpoint, shape, GGUF's name, heads whose rows llama.cpp has put in its order) of tensors. Raises
+    UserError for one that no file of this architecture has."""
     import gguf
 
     kind = config["model_type"]
@@ -273,8 +283,10 @@ def _named(config: dict, layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[i
     for layer in layers:
         for name, shape in layer.shapes.items():
             module, _, part = name.rpartition(".")
-            turned = heads.get(module.rpartition(".")[2], 0) if kind == "llama" else 0
-            yield name, shape, f"{names.get_name(module)}.{part}", turned
+            turned, stored = heads.get(module.rpartition(".")[2], 0) if kind == "llama" else 0, names.get_name(module)
+            if stored is None:
+                raise UserError(f"{path} has no tensor {name!r}: the config is of another model")
+            yield name, shape, f"{stored}.{part}", turned
 
 
 def _of_name(tensors: dict, name: str, path: Path):

@@ -1,5 +1,6 @@
 """The policy with the highest predicted throughput: a linear program over the nine placement fractions inside, an
-enumeration of batch sizes outside (FlexGen, arXiv 2303.06865, section 4.3).
+enumeration of batch sizes outside (FlexGen, arXiv 2303.06865, section 4.3). One more variable, which is whole, says
+whether the device holds the vocabulary head.
 
 The linear program is a relaxation: every placement of whole tensors and KV blocks is a point of it, and its seconds are
 a lower bound of the cost model's. So a pair of batch sizes whose bound is no better than the best policy so far is left

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Int8, Quantised
-from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile
+from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile, in_place
 from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.source import find_model
 from h2o_flexgen.sizes import Workload
@@ -278,6 +278,36 @@ def test_its_matrices_are_read_in_place(quantised, tmp_path):
     assert {(s.file.path, s.format.name) for s in stored.values()} == {(quantised.folder, source_type(quantised))}
     (copy,) = (tmp_path / "home" / "converted").glob("*/*.safetensors")
     assert all(tensor.dim() == 1 for tensor in load_file(copy).values())
+
+
+def layers_of(path: Path) -> list:
+    spec = spec_of(GGUFFile(path).config)
+    return family(spec.model_type).tensors(spec)
+
+
+def test_where_its_tensors_lie_is_read_once_until_the_file_changes(quantised, tmp_path, monkeypatch):
+    path, layers = shutil.copy(quantised.folder, tmp_path / "model.gguf"), layers_of(quantised.folder)
+    offsets = {int(t.data_offset) for t in GGUFFile(path).tensors.values() if len(t.shape) > 1}
+    found = in_place(path, layers)
+    assert {offset for offset, _, _ in found.values()} == offsets
+    with monkeypatch.context() as patch:
+        patch.setattr("h2o_flexgen.models.gguf.GGUFFile", None)
+        assert in_place(path, layers) == found
+    write_gguf(path, zoo.build("llama", tmp_path / "floats", **SIZES))
+    assert in_place(path, layers) == {}
+
+
+def test_a_table_that_cannot_be_kept_is_read_from_the_file(quantised, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "file"))
+    assert len(in_place(quantised.folder, layers_of(quantised.folder))) > 0
+    with pytest.raises(UserError, match="cannot read .*missing.gguf"):
+        in_place(tmp_path / "missing.gguf", [])
+
+
+def test_a_config_of_another_model(quantised, tiny):
+    with pytest.raises(UserError, match="has no tensor 'model.decoder.*': the config is of another model"):
+        LLM(str(tiny("opt").folder), path=str(quantised.folder), device="cpu", progress=False)
 
 
 def source_type(tiny: zoo.Tiny) -> str:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from cli_tools import PROMPTS
 
-from h2o_flexgen import LLM, Policy, SamplingParams
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen.engine.step import BlockRun
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
@@ -181,6 +182,17 @@ def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeyp
                 llm.generate(PROMPTS, SamplingParams(max_tokens=3))
         assert os.listdir(tmp_path) == []
         assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3))) == len(PROMPTS)
+
+
+def test_a_gpu_that_is_full_after_all_ends_a_session_in_a_line(model, monkeypatch):
+    def full(*args, **more):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    with LLM(str(model), kv_budget=KVBudget.from_size(4), device="cpu", progress=False) as llm:
+        session = llm.session(position_rolling=False)
+        monkeypatch.setattr(BlockRun, "_prefill", full)
+        with pytest.raises(UserError, match="out of memory.*tried to allocate 2 GiB"):
+            session.feed([5, 6, 7])
 
 
 def test_a_gpu_that_is_full_before_a_job_begins_is_told_in_a_line(monkeypatch):
