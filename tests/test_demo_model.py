@@ -15,7 +15,7 @@ QUESTIONS = (
     "What is 12 plus 30?",
     "Translate 'good morning' into Spanish.",
 )
-LENGTH = 10  # tokens of an output
+LENGTH = 6  # tokens of an output
 POLICIES = {
     "resident": dict(gpu_batch_size=6),
     "disk": dict(gpu_batch_size=3, num_gpu_batches=2, percent=(0, 0, 0, 0, 0, 0)),
