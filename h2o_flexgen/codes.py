@@ -50,17 +50,17 @@ class Codes(NamedTuple):
         self._in_loops(kernel, order, out.shape[1], out.view(torch.uint16).numpy() if is_half else out.numpy())
 
     def to_int8(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
-        """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale for each row (O,): 127 stands
-        for the largest number that the row's codes can stand for, whether or not one does."""
-        loops, width = None if scale.is_cuda else compiled(), codes.shape[1]
-        if loops is not None:
-            self._in_loops(loops.to_int8, order, width, codes.numpy(), scale.numpy())
-            return
+        """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale for each row (O,), by torch's
+        operators: 127 stands for the largest number that the row's codes can stand for, whether or not one does."""
         order, largest = order.to(scale.device), self.largest
-        floats = torch.empty(len(order), width, device=scale.device)
+        floats = torch.empty(len(order), codes.shape[1], device=scale.device)
         self.decode(floats)
         codes[order] = floats.mul_(_factor(largest)[:, None]).round_().to(torch.int8)
         scale[order] = largest / MOST
+
+    def to_int8_by_loops(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
+        """The same by compiled loops."""
+        self._in_loops(compiled().to_int8, order, codes.shape[1], codes.numpy(), scale.numpy())
 
     def _in_loops(self, kernel, order: Tensor, width: int, *targets) -> None:
         """A compiled loop over rows, shared among all threads."""

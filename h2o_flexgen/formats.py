@@ -355,11 +355,13 @@ class Quantised:
 
     def to_int8(self, out: Quantised) -> None:
         """Write the matrix into `out`, in `Int8` on the same device, as `Codes.to_int8`."""
+        by_loops = not self.is_cuda and compiled() is not None
         order, target = self.order, out.format.parts(out.raw, out.shape)
-        step = max(1, (PART if not self.is_cuda and compiled() else BUFFERED_PART) // self.shape[1])
+        step = max(1, (PART if by_loops else BUFFERED_PART) // self.shape[1])
         for at in range(0, len(order), step):
             rows = order[at : at + step]
-            self.format.codes(self.raw, self.shape, at, at + len(rows)).to_int8(rows, *target)
+            codes = self.format.codes(self.raw, self.shape, at, at + len(rows))
+            (codes.to_int8_by_loops if by_loops else codes.to_int8)(rows, *target)
 
 
 def _by_heads(kernel, arrays: list[Tensor], x: Tensor, out: Tensor) -> None:

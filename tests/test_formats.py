@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_flexgen import codes, formats, threads
+from h2o_flexgen import formats, threads
 from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Blocks, Dense, Int4, Int8
@@ -24,8 +24,7 @@ def decoder(request, monkeypatch):
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
-        for module in codes, formats:
-            monkeypatch.setattr(module, "compiled", lambda: None)
+        monkeypatch.setattr(formats, "compiled", lambda: None)
     for name in ("PART", "BUFFERED_PART"):
         monkeypatch.setattr(formats, name, 5 * SHAPE[1])  # several parts
 
@@ -220,6 +219,5 @@ def test_compiled_loops_encode_as_torch_does(monkeypatch, form, dtype):
         return out
 
     compiled = coded()
-    for module in codes, formats:
-        monkeypatch.setattr(module, "compiled", lambda: None)
+    monkeypatch.setattr(formats, "compiled", lambda: None)
     torch.testing.assert_close(compiled, coded(), rtol=0, atol=0, equal_nan=True)

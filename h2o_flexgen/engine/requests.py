@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import count
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel, Prompt, is_conversation
@@ -39,7 +38,7 @@ def to_generate(
     sequence of it."""
     params, keys = params_of_each(sampling_params, len(prompts)), keys_of_each(keys, len(prompts))
     sequences, outputs = [], {}
-    for index, prompt, its_params, key in zip(count(), prompts, params, keys):
+    for index, (prompt, its_params, key) in enumerate(zip(prompts, params, keys)):
         shown = prompt if isinstance(prompt, str) or is_conversation(prompt) else None
         output = outputs[index] = RequestOutput(index, shown, [])
         try:

@@ -98,7 +98,7 @@ class ModelData:
 
     def nbytes(self, name: str, shape: tuple[int, ...]) -> int:
         """Of a tensor on the gpu and cpu tiers."""
-        return _bytes_in_memory(self.formats[name], self.dtype, shape)
+        return _bytes_in_memory(self.formats[name], self.torch_dtype, shape)
 
     def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int:
         """Of a tensor in the checkpoint."""
@@ -163,5 +163,5 @@ class Shapes(ModelData):
 
 
 @lru_cache(maxsize=4096)  # a search asks for the tensors of equal layers thousands of times
-def _bytes_in_memory(form: Format, dtype: str, shape: tuple[int, ...]) -> int:
-    return in_memory(form, getattr(torch, dtype)).nbytes(shape)
+def _bytes_in_memory(form: Format, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return in_memory(form, dtype).nbytes(shape)

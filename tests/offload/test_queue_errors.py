@@ -169,15 +169,15 @@ def test_an_error_anywhere_reaches_the_caller(model, tmp_path, monkeypatch, plac
     assert not (tmp_path / "off").exists() or os.listdir(tmp_path / "off") == []
 
 
+def full_gpu(*args, **more):
+    raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
 def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeypatch):
     """And the job may be tried again."""
     with LLM(str(model), Policy(1, 3, (0,) * 6), device="cpu", progress=False, offload_dir=tmp_path) as llm:
         with monkeypatch.context() as patch:
-
-            def full(*args, **more):
-                raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-
-            patch.setattr(ActivationStore, "put", full)
+            patch.setattr(ActivationStore, "put", full_gpu)
             with pytest.raises(UserError, match="out of memory.*smaller `gpu_mem`.*tried to allocate 2 GiB"):
                 llm.generate(PROMPTS, SamplingParams(max_tokens=3))
         assert os.listdir(tmp_path) == []
@@ -185,12 +185,9 @@ def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeyp
 
 
 def test_a_gpu_that_is_full_after_all_ends_a_session_in_a_line(model, monkeypatch):
-    def full(*args, **more):
-        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-
     with LLM(str(model), kv_budget=KVBudget.from_size(4), device="cpu", progress=False) as llm:
         session = llm.session(position_rolling=False)
-        monkeypatch.setattr(BlockRun, "_prefill", full)
+        monkeypatch.setattr(BlockRun, "_prefill", full_gpu)
         with pytest.raises(UserError, match="out of memory.*tried to allocate 2 GiB"):
             session.feed([5, 6, 7])
 
