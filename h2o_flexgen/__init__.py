@@ -1,5 +1,6 @@
 """Generates text in large batches with models that do not fit in memory."""
 
+import os
 from importlib import import_module
 
 __version__ = "0.1.0"
@@ -17,6 +18,12 @@ _MODULES = {
     "UserError": "errors",
 }
 __all__ = list(_MODULES)
+
+
+# Before torch is imported: its threads (those of GNU's OpenMP) spin for milliseconds when they have nothing to do, on
+# the cores that compiled loops and transfers need then. From now on they look for work so many times, then sleep.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str):

@@ -99,6 +99,21 @@ def test_every_kernel_gives_the_same_to_the_bit(kernel, monkeypatch):
     assert torch.equal(int8_linear(x, weight, bias, kernel=kernel), expected)
 
 
+@pytest.mark.parametrize("rows, width, out", [(1, 16, 4), (37, 208, 92), (2, 32, 6), (3, 24, 8)])
+def test_tiles_add_up_every_product(rows, width, out, monkeypatch):
+    """In each of three threads; where they do not cover the matrix, another kernel does."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr("h2o_flexgen.threads.SMALL", -1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    codes, weight = (torch.randint(-127, 128, (n, width), dtype=torch.int8) for n in (rows, out))
+    assert torch.equal(int8.tiled(codes, weight).long(), codes.long() @ weight.long().T)
+
+
+def test_without_compiled_loops_there_are_no_tiles(monkeypatch):
+    monkeypatch.setattr(int8, "compiled", lambda: None)
+    assert not int8._works(int8.tiled)
+
+
 def test_a_packed_weight_gives_the_same_to_the_bit():
     if not int8.can_pack():
         pytest.skip("torch's operator is missing or wrong on this CPU")
