@@ -50,8 +50,8 @@ def in_memory(form: Format, dtype: torch.dtype) -> Format:
 
 
 def in_matmuls(form: Format, dtype: torch.dtype, compute: str, is_head: bool = False) -> Format:
-    """Which a matmul reads, of a matrix that is kept in `form`: floats, or with `compute` "int8" codes of 8 bits if
-    it is quantised. A head is decoded by its matmul, unless int8 is what it is in."""
+    """Which a matmul is given, of a matrix that is kept in `form`: floats, or with `compute` "int8" codes of 8 bits if
+    it is quantised; a head as it is, for its matmul makes these of it a slice at a time."""
     if isinstance(form, Dense):
         return Dense(dtype)
     return form if is_head else Int8() if compute == "int8" else Dense(dtype)
@@ -60,11 +60,11 @@ def in_matmuls(form: Format, dtype: torch.dtype, compute: str, is_head: bool = F
 def when_loaded(
     formats: dict[str, Format], layers: list[dict[str, Shape]], dtype: torch.dtype, compute: str
 ) -> dict[str, Format]:
-    """What quantised matrices become where all are decoded once, when they are loaded: what matmuls read, and of
-    embedding and head, the first and the last layer, floats."""
-    blocks = set().union(*layers[1:-1])
+    """What quantised matrices become where all are decoded once, when they are loaded: what matmuls read. For matmuls
+    in int8 the embedding, in the first layer, stays as it is, since its rows are floats; the head too if that is it."""
     quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
-    return {name: in_matmuls(f, dtype, compute) if name in blocks else Dense(dtype) for name, f in quantised.items()}
+    stays = layers[0] if compute == "int8" else {}
+    return {name: f if name in stays else in_matmuls(f, dtype, compute) for name, f in quantised.items()}
 
 
 def check_compute(compute: str, formats: dict[str, Format]) -> None:

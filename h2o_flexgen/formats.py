@@ -288,11 +288,13 @@ class Quantised:
 
     Attributes:
         raw: its bytes (uint8), on any device.
+        in_int8: whether its matmul is one in int8.
     """
 
     format: Format
     raw: Tensor
     shape: Shape
+    in_int8: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -323,8 +325,8 @@ class Quantised:
         codes = self.format.codes(self.raw, self.shape, 0, self.shape[0])
         return all(bool(x.isfinite().all()) for x in (codes.scale, codes.minimum))
 
-    def decode(self, out: Tensor, begin: int = 0, end: int | None = None) -> None:
-        """Write rows `begin` to `end` into `out`, (rows, I) contiguous, of any float type, on the same device; of a
+    def decode(self, out: Tensor, begin: int = 0) -> None:
+        """Write rows from `begin` on into `out`, (rows, I) contiguous, of any float type, on the same device; of a
         matrix with `heads` all of them."""
         loops, has_heads = None if out.is_cuda else compiled(), self.format.heads > 0
         is_direct = loops is not None and out.dtype != torch.float16  # which numba does not know
@@ -346,21 +348,22 @@ class Quantised:
             if has_heads:
                 out[order[at : at + step].to(out.device)] = part
 
-    def into(self, out: Tensor | Quantised) -> None:
-        """Write the matrix into `out`, as `decode` or `to_int8`."""
+    def into(self, out: Tensor | Quantised, begin: int = 0) -> None:
+        """Write as many rows as `out` has, from `begin` on, into it, as `decode` or `to_int8`."""
         if isinstance(out, Quantised):
-            self.to_int8(out)
+            self.to_int8(out, begin)
         else:
-            self.decode(out)
+            self.decode(out, begin)
 
-    def to_int8(self, out: Quantised) -> None:
-        """Write the matrix into `out`, in `Int8` on the same device, as `Codes.to_int8`."""
+    def to_int8(self, out: Quantised, begin: int = 0) -> None:
+        """Write rows from `begin` on into `out`, in `Int8` on the same device, as `Codes.to_int8`; of a matrix with
+        `heads` all of them."""
         by_loops = not self.is_cuda and compiled() is not None
-        order, target = self.order, out.format.parts(out.raw, out.shape)
+        order, target = self.order[: out.shape[0]], out.format.parts(out.raw, out.shape)
         step = max(1, (PART if by_loops else BUFFERED_PART) // self.shape[1])
         for at in range(0, len(order), step):
             rows = order[at : at + step]
-            codes = self.format.codes(self.raw, self.shape, at, at + len(rows))
+            codes = self.format.codes(self.raw, self.shape, begin + at, begin + at + len(rows))
             (codes.to_int8_by_loops if by_loops else codes.to_int8)(rows, *target)
 
 

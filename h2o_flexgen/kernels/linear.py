@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.formats import Quantised
+from h2o_flexgen.formats import Dense, Int8, Quantised
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.int8 import Int8Weight, int8_linears
 from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS, slice_rows
@@ -83,12 +83,12 @@ def linears(
     if in_int8:
         kernel = "native" if x.is_cuda else _chosen_int8(x.numel() // x.shape[-1])
         outs = iter(int8_linears(x, in_int8, outliers, kernel))
-    return [next(outs) if isinstance(layer[0], Int8Weight) else _linear(x, *layer) for layer in layers]
+    return [next(outs) if isinstance(layer[0], Int8Weight) else _linear(x, *layer, outliers) for layer in layers]
 
 
-def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, outliers: bool) -> Tensor:
     if isinstance(weight, Quantised):
-        return sliced(x, weight, bias)
+        return sliced(x, weight, bias, outliers)
     if weight.is_mkldnn:
         return packed(x, weight, bias)
     if x.dtype not in _HALVES or x.device.type != "cpu":
@@ -141,16 +141,19 @@ def _widen(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         out[:, begin:end] = y if bias is None else y.add_(bias[begin:end])
 
 
-def sliced(x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
-    """As `linear`, of a quantised weight without heads, of which SLICE_BYTES are decoded at a time."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = x.new_empty(len(rows), weight.shape[0])
-    step = slice_rows(weight.shape[1], x.dtype.itemsize)
-    buffer = x.new_empty(min(step, weight.shape[0]), weight.shape[1])
-    for begin in range(0, weight.shape[0], step):
-        end = min(begin + step, weight.shape[0])
-        weight.decode(buffer[: end - begin], begin, end)
-        out[:, begin:end] = linear(rows, buffer[: end - begin], None if bias is None else bias[begin:end])
+def sliced(x: Tensor, weight: Quantised, bias: Tensor | None = None, outliers: bool = True) -> Tensor:
+    """As `linear`, of a quantised weight without heads, of which SLICE_BYTES are decoded, or turned into codes of 8
+    bits, at a time."""
+    rows, (height, width) = x.reshape(-1, x.shape[-1]), weight.shape
+    out, form = x.new_empty(len(rows), height), Int8() if weight.in_int8 else Dense(x.dtype)
+    step = slice_rows(width, 1 if weight.in_int8 else x.dtype.itemsize)
+    buffer = torch.empty(form.nbytes((min(step, height), width)), dtype=torch.uint8, device=x.device)
+    for begin in range(0, height, step):
+        shape = min(step, height - begin), width
+        part, target = form.view(buffer[: form.nbytes(shape)], shape), out[:, begin : begin + step]
+        weight.into(part, begin)
+        decoded = Int8Weight(*Int8().parts(part.raw, shape)) if weight.in_int8 else part
+        target.copy_(linear(rows, decoded, None if bias is None else bias[begin : begin + step], outliers))
     return out.view(*x.shape[:-1], -1)
 
 

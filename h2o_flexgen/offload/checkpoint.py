@@ -226,7 +226,7 @@ class Decoded:
     def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
         """Fill `out`, as `Checkpoint.read`."""
         form, shape = self._source.format(name), tuple(out.shape)
-        if isinstance(form, Dense):
+        if isinstance(form, Dense) or self.format(name) == form:
             return self._source.read(name, out, io)
         stored = form.view(torch.empty(form.nbytes(shape), dtype=torch.uint8, device=out.device), shape)
         self._source.read(name, stored, io)

@@ -15,14 +15,14 @@ A checkpoint of another dtype is converted by the copy to CUDA. On the CPU compu
 uses it, with all cores: a thread that converts beside compute costs it more time than that takes. Quantised matrices
 stay as they are stored on every tier, and compute decodes a layer once for all batches, on either device. The head,
 which may be as large as many layers, is decoded by its matmul, a slice at a time. For matmuls in int8 (`compute`) codes
-of another format become codes of 8 bits, layer by layer likewise; `Int8` is used as it is.
+of another format become codes of 8 bits, by layers and slices likewise; `Int8` is used as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -287,8 +287,9 @@ class WeightStore:
                 source, tensor = tensor, read.view(self._converted[at:], shape)
                 _convert(tensor, source)
                 at += aligned(tensor.nbytes)
-            if self.compute == "int8" and isinstance(tensor, Quantised) and read == Int8():
-                tensor = Int8Weight(*Int8().parts(tensor.raw, shape))
+            if self.compute == "int8" and isinstance(tensor, Quantised):
+                is_whole = read == Int8()
+                tensor = Int8Weight(*read.parts(tensor.raw, shape)) if is_whole else replace(tensor, in_int8=True)
             found[short] = tensor
         return found
 

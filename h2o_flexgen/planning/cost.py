@@ -146,7 +146,8 @@ class CostModel:
         self.streamed_bytes = sum(self._layer_bytes)
         # a table whose rows are looked up is not packed, nor is what must be decoded or unpacked
         gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
-        packed = {name for name in shapes.formats if shapes.is_dense(name) or shapes.in_int8(name, is_head=True)}
+        int8 = {n for n, form in shapes.formats.items() if form == Int8() and shapes.in_int8(n)}
+        packed = int8 | {name for name in shapes.formats if shapes.is_dense(name)}
         self._packed = packed - gathered
         self._crosses = 1 if shapes.cuda else 0  # whether disk data passes between the CPU and the GPU
         for name in ("_matmuls_of", "_attention", "_decoding"):
@@ -156,8 +157,8 @@ class CostModel:
 
     def _matmuls_of(self, layer: int, rows: int) -> tuple[float, float]:
         """Seconds of `rows` rows with the matrices of a layer if all are resident, and how many more if all stream."""
-        seconds, is_head = self.profile.matmul_seconds, layer == _HEAD
-        matrices = [(n, shape, self.shapes.in_int8(n, is_head)) for n, shape in self._matrices[layer].items()]
+        seconds = self.profile.matmul_seconds
+        matrices = [(n, shape, self.shapes.in_int8(n)) for n, shape in self._matrices[layer].items()]
         streamed = sum(seconds(shape, rows, int8=int8) for _, shape, int8 in matrices)
         resident = sum(seconds(shape, rows, resident=n in self._packed, int8=int8) for n, shape, int8 in matrices)
         return resident, max(0.0, streamed - resident)
@@ -202,7 +203,7 @@ class CostModel:
         """Seconds in which compute decodes the quantised matrices of a layer, or unpacks them to int8."""
         seconds, shapes = 0.0, self.shapes
         for name, shape in self._matrices[layer].items():
-            form, is_int8 = shapes.formats[name], shapes.in_int8(name, layer == _HEAD)
+            form, is_int8 = shapes.formats[name], shapes.in_int8(name)
             if not shapes.is_dense(name) and form != (Int8() if is_int8 else None):
                 rate = self.profile.unpack_rate if is_int8 else self.profile.decode_rate
                 seconds += prod(shape) / rate(form.bits)

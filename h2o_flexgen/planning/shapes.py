@@ -7,8 +7,8 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from h2o_flexgen.compression import cache_format, in_matmuls, in_memory, when_loaded
-from h2o_flexgen.formats import Dense, Format, Int8, KVFormat
+from h2o_flexgen.compression import cache_format, in_memory, when_loaded
+from h2o_flexgen.formats import Dense, Format, KVFormat
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
@@ -107,13 +107,9 @@ class ModelData:
     def is_dense(self, name: str) -> bool:
         return isinstance(self.formats[name], Dense)
 
-    def in_int8(self, name: str, is_head: bool = False) -> bool:
+    def in_int8(self, name: str) -> bool:
         """Whether a matrix is multiplied in int8."""
-        return self.compute == "int8" and self.read_in(name, is_head) == Int8()
-
-    def read_in(self, name: str, is_head: bool = False) -> Format:
-        """The format in which a matmul reads a matrix."""
-        return in_matmuls(self.formats[name], self.torch_dtype, self.compute, is_head)
+        return self.compute == "int8" and not self.is_dense(name)
 
     @cached_property
     def converts_by_compute(self) -> bool:

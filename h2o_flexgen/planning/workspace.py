@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from h2o_flexgen.formats import Int8
 from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.sizes import (
@@ -98,18 +99,28 @@ def _widened(shapes: Shapes, tokens: int) -> int:
 def _in_int8(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
     """Of a matmul in int8: floats and codes of x, on CUDA also what its operators make of them, sums in int32, floats
     of the result, and a slice of the weight where floats multiply codes."""
-    rows, each = min(rows, INT8_ROWS) + OUTLIER_ROWS, 18 if shapes.cuda else 5
-    names = [item for item in shapes.streamed[layer].items() if shapes.in_int8(item[0], layer == _HEAD)]
-    return max((rows * (each * width + 12 * out) + WIDEN_BYTES for _, (out, width) in names), default=0)
+    rows, each, sizes = min(rows, INT8_ROWS) + OUTLIER_ROWS, 18 if shapes.cuda else 5, [0]
+    for name, shape in shapes.streamed[layer].items():
+        if shapes.in_int8(name):
+            out = _slice(shapes, name) if layer == _HEAD else shape[0]
+            sizes.append(rows * (each * shape[1] + 12 * out) + WIDEN_BYTES)
+    return max(sizes)
+
+
+def _slice(shapes: Shapes, name: str) -> int:
+    """Rows of a head's matrix that its matmul takes at once."""
+    (height, width), is_int8 = shapes.streamed[_HEAD][name], shapes.in_int8(name)
+    if shapes.is_dense(name) or (is_int8 and shapes.formats[name] == Int8()):
+        return height
+    return min(height, slice_rows(width, 1 if is_int8 else shapes.itemsize))
 
 
 def _sliced(shapes: Shapes, rows: int) -> int:
     """Of a quantised head, a slice that is decoded, and its part of the logits."""
     sizes = [0]
-    for name, shape in shapes.streamed[-1].items():
-        if not shapes.is_dense(name) and not shapes.in_int8(name, is_head=True):
-            step = min(shape[0], slice_rows(shape[1], shapes.itemsize))
-            sizes.append(step * (shape[1] + rows) * shapes.itemsize)
+    for name, shape in shapes.streamed[_HEAD].items():
+        if not shapes.is_dense(name) and not (shapes.in_int8(name) and shapes.formats[name] == Int8()):
+            sizes.append(_slice(shapes, name) * (shape[1] + rows) * shapes.itemsize)
     return max(sizes)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from int8_oracle import int8_linear as slow_linear
 from int8_oracle import to_codes
 from machines import kernels
 
+from h2o_flexgen.formats import GGUF, Int4, Int8
 from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import FEW, TIMES, Int8Weight, int8_linear
 
@@ -189,3 +192,16 @@ def test_packing_is_chosen_by_the_rates():
     del rates.linear["int8"]  # as in older profiles
     linear.use(rates)
     assert not linear.packs_int8()
+
+
+@pytest.mark.parametrize("form", [Int4(32), GGUF["Q8_0"], GGUF["Q4_1"]], ids=lambda form: form.name)
+def test_a_head_goes_in_slices(form, monkeypatch):
+    """Each becomes codes of 8 bits for its matmul; together they give the matmul of the whole, to the bit."""
+    shape, x, bias = (90, 192), activations(width=192), torch.randn(90)
+    raw = torch.randint(0, 60, (form.nbytes(shape),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    weight, eights = form.view(raw, shape), Int8().view(torch.zeros(Int8().nbytes(shape), dtype=torch.uint8), shape)
+    weight.to_int8(eights)
+    expected = int8_linear(x, Int8Weight(*Int8().parts(eights.raw, shape)), bias)
+    monkeypatch.setattr(linear, "slice_rows", lambda width, itemsize: 7)
+    assert torch.equal(linear.linear(x, replace(weight, in_int8=True), bias), expected)
+    assert (linear.linear(x, weight, bias) - expected).abs().max() > 0

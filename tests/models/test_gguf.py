@@ -373,7 +373,8 @@ def test_without_the_package(refused, quantised, monkeypatch):
 
 
 def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
-    """Then no step decodes, nor unpacks to int8; else it stays as it is stored, and so on disk."""
+    """Then no step decodes blocks, nor unpacks them to int8; else all stays as it is stored, also on disk. Numbers are
+    the same, those of the head too."""
     prompts = quantised.clear_cut_prompts([9, 4], 4)
     found = []
     for policy, compute, decoded in (
@@ -389,8 +390,9 @@ def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
             held = llm.runner.weights.resident["model.layers.0.mlp.up_proj.weight"] if decoded else None
             assert not isinstance(held, Quantised) or (compute == "int8" and held.format == Int8())
             assert decoded or "model.layers.0.mlp.up_proj.weight" in llm.runner.weights.stored
-            found.append([o.outputs[0].token_ids for o in outputs])
-    assert found[0] == found[1] == found[2] and found[3] == found[4]
+            scores = [text.token_logprobs for text in llm.score(prompts, 2)]
+            found.append(([o.outputs[0].token_ids for o in outputs], scores))
+    assert found[0] == found[1] == found[2] and found[3] == found[4] and found[0] != found[3]
 
 
 def test_a_search_counts_with_it_too(quantised):
