@@ -46,6 +46,8 @@ OUTLIER_ROWS = 32
 WIDEN_BYTES, WIDEN_ROWS = 4 << 20, 512
 #: bytes of a quantised head that are decoded at once
 SLICE_BYTES = 16 << 20
+#: which divides the rows of such a slice
+SLICE_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,8 @@ def prefill_pairs(length: int, held: int = 0) -> int:
 
 
 def slice_rows(width: int, itemsize: int) -> int:
-    """Rows of a quantised matrix that are decoded at once."""
-    return max(1, SLICE_BYTES // (width * itemsize))
+    """Rows of a quantised matrix that are decoded at once: a multiple of what kernels in int8 want."""
+    return max(SLICE_MULTIPLE, SLICE_BYTES // (width * itemsize) // SLICE_MULTIPLE * SLICE_MULTIPLE)
 
 
 def aligned(nbytes: int) -> int:

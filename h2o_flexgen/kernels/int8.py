@@ -194,15 +194,18 @@ def floats(codes: Tensor, weight: Tensor) -> Tensor:
 
 
 def tiled(codes: Tensor, weight: Tensor) -> Tensor:
-    """By a compiled loop; by `floats` where tiles do not cover the weight."""
+    """By a compiled loop; what tiles do not cover, by `floats`."""
     loops, (rows, width), out = compiled(), codes.shape, len(weight)
-    if out % loops.TILE_OUT or width % loops.TILE_IN:
+    count, tall = out // loops.TILE_OUT, loops.TILE_OUT
+    if width % loops.TILE_IN:
         return floats(codes, weight)
     x = torch.zeros(rows + -rows % loops.TILE_ROWS, width, dtype=torch.int16)
     x[:rows] = codes
-    sums, tall = torch.empty(len(x), out, dtype=torch.int32), loops.TILE_OUT
-    arrays, size = (x.numpy(), weight.numpy()), codes.numel() * out // PRODUCTS
-    in_threads(lambda a, b: loops.tiles(*arrays, a * tall, b * tall, sums.numpy()), out // tall, size)
+    sums = torch.empty(len(x), out, dtype=torch.int32)
+    arrays, size = (x.numpy(), weight.contiguous().numpy()), codes.numel() * out // PRODUCTS
+    in_threads(lambda a, b: loops.tiles(*arrays, a * tall, b * tall, sums.numpy()), count, size)
+    if out % tall:
+        sums[:rows, count * tall :] = floats(codes, weight[count * tall :])
     return sums[:rows]
 
 

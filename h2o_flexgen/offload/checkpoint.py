@@ -213,7 +213,7 @@ class Checkpoint:
 
 
 class Decoded:
-    """A checkpoint whose quantised matrices are decoded when they are read, into `formats` of theirs; none may be on
+    """A checkpoint whose quantised matrices are decoded when they are read, into those of `formats`; none may be on
     disk."""
 
     def __init__(self, source: Checkpoint, formats: dict[str, Format]):

@@ -116,11 +116,13 @@ def _slice(shapes: Shapes, name: str) -> int:
 
 
 def _sliced(shapes: Shapes, rows: int) -> int:
-    """Of a quantised head, a slice that is decoded, and its part of the logits."""
+    """Of a quantised head, a slice that is decoded, and its part of the logits. In int8 with the scales of its blocks,
+    a quarter of a byte for each element."""
     sizes = [0]
     for name, shape in shapes.streamed[_HEAD].items():
         if not shapes.is_dense(name) and not (shapes.in_int8(name) and shapes.formats[name] == Int8()):
-            sizes.append(_slice(shapes, name) * (shape[1] + rows) * shapes.itemsize)
+            row = shape[1] * 5 // 4 + 4 if shapes.in_int8(name) else shape[1] * shapes.itemsize
+            sizes.append(_slice(shapes, name) * (row + rows * shapes.itemsize))
     return max(sizes)
 
 

@@ -15,6 +15,7 @@ from machines import kernels
 from h2o_flexgen.formats import GGUF, Int4, Int8
 from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import FEW, TIMES, Int8Weight, int8_linear
+from h2o_flexgen.sizes import slice_rows
 
 WIDTH, OUT = 200, 90
 
@@ -104,7 +105,7 @@ def test_every_kernel_gives_the_same_to_the_bit(kernel, monkeypatch):
 
 @pytest.mark.parametrize("rows, width, out", [(1, 16, 4), (37, 208, 92), (2, 32, 6), (3, 24, 8)])
 def test_tiles_add_up_every_product(rows, width, out, monkeypatch):
-    """In each of three threads; where they do not cover the matrix, another kernel does."""
+    """In each of three threads; what they do not cover, another kernel does."""
     pytest.importorskip("numba")
     monkeypatch.setattr("h2o_flexgen.threads.SMALL", -1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -205,3 +206,8 @@ def test_a_head_goes_in_slices(form, monkeypatch):
     monkeypatch.setattr(linear, "slice_rows", lambda width, itemsize: 7)
     assert torch.equal(linear.linear(x, replace(weight, in_int8=True), bias), expected)
     assert (linear.linear(x, weight, bias) - expected).abs().max() > 0
+
+
+@pytest.mark.parametrize("width", [576, 896, 1536, 3584])
+def test_slices_of_a_head_have_as_many_rows_as_kernels_want(width):
+    assert slice_rows(width, 1) % 16 == slice_rows(width, 4) % 16 == 0
