@@ -410,9 +410,9 @@ def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]]
 
 
 def decode_bytes(formats: Iterable[Format], dtype: torch.dtype, cuda: bool) -> int:
-    """What decoding takes besides its result in `dtype`: codes and floats of a part, these twice where they become codes
-    of 8 bits, and of a matrix with heads also the part before its rows are in order. Compiled loops write fp32 and bf16
-    straight into the result."""
+    """What decoding takes besides its result in `dtype`: codes and floats of a part, these twice where they become
+    codes of 8 bits, and of a matrix with heads also the part before its rows are in order. Compiled loops write fp32
+    and bf16 straight into the result."""
     quantised = [form for form in formats if not isinstance(form, Dense)]
     if not quantised or (not cuda and compiled() and dtype != torch.float16):
         return 0
