@@ -193,6 +193,11 @@ def floats(codes: Tensor, weight: Tensor) -> Tensor:
     return sums.t().contiguous()
 
 
+def may_tile(width: int) -> bool:
+    """Whether a weight of this width is never multiplied as floats on this CPU but for the last few of its rows."""
+    return is_exact("tiled") and width % compiled().TILE_IN == 0
+
+
 def tiled(codes: Tensor, weight: Tensor) -> Tensor:
     """By a compiled loop; what tiles do not cover, by `floats`."""
     loops, (rows, width), out = compiled(), codes.shape, len(weight)
