@@ -21,7 +21,7 @@ __all__ = list(_MODULES)
 
 
 # Before torch is imported: its threads (those of GNU's OpenMP) spin for milliseconds when they have nothing to do, on
-# the cores that compiled loops and transfers need then. From now on they look for work so many times, then sleep.
+# the cores that compiled loops and transfers need then. With this they look for work a thousand times, then sleep.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

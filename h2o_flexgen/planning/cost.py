@@ -15,7 +15,6 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
-from h2o_flexgen.formats import Int8
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
@@ -146,9 +145,7 @@ class CostModel:
         self.streamed_bytes = sum(self._layer_bytes)
         # a table whose rows are looked up is not packed, nor is what must be decoded or unpacked
         gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
-        int8 = {n for n, form in shapes.formats.items() if form == Int8() and shapes.in_int8(n)}
-        packed = int8 | {name for name in shapes.formats if shapes.is_dense(name)}
-        self._packed = packed - gathered
+        self._packed = set(filter(shapes.read_as_kept, shapes.formats)) - gathered
         self._crosses = 1 if shapes.cuda else 0  # whether disk data passes between the CPU and the GPU
         for name in ("_matmuls_of", "_attention", "_decoding"):
             setattr(self, name, lru_cache(maxsize=None)(getattr(self, name)))
@@ -203,10 +200,9 @@ class CostModel:
         """Seconds in which compute decodes the quantised matrices of a layer, or unpacks them to int8."""
         seconds, shapes = 0.0, self.shapes
         for name, shape in self._matrices[layer].items():
-            form, is_int8 = shapes.formats[name], shapes.in_int8(name)
-            if not shapes.is_dense(name) and form != (Int8() if is_int8 else None):
-                rate = self.profile.unpack_rate if is_int8 else self.profile.decode_rate
-                seconds += prod(shape) / rate(form.bits)
+            if not shapes.read_as_kept(name):
+                rate = self.profile.unpack_rate if shapes.in_int8(name) else self.profile.decode_rate
+                seconds += prod(shape) / rate(shapes.formats[name].bits)
         return seconds
 
     def _conversion(self, weights: Offloaded) -> float:

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from h2o_flexgen.compression import cache_format, in_memory, when_loaded
-from h2o_flexgen.formats import Dense, Format, KVFormat
+from h2o_flexgen.formats import Dense, Format, Int8, KVFormat
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
@@ -110,6 +110,10 @@ class ModelData:
     def in_int8(self, name: str) -> bool:
         """Whether a matrix is multiplied in int8."""
         return self.compute == "int8" and not self.is_dense(name)
+
+    def read_as_kept(self, name: str) -> bool:
+        """Whether matmuls read a matrix as it is in memory; of others they need floats, or codes of 8 bits."""
+        return self.is_dense(name) or (self.in_int8(name) and self.formats[name] == Int8())
 
     @cached_property
     def converts_by_compute(self) -> bool:

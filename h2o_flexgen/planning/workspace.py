@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.formats import Int8
 from h2o_flexgen.kernels.int8 import may_tile
 from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.policy import Policy
@@ -112,10 +111,10 @@ def _in_int8(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
 
 def _slice(shapes: Shapes, name: str) -> int:
     """Rows of a head's matrix that its matmul takes at once."""
-    (height, width), is_int8 = shapes.streamed[_HEAD][name], shapes.in_int8(name)
-    if shapes.is_dense(name) or (is_int8 and shapes.formats[name] == Int8()):
+    height, width = shapes.streamed[_HEAD][name]
+    if shapes.read_as_kept(name):
         return height
-    return min(height, slice_rows(width, 1 if is_int8 else shapes.itemsize))
+    return min(height, slice_rows(width, 1 if shapes.in_int8(name) else shapes.itemsize))
 
 
 def _sliced(shapes: Shapes, rows: int) -> int:
@@ -123,7 +122,7 @@ def _sliced(shapes: Shapes, rows: int) -> int:
     a quarter of a byte for each element."""
     sizes = [0]
     for name, shape in shapes.streamed[_HEAD].items():
-        if not shapes.is_dense(name) and not (shapes.in_int8(name) and shapes.formats[name] == Int8()):
+        if not shapes.read_as_kept(name):
             row = shape[1] * 5 // 4 + 4 if shapes.in_int8(name) else shape[1] * shapes.itemsize
             sizes.append(_slice(shapes, name) * (row + rows * shapes.itemsize))
     return max(sizes)
