@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.threads import compiled, in_threads
+from h2o_flexgen.threads import compiled, float_array, in_threads
 
 #: of codes in int8: -127 to 127, and below this largest element rows count as 0
 MOST, LEAST = 127, 1e-30
@@ -44,18 +44,16 @@ class Codes(NamedTuple):
             torch.add(part * self.scale[..., None], self.minimum[..., None], out=target)
 
     def decode_by_loops(self, order: Tensor, out: Tensor) -> None:
-        """Write the floats into the rows `order` of `out`, in fp32 or bf16, by compiled loops."""
-        is_half = out.dtype == torch.bfloat16
-        kernel = compiled().to_bfloat16 if is_half else compiled().to_float32
-        self._in_loops(kernel, order, out.shape[1], out.view(torch.uint16).numpy() if is_half else out.numpy())
+        """Write the floats into the rows `order` of `out`, of any float type, by compiled loops."""
+        self._in_loops(compiled().to_floats, order, out.shape[1], float_array(out))
 
     def to_int8(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale for each row (O,), by torch's
         operators: 127 stands for the largest number that the row's codes can stand for, whether or not one does."""
         order, largest = order.to(scale.device), self.largest
-        floats = torch.empty(len(order), codes.shape[1], device=scale.device)
-        self.decode(floats)
-        codes[order] = floats.mul_(_factor(largest)[:, None]).round_().to(torch.int8)
+        wide = torch.empty(len(order), codes.shape[1], device=scale.device)
+        self.decode(wide)
+        codes[order] = wide.mul_(_factor(largest)[:, None]).round_().to(torch.int8)
         scale[order] = largest / MOST
 
     def to_int8_by_loops(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:

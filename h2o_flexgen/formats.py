@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.codes import MOST, Codes, quantise_rows
-from h2o_flexgen.threads import compiled, float_bits, in_threads
+from h2o_flexgen.threads import compiled, float_array, in_threads
 
 Shape = tuple[int, ...]
 
@@ -115,11 +115,11 @@ class Dense(Format):
 
     def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
         """As `Blocks.dots`, of keys (n, S, D) in 16 bits."""
-        _by_heads(getattr(compiled(), f"dots_{self.name}"), [stored.view(torch.uint16)], q, out)
+        _by_heads(compiled().dots, [float_array(stored)], q, out)
 
     def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
         """As `Blocks.mix`, of values in 16 bits."""
-        _by_heads(getattr(compiled(), f"mix_{self.name}"), [stored.view(torch.uint16)], p, out)
+        _by_heads(compiled().mix, [float_array(stored)], p, out)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Blocks(Format):
         if loops is not None:
             # torch's threads would go on waiting for work, on the cores that those of the decoder need
             scale, minimum = torch.empty(2, *raw.shape[:2])
-            blocks, rest = raw.numpy().view("uint16"), (np.float32(centre), scale.numpy(), minimum.numpy())
+            blocks, rest = raw.numpy().view(np.int16), (np.float32(centre), scale.numpy(), minimum.numpy())
             in_threads(lambda a, b: loops.scales(blocks, a, b, self.has_minimum, *rest), len(raw), len(raw) * width)
         else:
             scale = raw[..., :2].view(torch.float16)[..., 0].float()
@@ -196,11 +196,11 @@ class Blocks(Format):
         raw, x = buffer[: self.nbytes(tensor.shape)].view(-1, self._block), tensor.reshape(-1, self.group).contiguous()
         loops = None if x.is_cuda else compiled()
         if loops is not None:
-            (bits, shift), halves = float_bits(x), raw.numpy().view("uint16")
+            array, halves = float_array(x), raw.numpy().view(np.int16)
             encode, codes = (
                 (loops.encode4, raw.numpy()) if self.has_minimum else (loops.encode8, raw.view(torch.int8).numpy())
             )
-            in_threads(lambda a, b: encode(bits, shift, a, b, halves, codes), len(x), x.numel())
+            in_threads(lambda a, b: encode(array, a, b, halves, codes), len(x), x.numel())
             return
         x = x.float()
         least, most = x.aminmax(dim=-1, keepdim=True)
@@ -219,11 +219,8 @@ class Blocks(Format):
     def stored(self, x: Tensor) -> Tensor:
         vectors = x.reshape(-1, x.shape[-1])
         found = torch.empty(len(vectors), *self.row_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
-        if x.is_cuda or not compiled():
-            part = ENCODED_PART[x.device.type]
-        else:  # compiled loops need a buffer for fp16 only
-            part = BUFFERED_PART if x.dtype == torch.float16 else vectors.numel()
-        step = max(1, part // x.shape[-1])
+        by_loops = not x.is_cuda and compiled() is not None  # which need no buffers
+        step = max(1, (vectors.numel() if by_loops else ENCODED_PART[x.device.type]) // x.shape[-1])
         for few, target in zip(vectors.split(step), found.split(step)):
             self.encode(few, target.view(-1))
         return found.view(*x.shape[:-1], -1)
@@ -238,7 +235,7 @@ class Blocks(Format):
 
     def _attend(self, kernel, x: Tensor, stored: Tensor, out: Tensor) -> None:
         codes = stored.view(torch.int8) if self.bits == 8 else stored
-        _by_heads(kernel, [stored.view(torch.uint16), codes], x, out)
+        _by_heads(kernel, [stored.view(torch.int16).numpy(), codes.numpy()], x, out)
 
     def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         width = stored.shape[-1] // self._block * self.group
@@ -328,23 +325,17 @@ class Quantised:
     def decode(self, out: Tensor, begin: int = 0) -> None:
         """Write rows from `begin` on into `out`, (rows, I) contiguous, of any float type, on the same device; of a
         matrix with `heads` all of them."""
-        loops, has_heads = None if out.is_cuda else compiled(), self.format.heads > 0
-        is_direct = loops is not None and out.dtype != torch.float16  # which numba does not know
-        order = self.order[: len(out)] if is_direct or has_heads else None
-        step = max(1, (PART if is_direct else BUFFERED_PART) // self.shape[1])
+        by_loops, has_heads = not out.is_cuda and compiled() is not None, self.format.heads > 0
+        order = self.order[: len(out)] if by_loops or has_heads else None
+        step = max(1, (PART if by_loops else BUFFERED_PART) // self.shape[1])
         for at in range(0, len(out), step):
             part = out[at : at + step]
             codes = self.format.codes(self.raw, self.shape, begin + at, begin + at + len(part))
-            if is_direct:
+            if by_loops:
                 codes.decode_by_loops(order[at : at + step], out)
                 continue
             part = torch.empty_like(part) if has_heads else part
-            if loops is None:
-                codes.decode(part)
-            else:
-                buffer = torch.empty(part.shape)
-                codes.decode_by_loops(torch.arange(len(part)), buffer)
-                part.copy_(buffer)
+            codes.decode(part)
             if has_heads:
                 out[order[at : at + step].to(out.device)] = part
 
@@ -367,14 +358,14 @@ class Quantised:
             (codes.to_int8_by_loops if by_loops else codes.to_int8)(rows, *target)
 
 
-def _by_heads(kernel, arrays: list[Tensor], x: Tensor, out: Tensor) -> None:
+def _by_heads(kernel, arrays: list[np.ndarray], x: Tensor, out: Tensor) -> None:
     """A compiled loop over the heads of a cache, shared among all threads."""
-    arrays, x, out = [each.numpy() for each in arrays], x.numpy(), out.numpy()
+    arrays = [*arrays, x.numpy(), out.numpy()]
 
     def part(begin: int, end: int) -> None:
-        kernel(*(each[begin:end] for each in (*arrays, x, out)))
+        kernel(*(each[begin:end] for each in arrays))
 
-    in_threads(part, len(out), arrays[-1].size)
+    in_threads(part, len(out), arrays[0].size)
 
 
 def prepare_cache(form: KVFormat) -> None:
@@ -411,10 +402,10 @@ def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]]
 
 def decode_bytes(formats: Iterable[Format], dtype: torch.dtype, cuda: bool) -> int:
     """What decoding takes besides its result in `dtype`: codes and floats of a part, these twice where they become
-    codes of 8 bits, and of a matrix with heads also the part before its rows are in order. Compiled loops write fp32
-    and bf16 straight into the result."""
+    codes of 8 bits, and of a matrix with heads also the part before its rows are in order. Compiled loops take
+    nothing."""
     quantised = [form for form in formats if not isinstance(form, Dense)]
-    if not quantised or (not cuda and compiled() and dtype != torch.float16):
+    if not quantised or (not cuda and compiled()):
         return 0
     return BUFFERED_PART * (9 + dtype.itemsize * any(form.heads for form in quantised))
 

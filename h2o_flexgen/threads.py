@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from platform import machine
 
+import numpy as np
 import torch
-from numpy import uint32
 from torch import Tensor
 
 #: elements that are not worth a second thread
@@ -46,8 +46,8 @@ def compiled():
     return loops
 
 
-def float_bits(x: Tensor) -> tuple:
-    """Floats on the CPU as compiled loops take them: the bits of fp32 or bf16, and by how many they lack of fp32's."""
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.uint16).numpy(), uint32(16)
-    return x.float().numpy().view(uint32), uint32(0)
+def float_array(x: Tensor) -> np.ndarray:
+    """Floats on the CPU as compiled loops take them, in the same memory: fp16 as their bits in int16, bf16 as theirs in
+    uint16, fp32 as they are."""
+    bits = {torch.float16: torch.int16, torch.bfloat16: torch.uint16}
+    return x.view(bits.get(x.dtype, x.dtype)).numpy()

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from h2o_flexgen.codes import MOST, quantise_rows
 from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
-from h2o_flexgen.threads import compiled, float_bits, in_threads
+from h2o_flexgen.threads import compiled, float_array, in_threads
 
 #: an outlier is more than this many times the mean absolute value of its row
 TIMES = 8.0
@@ -96,14 +96,14 @@ def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor, 
     loops = None if x.is_cuda else compiled()
     if loops is None:
         return _quantise_by_torch(x.float(), outliers)
-    (rows, width), (bits, shift) = x.shape, float_bits(x)
+    (rows, width), array = x.shape, float_array(x)
     codes, limit, largest = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows), torch.empty(rows)
     out, few, found = [t.numpy() for t in (codes, limit, largest)], FEW if outliers else 0, []
-    in_threads(lambda a, b: found.append(loops.quantise(bits, shift, TIMES, few, a, b, *out)), rows, x.numel())
+    in_threads(lambda a, b: found.append(loops.quantise(array, TIMES, few, a, b, *out)), rows, x.numel())
     places = torch.from_numpy(np.any(found, axis=0)).nonzero()[:, 0]
     kept = torch.empty(rows, len(places))
     if len(places):
-        loops.outliers(bits, shift, limit.numpy(), places.numpy(), kept.numpy())
+        loops.outliers(array, limit.numpy(), places.numpy(), kept.numpy())
     return codes, largest / MOST, kept, places
 
 
@@ -133,11 +133,8 @@ def _scale_back(
         return
     bias = torch.zeros_like(weight_scale) if bias is None else bias.float()
     arrays = [t.numpy() for t in (sums, scale, kept, columns, weight_scale, bias)]
-    wide = torch.empty(out.shape) if out.dtype == torch.float16 else out
-    bits, shift = float_bits(wide)
-    in_threads(lambda a, b: loops.scale_back(*arrays, shift, a, b, bits), len(out), out.numel())
-    if wide is not out:
-        out.copy_(wide)
+    target = float_array(out)
+    in_threads(lambda a, b: loops.scale_back(*arrays, a, b, target), len(out), out.numel())
 
 
 def prepare() -> None:
@@ -146,7 +143,7 @@ def prepare() -> None:
     x = torch.ones(2, 64)
     x[0, 0] = 100  # an outlier
     for codes in (weight, pack(weight)) if can_pack() else (weight,):
-        for dtype in torch.float32, torch.bfloat16:
+        for dtype in torch.float32, torch.bfloat16, torch.float16:
             int8_linear(x.to(dtype), Int8Weight(codes, torch.ones(8)))
     for kernel in KERNELS:
         is_exact(kernel)
