@@ -16,6 +16,8 @@ from numba.extending import intrinsic
 U = np.uint64
 #: rows, outputs and inputs that are in the CPU's registers at once
 TILE_ROWS, TILE_OUT, TILE_IN = 2, 4, 16
+#: of the weight that all rows of x meet before the next: they stay in a core's cache meanwhile
+BLOCK_BYTES = 128 << 10
 
 
 @intrinsic
@@ -80,6 +82,8 @@ def tiles(x, weight, begin, end, sums):
     """
     width, out = U(x.shape[1]), U(len(weight))
     x_at, weight_at, sums_at = U(x.ctypes.data), U(weight.ctypes.data), U(sums.ctypes.data)
-    for o in range(U(begin), U(end), U(TILE_OUT)):
+    block = max(U(BLOCK_BYTES) // (width * U(TILE_OUT)), U(1)) * U(TILE_OUT)
+    for first in range(U(begin), U(end), block):
         for r in range(U(0), U(len(x)), U(TILE_ROWS)):
-            _tile(x_at + r * width * U(2), weight_at + o * width, width, sums_at + (r * out + o) * U(4), out)
+            for o in range(first, min(first + block, U(end)), U(TILE_OUT)):
+                _tile(x_at + r * width * U(2), weight_at + o * width, width, sums_at + (r * out + o) * U(4), out)
