@@ -11,16 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: elements that are not worth a second thread
-SMALL = 1 << 18
+#: elements that are not worth a second thread, and parts for each thread at most
+SMALL, PARTS = 1 << 18, 4
 
 
 def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
-    """work(begin, end) for parts of range(count), one a thread, if their `size` is worth it."""
+    """work(begin, end) for parts of range(count), by all threads if their `size` is worth it. There are more parts than
+    threads, each of which takes the next one when it is done: cores are not all as fast, or as free."""
     threads = torch.get_num_threads() if size > SMALL else 1
-    cuts = [count * n // threads for n in range(threads + 1)]
-    jobs = [_pool(threads - 1).submit(work, *ends) for ends in zip(cuts[1:], cuts[2:])]
-    work(0, cuts[1])
+    parts = max(threads, min(PARTS * threads, size // SMALL)) if threads > 1 else 1
+    cuts = [count * n // parts for n in range(parts + 1)]
+    left = iter(list(zip(cuts, cuts[1:])))  # which gives each part to one thread, as long as there is a GIL
+
+    def some() -> None:
+        for ends in left:
+            work(*ends)
+
+    jobs = [_pool(threads - 1).submit(some) for _ in range(threads - 1)]
+    some()
     for job in jobs:
         job.result()
 
