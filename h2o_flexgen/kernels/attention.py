@@ -73,12 +73,14 @@ def _chunked(
     chunk = min(QUERY_CHUNK, T)
     heads = min(B * KV, max(1, CHUNK_ELEMENTS[q.device.type] // (G * chunk * N)))
     slow = is_slow(q)
-    above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     # taken once: blocks of ever-changing sizes would leave gaps in the heap
     in_fp32 = torch.empty(heads * G * chunk * N, dtype=torch.float32, device=q.device)
     narrow = in_fp32 if slow or q.dtype == torch.float32 else torch.empty_like(in_fp32, dtype=q.dtype)
     # of 16-bit logits torch's softmax widens fp16 on CUDA as it goes; for others it would take one more tensor
     as_they_are = narrow is in_fp32 or (q.is_cuda and q.dtype == torch.float16)
+    # minima with this take a tenth of the time of filling by a mask
+    above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    most = torch.where(above, float("-inf"), float("inf")).to(narrow.dtype)
     for a in range(0, B * KV, heads):
         b = min(a + heads, B * KV)
         few_q, few_k, few_v = (x[a:b].float() if slow else x[a:b] for x in (q, k, v))
@@ -89,7 +91,8 @@ def _chunked(
             logits, p = (x[: (b - a) * G * n * seen].view(b - a, G * n, seen) for x in (narrow, in_fp32))
             queries = few_q[:, :, begin:end].reshape(b - a, G * n, D)
             torch.bmm(queries * D**-0.5, few_k[:, :seen].transpose(1, 2), out=logits)
-            logits.view(b - a, G, n, seen)[..., held + begin :].masked_fill_(above[:n, :n], float("-inf"))
+            own = logits.view(b - a, G, n, seen)[..., held + begin :]
+            torch.minimum(own, most[:n, :n], out=own)
             if empty is not None:
                 logits[..., :held].masked_fill_(empty[a:b, None], float("-inf"))
             torch.softmax(logits if as_they_are else p.copy_(logits), -1, dtype=torch.float32, out=p)
