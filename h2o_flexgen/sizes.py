@@ -34,7 +34,7 @@ GROUP_ROWS = 128
 #: of one chunk; measured on 2 cores, prompts of 64 to 2048 tokens: with 128 queries, which waste few pairs, up to a
 #: quarter less time than with 256, and at 2048 tokens up to a sixth more
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-QUERY_CHUNK = 128
+QUERY_CHUNK = {"cpu": 128, "cuda": 256}
 #: attention over caches: elements of K that are copied at once, to widen or to rotate them
 COPIED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 #: tokens of a stream that are read at once
@@ -143,10 +143,11 @@ def matmul_rows(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[begin:end]) for begin, end in matmul_groups(sizes)]
 
 
-def prefill_pairs(length: int, held: int = 0) -> int:
+def prefill_pairs(length: int, device: str, held: int = 0) -> int:
     """Pairs of query and key that attention over a prompt behind `held` tokens computes for one head: chunks of
-    queries, each over all keys up to its end."""
-    ends = [min(begin + QUERY_CHUNK, length) for begin in range(0, length, QUERY_CHUNK)]
+    queries, each over all keys up to its end. `device`: "cpu" or "cuda"."""
+    chunk = QUERY_CHUNK[device]
+    ends = [min(begin + chunk, length) for begin in range(0, length, chunk)]
     return sum((end - begin) * (held + end) for begin, end in zip([0, *ends], ends))
 
 

@@ -70,7 +70,7 @@ def _chunked(
     k, v = (x.reshape(B * KV, N, D) for x in (k, v))
     context = torch.empty_like(q)
     score = score if score is None else score.view(B * KV, N)
-    chunk = min(QUERY_CHUNK, T)
+    chunk = min(QUERY_CHUNK[q.device.type], T)
     heads = min(B * KV, max(1, CHUNK_ELEMENTS[q.device.type] // (G * chunk * N)))
     slow = is_slow(q)
     # taken once: blocks of ever-changing sizes would leave gaps in the heap

@@ -225,7 +225,8 @@ class CostModel:
         for (size, length), count in Counter(batches).items():
             for n, times in _cut(size, max(1, policy.prefill_tokens // length)).items():
                 rows[n * length] += count * times
-            flops = 4 * self.shapes.spec.query_width * prefill_pairs(length, self.shapes.workload.held)
+            pairs = prefill_pairs(length, self.shapes.device, self.shapes.workload.held)
+            flops = 4 * self.shapes.spec.query_width * pairs
             compute += count * size * self._attention("prefill", flops)
         compute += self._matmuls(_DECODER, rows, part.streamed) + rows.total() * self.profile.step_seconds
         compute += self._decoding(_DECODER)

@@ -83,6 +83,11 @@ class ModelData:
         return cache_format(self.compress_cache, self.torch_dtype, self.spec.head_dim)
 
     @property
+    def device(self) -> str:
+        """The compute device, as torch names its type."""
+        return "cuda" if self.cuda else "cpu"
+
+    @property
     def itemsize(self) -> int:
         """Bytes of an element in the computation."""
         return getattr(torch, self.dtype).itemsize

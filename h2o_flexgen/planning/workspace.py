@@ -33,7 +33,7 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     prefill = prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest, held)
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
-    chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING["cuda" if shapes.cuda else "cpu"])
+    chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING[shapes.device])
     few = min(rows, HEAD_ROWS)
     head = (few * shapes.itemsize + chosen) * shapes.spec.vocab + _sliced(shapes, few) + _in_int8(shapes, few, _HEAD)
     return max(prefill, decode, head)
@@ -68,7 +68,7 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int
     if not shapes.kv_format.is_dense:  # heads side by side, as they are stored, and those that stay
         attention += tokens * KV * size + 2 * (tokens * (P + held) // P) * shapes.kv.row_bytes
     if shapes.may_widen:  # queries, keys, values and the context of a few heads
-        few = max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK, P))
+        few = max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK["cpu"], P))
         attention += 16 * spec.head_dim * min(tokens * spec.heads, few)
     return max(mlp, attention, norm)
 
@@ -80,8 +80,8 @@ def chunk_bytes(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
 
 
 def _chunk_elements(shapes: Shapes, tokens: int, P: int, held: int) -> int:
-    chunk, spec, keys = min(QUERY_CHUNK, P), shapes.spec, P + held
-    most = max(CHUNK_ELEMENTS["cuda" if shapes.cuda else "cpu"], spec.groups * chunk * keys)
+    chunk, spec, keys = min(QUERY_CHUNK[shapes.device], P), shapes.spec, P + held
+    most = max(CHUNK_ELEMENTS[shapes.device], spec.groups * chunk * keys)
     return min(tokens * keys // P * spec.heads * chunk, most)
 
 
@@ -134,7 +134,7 @@ def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     slots = shapes.most_slots
     scores = batch * spec.heads * slots
     # a few heads in float32, or rotated
-    few = max(slots * spec.head_dim, COPIED_ELEMENTS["cuda" if shapes.cuda else "cpu"])
+    few = max(slots * spec.head_dim, COPIED_ELEMENTS[shapes.device])
     quantised = not shapes.kv_format.is_dense
     copies = 8 * (shapes.may_widen or quantised) + (_rotating(shapes) if shapes.rule.rope else 0)
     copies += 2 * size * (quantised and shapes.cuda)

@@ -230,10 +230,10 @@ class Attention:
         fields = (self.rule.metadata, self.rule.growth)
         return KVLayout(self.batch, self.heads, segments, self.head_dim, KVFormat.dense(dtype), *fields)
 
-    def work(self, phase: str, dtype: torch.dtype) -> int:
+    def work(self, device: Device, dtype: torch.dtype, phase: str) -> int:
         """Flops, or bytes of K and V, of one head of one sequence."""
         if phase == "prefill":
-            return 4 * self.head_dim * prefill_pairs(self.tokens)
+            return 4 * self.head_dim * prefill_pairs(self.tokens, device.torch_device.type)
         return self.layout(dtype).kv_bytes // (self.batch * self.heads)
 
 
@@ -256,10 +256,10 @@ def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, s
     batch = scale.sequences * (1 if prefill else SEQUENCES)
     cases = {dim: Attention(rule, batch, WIDTH // dim, dim, scale.prompt) for dim in HEAD_DIMS}
     taken = {dim: of_head(case) for dim, case in cases.items()}
-    work = {dim: case.work(phase, dtype) for dim, case in cases.items()}
+    work = {dim: case.work(device, dtype, phase) for dim, case in cases.items()}
     first = HEAD_DIMS[0]
     short = replace(cases[first], batch=scale.sequences * SEQUENCES, tokens=scale.short)
-    short_taken, short_work = of_head(short), short.work(phase, dtype)
+    short_taken, short_work = of_head(short), short.work(device, dtype, phase)
     slope = beyond(taken[first], short_taken) / (work[first] - short_work)
     constant = max(0.0, short_taken - slope * short_work)
     rates = {dim: work[dim] / beyond(taken[dim], constant) for dim in HEAD_DIMS}

@@ -64,8 +64,7 @@ def test_any_chunks_give_the_plain_formula(B, KV, group, D, chunk, elements, dat
     lengths = [T] + [data.draw(st.integers(1, T), "length") for _ in range(B - 1)]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("QUERY_CHUNK", chunk), ("CHUNK_ELEMENTS", elements)):
-            per_device = isinstance(getattr(attention, name), dict)
-            patch.setattr(attention, name, {"cpu": value} if per_device else value)
+            patch.setattr(attention, name, {"cpu": value})
         assert_like_naive(B, KV, group, T, D, lengths, data.draw(st.integers(0, 2**32), "seed"))
 
 
@@ -87,7 +86,7 @@ def test_queries_behind_held_tokens_see_them_and_no_empty_place(B, KV, group, he
     weights = torch.rand(B, T, generator=generator)
     empty = torch.arange(held) >= torch.tensor(there)[:, None]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "QUERY_CHUNK", chunk)
+        patch.setattr(attention, "QUERY_CHUNK", {"cpu": chunk})
         context, score = attention.causal_attention_with_scores(q, k, v, weights, empty)
     for b, n in enumerate(there):
         seen = [*range(n), *range(held, held + T)]
@@ -279,7 +278,7 @@ def test_the_plan_counts_the_buffers_of_chunks(monkeypatch, dtype, slow, T, grou
     with Buffers() as buffers:
         attention.causal_attention_with_scores(q, k, k, real([T, 1], T))
     spec = SimpleNamespace(heads=KV * group, groups=group)
-    shapes = SimpleNamespace(cuda=False, itemsize=dtype.itemsize, spec=spec)
+    shapes = SimpleNamespace(device="cpu", itemsize=dtype.itemsize, spec=spec)
     planned = chunk_bytes(shapes, B * T, T)
     if slow and dtype.itemsize == 2:
         planned = planned * 2 // 3  # not known to the plan: as if it were fast
