@@ -39,7 +39,7 @@ def _float_of(_, x):
         if x == types.uint16:
             bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.IntType(32)(16))
             return builder.bitcast(bits, ir.FloatType())
-        return args[0]
+        return args[0] if x == types.float32 else builder.fptrunc(args[0], ir.FloatType())
 
     return types.float32(x), convert
 
@@ -61,7 +61,7 @@ def _element(_, x, array):
         if kind == types.int8:
             nearest = builder.module.declare_intrinsic("llvm.rint", (ir.FloatType(),))
             return builder.fptosi(builder.call(nearest, args[:1]), i8)
-        return args[0]
+        return args[0] if kind == types.float32 else builder.fpext(args[0], ir.DoubleType())
 
     return kind(types.float32, array), convert
 

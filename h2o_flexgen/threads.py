@@ -57,6 +57,6 @@ def compiled():
 
 def float_array(x: Tensor) -> np.ndarray:
     """Floats on the CPU as compiled loops take them, in the same memory: fp16 as their bits in int16, bf16 as theirs in
-    uint16, fp32 as they are."""
+    uint16, fp32 and fp64 as they are."""
     bits = {torch.float16: torch.int16, torch.bfloat16: torch.uint16}
     return x.view(bits.get(x.dtype, x.dtype)).numpy()

@@ -14,7 +14,7 @@ from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Blocks, Dense, Int4, Int8
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPE = (24, 192)
 
 
