@@ -360,19 +360,19 @@ class Quantised:
 
 def _by_heads(kernel, arrays: list[np.ndarray], x: Tensor, out: Tensor) -> None:
     """A compiled loop over the heads of a cache, shared among all threads."""
-    arrays = [*arrays, x.numpy(), out.numpy()]
+    size, arrays = arrays[-1].size, [*arrays, x.numpy(), out.numpy()]
 
     def part(begin: int, end: int) -> None:
         kernel(*(each[begin:end] for each in arrays))
 
-    in_threads(part, len(out), arrays[0].size)
+    in_threads(part, len(out), size)
 
 
-def prepare_cache(form: KVFormat) -> None:
-    """Compile what attends to a cache on a CPU, or read it from numba's cache: once, before memory is measured."""
+def prepare_cache(form: KVFormat, dtype: torch.dtype) -> None:
+    """Compile what stores floats of `dtype` in a cache on a CPU and attends to it, or read it from numba's cache: once,
+    before memory is measured."""
     if form.is_compiled:
-        width, dtype = (64, form.k.dtype) if form.is_dense else (form.k.group, torch.bfloat16)
-        form.stored(*torch.zeros(2, 2, 1, width))
+        width = 64 if form.is_dense else form.k.group
         k, v = form.stored(*torch.zeros(2, 2, 1, width, dtype=dtype))
         queries = torch.zeros(2, 2, width)
         for part in torch.zeros(2, 2, 1), torch.zeros(2, 2, 2)[..., :1]:  # of a cache in several segments, a part
@@ -403,7 +403,7 @@ def encode_parts(form: Format, shape: Shape, parts: Iterable[tuple[int, Tensor]]
 def decode_bytes(formats: Iterable[Format], dtype: torch.dtype, cuda: bool) -> int:
     """What decoding takes besides its result in `dtype`: codes and floats of a part, these twice where they become
     codes of 8 bits, and of a matrix with heads also the part before its rows are in order. Compiled loops take
-    nothing."""
+    scales and minima only, which are not counted."""
     quantised = [form for form in formats if not isinstance(form, Dense)]
     if not quantised or (not cuda and compiled()):
         return 0

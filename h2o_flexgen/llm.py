@@ -129,7 +129,7 @@ class LLM:
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
         for form in cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
             if not self.device.is_cuda:
-                prepare_cache(form)
+                prepare_cache(form, self.dtype)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
         name, stored = dtype_name(self.dtype), dict(formats=self.model.formats, dummy=self.model.is_dummy)
         stored |= dict(copy_bytes=self.model.source.copy_bytes, compressed=compress_weight is not None)

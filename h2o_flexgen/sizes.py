@@ -32,7 +32,7 @@ SORTING = {"cpu": 30, "cuda": 50}
 GROUP_ROWS = 128
 #: attention over prompts: probabilities held at once (what stays in a CPU's cache, or fills a GPU), and queries
 #: of one chunk; measured on 2 cores, prompts of 64 to 2048 tokens: with 128 queries, which waste few pairs, up to a
-#: quarter less time than with 256, and at 2048 tokens up to a sixth more
+#: quarter less time than with 256, and at 2048 tokens up to a sixth more; on CUDA not measured
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 QUERY_CHUNK = {"cpu": 128, "cuda": 256}
 #: attention over caches: elements of K that are copied at once, to widen or to rotate them

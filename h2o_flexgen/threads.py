@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from platform import machine
 
@@ -23,15 +23,21 @@ def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
     cuts = [count * n // parts for n in range(parts + 1)]
     left = iter(list(zip(cuts, cuts[1:])))  # which gives each part to one thread, as long as there is a GIL
 
-    def some() -> None:
+    def take() -> None:
         for ends in left:
             work(*ends)
 
-    jobs = [_pool(threads - 1).submit(some) for _ in range(threads - 1)]
-    some()
-    for job in jobs:
-        if not job.cancel():  # a thread that sleeps wakes up too late for little work
-            job.result()
+    jobs = [_pool(threads - 1).submit(take) for _ in range(threads - 1)]
+    try:
+        take()
+    finally:
+        for _ in left:  # after an error nobody begins another part
+            pass
+        # a thread that sleeps wakes up too late for little work
+        begun = [job for job in jobs if not job.cancel()]
+        wait(begun)
+    for job in begun:
+        job.result()
 
 
 @cache

@@ -191,7 +191,7 @@ def load_model(
     if not all(isinstance(form, Dense) for form in formats.values()):
         prepare(dtype)
     if compute == "int8":
-        int8.prepare()
+        int8.prepare(dtype)
     name = model_name(model, path, weights)
     return LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight, compute)
 

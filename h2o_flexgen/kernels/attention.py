@@ -78,7 +78,8 @@ def _chunked(
     narrow = in_fp32 if slow or q.dtype == torch.float32 else torch.empty_like(in_fp32, dtype=q.dtype)
     # of 16-bit logits torch's softmax widens fp16 on CUDA as it goes; for others it would take one more tensor
     as_they_are = narrow is in_fp32 or (q.is_cuda and q.dtype == torch.float16)
-    # minima with this take a tenth of the time of filling by a mask
+    # minima with this take a tenth of the time of filling by a mask. NaN stays NaN: a key that overflows spoils the
+    # chunk that it is in (padding repeats a prompt's own token, `engine.batch`)
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     most = torch.where(above, float("-inf"), float("inf")).to(narrow.dtype)
     for a in range(0, B * KV, heads):
