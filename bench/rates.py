@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from math import prod
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import INT8, linear, rates
 from h2o_flexgen.offload.device import Device, as_numpy
 from h2o_flexgen.offload.disk import DiskIO, File, wait
@@ -43,13 +45,14 @@ def disk_rate(path: Path) -> float:
 def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) -> float:
     """Operations per second on the CPU of matmuls of `rows` rows with matrices of these (out, in) shapes, with nothing
     between them. Of torch.int8 codes are multiplied by the fastest kernel, without what makes codes of floats."""
-    make, call = torch.randn, linear
     if dtype == torch.int8:
-        make = torch.ones
-        call = partial(int8.multiply, places=torch.arange(0), kernel=rates().kernel(INT8, rows))
-    weights = [make(shape, dtype=dtype) for shape in shapes]
-    inputs = {width: make(rows, width, dtype=dtype) for _, width in shapes}
-    calls = [partial(call, inputs[w.shape[1]], w) for w in weights]
+        kernel = rates().kernel(INT8, rows)
+        weights = [Int8Weight(torch.ones(shape, dtype=dtype), torch.ones(shape[0])) for shape in shapes]
+        inputs = [int8.Rows.of(torch.ones(rows, width, dtype=dtype)) for _, width in shapes]
+        outs = [torch.empty(rows, out) for out, _ in shapes]
+        calls = [partial(int8.multiply, *each, None, kernel, out) for *each, out in zip(inputs, weights, outs)]
+    else:
+        calls = [partial(linear, torch.randn(rows, w[1], dtype=dtype), torch.randn(w, dtype=dtype)) for w in shapes]
     times: list[float] = []
     with torch.inference_mode():
         while len(times) < 16 or sum(times) < SECONDS:
@@ -57,4 +60,4 @@ def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) ->
             for call in calls:
                 call()
             times.append(time.perf_counter() - begin)
-    return 2 * rows * sum(w.numel() for w in weights) / median(times)
+    return 2 * rows * sum(map(prod, shapes)) / median(times)

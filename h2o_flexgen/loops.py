@@ -2,68 +2,18 @@
 (docs/formats.md). They release the GIL, so that threads can share the rows of a matrix (`threads.py`).
 
 So that loops are vectorised, their lengths are not known when they are compiled, and what is added up to an index is
-unsigned (`U`). Arrays of floats are those of `threads.float_array`: numba has no type for those of 16 bits.
+unsigned (`U`). Arrays of floats are those of `threads.float_array`.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
-from h2o_flexgen.tiles import TILE_IN, TILE_OUT, TILE_ROWS, tiles  # noqa: F401, one module has all loops
+from h2o_flexgen import tiles  # noqa: F401, compiled under the same conditions
+from h2o_flexgen.floats import bits_of, element, float_of, from_bits
 
 U = np.uint64
-
-
-@intrinsic
-def _bits(_, x):
-    """The bits of a float32, as uint32."""
-    return types.uint32(types.float32), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
-
-
-@intrinsic
-def _float(_, bits):
-    """The float32 of these bits."""
-    return types.float32(types.uint32), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
-
-
-@intrinsic
-def _float_of(_, x):
-    """An element of an array of floats (`threads.float_array`) as float32."""
-
-    def convert(_, builder, __, args):
-        if x == types.int16:
-            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-        if x == types.uint16:
-            bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.IntType(32)(16))
-            return builder.bitcast(bits, ir.FloatType())
-        return args[0] if x == types.float32 else builder.fptrunc(args[0], ir.FloatType())
-
-    return types.float32(x), convert
-
-
-@intrinsic
-def _element(_, x, array):
-    """A float32 as an element of an array, of floats or of codes of 8 bits: the nearest one, of two the even one."""
-    kind = array.dtype
-
-    def convert(_, builder, __, args):
-        i8, i16, i32 = map(ir.IntType, (8, 16, 32))
-        if kind == types.int16:
-            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), i16)
-        if kind == types.uint16:
-            bits = builder.bitcast(args[0], i32)
-            odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
-            rounded = builder.add(bits, builder.add(odd, i32(0x7FFF)))
-            return builder.trunc(builder.lshr(rounded, i32(16)), i16)
-        if kind == types.int8:
-            nearest = builder.module.declare_intrinsic("llvm.rint", (ir.FloatType(),))
-            return builder.fptosi(builder.call(nearest, args[:1]), i8)
-        return args[0] if kind == types.float32 else builder.fpext(args[0], ir.DoubleType())
-
-    return kind(types.float32, array), convert
 
 
 # codes to floats, and to other codes
@@ -78,12 +28,12 @@ def _decode_row(codes, scale, minimum, factor, first, step, half, out):
         if half:
             high = low + U(half)
             for i in range(U(half)):
-                out[low + i] = _element((np.float32(codes[at + i] & np.uint8(15)) * s + m) * factor, out)
+                out[low + i] = element((np.float32(codes[at + i] & np.uint8(15)) * s + m) * factor, out)
             for i in range(U(half)):
-                out[high + i] = _element((np.float32(codes[at + i] >> np.uint8(4)) * s + m) * factor, out)
+                out[high + i] = element((np.float32(codes[at + i] >> np.uint8(4)) * s + m) * factor, out)
         else:
             for i in range(size):
-                out[low + i] = _element((np.float32(codes[at + i]) * s + m) * factor, out)
+                out[low + i] = element((np.float32(codes[at + i]) * s + m) * factor, out)
 
 
 @njit(nogil=True, cache=True)
@@ -113,8 +63,8 @@ def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
         for g in range(scale.shape[1]):
             s, m = scale[r, g], minimum[r, g]
             one, other = (m, np.float32(15) * s + m) if half else (m, np.float32(127) * s)
-            most = max(most, max(_bits(abs(one)), _bits(abs(other))))
-        largest = _float(most)
+            most = max(most, max(bits_of(abs(one)), bits_of(abs(other))))
+        largest = from_bits(most)
         out_scale[order[r]] = largest / np.float32(127)
         factor = np.float32(127) / max(largest, np.float32(1e-30))
         _decode_row(codes[r], scale[r], minimum[r], factor, first, step, half, out[order[r]])
@@ -130,8 +80,8 @@ def scales(halves, begin, end, has_minimum, centre, scale, minimum):
     """
     for r in range(begin, end):
         for g in range(scale.shape[1]):
-            scale[r, g] = _float_of(halves[r, g, 0])
-            minimum[r, g] = _float_of(halves[r, g, 1]) if has_minimum else scale[r, g] * centre
+            scale[r, g] = float_of(halves[r, g, 0])
+            minimum[r, g] = float_of(halves[r, g, 1]) if has_minimum else scale[r, g] * centre
 
 
 # attention over a cache: sums in another order, but NaN stays NaN
@@ -151,7 +101,7 @@ def dots(keys, q, out):
             for g in range(q.shape[1]):
                 query, total = q[h, g], np.float32(0)
                 for i in range(len(query)):
-                    total += _float_of(key[i]) * query[i]
+                    total += float_of(key[i]) * query[i]
                 out[h, g, s] = total
 
 
@@ -165,7 +115,7 @@ def mix(values, p, out):
             for g in range(p.shape[1]):
                 weight, total = p[h, g, s], out[h, g]
                 for i in range(len(total)):
-                    total[i] += _float_of(value[i]) * weight
+                    total[i] += float_of(value[i]) * weight
 
 
 @njit(nogil=True, cache=True, fastmath=_SUMS)
@@ -177,7 +127,7 @@ def dots8(halves, codes, q, out):
     """
     for h in range(q.shape[0]):
         for s in range(codes.shape[1]):
-            c, scale = codes[h, s, 2:], _float_of(halves[h, s, 0])
+            c, scale = codes[h, s, 2:], float_of(halves[h, s, 0])
             for g in range(q.shape[1]):
                 query, total = q[h, g], np.float32(0)
                 for i in range(query.shape[0]):
@@ -191,7 +141,7 @@ def mix8(halves, codes, p, out):
     out[:] = 0
     for h in range(p.shape[0]):
         for s in range(codes.shape[1]):
-            c, scale = codes[h, s, 2:], _float_of(halves[h, s, 0])
+            c, scale = codes[h, s, 2:], float_of(halves[h, s, 0])
             for g in range(p.shape[1]):
                 weight, total = p[h, g, s] * scale, out[h, g]
                 for i in range(total.shape[0]):
@@ -206,7 +156,7 @@ def mix4(halves, codes, p, out):
     half = out.shape[2] // 2
     for h in range(p.shape[0]):
         for s in range(codes.shape[1]):
-            c, scale, least = codes[h, s, 4:], _float_of(halves[h, s, 0]), _float_of(halves[h, s, 1])
+            c, scale, least = codes[h, s, 4:], float_of(halves[h, s, 0]), float_of(halves[h, s, 1])
             for g in range(p.shape[1]):
                 weight, start = p[h, g, s] * scale, p[h, g, s] * least
                 low, high = out[h, g, :half], out[h, g, half:]
@@ -216,7 +166,7 @@ def mix4(halves, codes, p, out):
                     high[i] += np.float32(c[i] >> np.uint8(4)) * weight + start
 
 
-# floats to codes, and sums in int32 back to floats
+# floats to codes
 
 
 @njit(nogil=True, inline="always")
@@ -230,7 +180,7 @@ def _largest(row):
     """The bits of the largest absolute value."""
     largest = np.uint32(0)
     for i in range(len(row)):
-        largest = max(largest, _size(_bits(_float_of(row[i]))))
+        largest = max(largest, _size(bits_of(float_of(row[i]))))
     return largest
 
 
@@ -243,12 +193,12 @@ def encode8(x, begin, end, halves, codes):
     """
     for r in range(begin, end):
         row, target = x[r], codes[r, 2:]
-        halves[r, 0] = _element(_float(_largest(row)) / np.float32(127), halves)
-        scale = _float_of(halves[r, 0])
+        halves[r, 0] = element(from_bits(_largest(row)) / np.float32(127), halves)
+        scale = float_of(halves[r, 0])
         if 0 < scale < np.inf:
             for i in range(len(row)):
-                code = min(max(_float_of(row[i]) / scale, np.float32(-127)), np.float32(127))
-                target[i] = _element(code, target)
+                code = min(max(float_of(row[i]) / scale, np.float32(-127)), np.float32(127))
+                target[i] = element(code, target)
         else:  # all stand for 0, or for NaN
             target[:] = 0
 
@@ -261,7 +211,7 @@ def _ordered(bits):
 
 @njit(nogil=True, inline="always")
 def _code4(x, start, scale):
-    return np.uint8(np.rint(min(max((_float_of(x) - start) / scale, np.float32(0)), np.float32(15))))
+    return np.uint8(np.rint(min(max((float_of(x) - start) / scale, np.float32(0)), np.float32(15))))
 
 
 @njit(nogil=True, cache=True)
@@ -273,11 +223,11 @@ def encode4(x, begin, end, halves, codes):
         # NaN comes before all others, or after them
         first, last = np.int32(2**31 - 1), np.int32(-(2**31))
         for i in range(len(row)):
-            each = _ordered(np.int32(_bits(_float_of(row[i]))))
+            each = _ordered(np.int32(bits_of(float_of(row[i]))))
             first, last = min(first, each), max(last, each)
-        least, most = _float(np.uint32(_ordered(first))), _float(np.uint32(_ordered(last)))
-        halves[r, 0], halves[r, 1] = _element((most - least) / np.float32(15), halves), _element(least, halves)
-        scale, start = _float_of(halves[r, 0]), _float_of(halves[r, 1])
+        least, most = from_bits(np.uint32(_ordered(first))), from_bits(np.uint32(_ordered(last)))
+        halves[r, 0], halves[r, 1] = element((most - least) / np.float32(15), halves), element(least, halves)
+        scale, start = float_of(halves[r, 0]), float_of(halves[r, 1])
         if 0 < scale < np.inf:
             for i in range(half):
                 low = _code4(row[i], start, scale)
@@ -291,7 +241,7 @@ def encode4(x, begin, end, halves, codes):
 def _sum_abs(row):
     total = np.float32(0)
     for i in range(len(row)):
-        total += abs(_float_of(row[i]))
+        total += abs(float_of(row[i]))
     return total
 
 
@@ -300,7 +250,7 @@ def _above(row, limit):
     """How many absolute values are above the limit, which is given as its bits."""
     count = np.uint32(0)
     for i in range(len(row)):
-        count += np.uint32(_size(_bits(_float_of(row[i]))) > limit)
+        count += np.uint32(_size(bits_of(float_of(row[i]))) > limit)
     return count
 
 
@@ -319,23 +269,23 @@ def quantise(x, times, few, begin, end, codes, limit, largest):
         row, target = x[r], codes[r]
         most = top = _largest(row)  # of what stays, and the limit, as bits
         mean = np.float32(times * _sum_abs(row) / np.float32(len(row))) if few else np.float32(np.inf)
-        if mean < _float(most) < np.inf:
-            while _above(row, _bits(mean)) > few:
+        if mean < from_bits(most) < np.inf:
+            while _above(row, bits_of(mean)) > few:
                 mean *= np.float32(2)
-            top, most = _bits(mean), np.uint32(0)
+            top, most = bits_of(mean), np.uint32(0)
             for i in range(len(row)):
-                size = _size(_bits(_float_of(row[i])))
+                size = _size(bits_of(float_of(row[i])))
                 most = max(most, np.uint32(0) if size > top else size)
                 is_outlier[i] |= np.uint8(size > top)
-        limit[r], largest[r] = _float(top), _float(most)
-        factor = np.float32(127) / max(_float(most), np.float32(1e-30))
+        limit[r], largest[r] = from_bits(top), from_bits(most)
+        factor = np.float32(127) / max(from_bits(most), np.float32(1e-30))
         if most == top:
             for i in range(len(row)):
-                target[i] = _element(_float_of(row[i]) * factor, target)
+                target[i] = element(float_of(row[i]) * factor, target)
         else:
             for i in range(len(row)):
-                bits = _bits(_float_of(row[i]))
-                target[i] = _element(_float(np.uint32(0) if _size(bits) > top else bits) * factor, target)
+                bits = bits_of(float_of(row[i]))
+                target[i] = element(from_bits(np.uint32(0) if _size(bits) > top else bits) * factor, target)
     return is_outlier
 
 
@@ -345,36 +295,5 @@ def outliers(x, limit, columns, kept):
     none."""
     for r in range(len(x)):
         for u in range(len(columns)):
-            value = _float_of(x[r, columns[u]])
+            value = float_of(x[r, columns[u]])
             kept[r, u] = value if abs(value) > limit[r] else np.float32(0)
-
-
-@njit(nogil=True, inline="always")
-def _add_scaled(total, row, factor):
-    for o in range(len(total)):
-        total[o] += np.float32(row[o]) * factor
-
-
-@njit(nogil=True, cache=True)
-def scale_back(sums, scale, kept, columns, weight_scale, bias, begin, end, out):
-    """out[r] = weight_scale * (scale[r] * sums[r] + kept[r] @ columns) + bias, for rows `begin` to `end` of R; a row
-    adds its outliers up one after the other, so that it does not depend on the columns in which others have some.
-
-    Args:
-        sums: (R, O), columns: (U, O); whole numbers of any type.
-        scale: (R,); kept: (R, U); weight_scale, bias: (O,), all float32; out: (R, O) floats.
-    """
-    part = 1024
-    buffer = np.empty(part, np.float32)
-    for r in range(begin, end):
-        for at in range(0, out.shape[1], part):
-            stop = min(at + part, out.shape[1])
-            total, row, factor = buffer[: stop - at], sums[r, at:stop], scale[r]
-            for o in range(len(total)):
-                total[o] = np.float32(row[o]) * factor
-            for u in range(kept.shape[1]):
-                if kept[r, u] != 0:
-                    _add_scaled(total, columns[u, at:stop], kept[r, u])
-            s, b, target = weight_scale[at:stop], bias[at:stop], out[r, at:stop]
-            for o in range(len(total)):
-                target[o] = _element(total[o] * s[o] + b[o], target)

@@ -1,89 +1,211 @@
-"""A matmul in int8 for CPUs without instructions for it, compiled by numba: several times as fast there as torch's.
+"""Matmuls in int8, compiled by numba: tiles of a few rows and outputs, in the instruction that this CPU has for codes.
 
-A file of its own, which shares no code with `loops.py`: what numba keeps of a loop is dated by the file of that loop
-alone.
+    int16  vpmaddwd   16 pairs of 16 bits (AVX2): several times as fast as torch's operators on CPUs with nothing better
+    uint8  vpdpbusd   64 or 32 pairs of 8 bits (VNNI). The codes of x are unsigned there, 128 more than they are
+
+Every weight is read as it is stored, once; a block of it stays in a core's cache while all rows of x pass over it, and
+the sums of a tile become floats at once. oneDNN, whose operators torch has, lays a weight out anew in each call.
 """
 
 from __future__ import annotations
 
-from itertools import product
+from functools import reduce
+from itertools import product, repeat
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.extending import intrinsic
 
+from h2o_flexgen.floats import element
+
 U = np.uint64
-#: rows, outputs and inputs that are in the CPU's registers at once
-TILE_ROWS, TILE_OUT, TILE_IN = 2, 4, 16
-#: of the weight that all rows of x meet before the next: they stay in a core's cache meanwhile
+#: bytes of the weight that all rows of x meet before the next
 BLOCK_BYTES = 128 << 10
+#: outputs of a tile
+TILE_OUT = 4
+#: what makes codes of 8 bits unsigned
+OFFSET = 128
 
 
-@intrinsic
-def _tile(_, x, weight, width, sums, step):
-    """TILE_ROWS rows of x times TILE_OUT rows of a weight, all `width` wide, into sums, whose rows are `step` apart.
+class Tile(NamedTuple):
+    """Rows of x, and inputs, that are in the CPU's registers at once; sums in one register."""
 
-    Written in LLVM's language, since numba's own loops do not get at the one instruction that multiplies 16 pairs of
-    int16 and adds up each two neighbours.
+    rows: int
+    inputs: int
+    lanes: int
 
-    Args:
-        x, weight, sums: addresses of int16, int8 and int32.
-        width: a multiple of TILE_IN.
-    """
 
-    def build(_, builder, __, args):
-        x, weight, width, sums, step = args
-        i8, i16, i32, i64 = map(ir.IntType, (8, 16, 32, 64))
-        wide, half = ir.VectorType(i32, TILE_IN), ir.VectorType(i32, TILE_IN // 2)
-        even, odd = (half(list(range(first, TILE_IN, 2))) for first in (0, 1))
-        rows, outs, undefined = range(TILE_ROWS), range(TILE_OUT), wide(ir.Undefined)
+_FEATURES = get_host_cpu_features()
+_AVX512 = all(map(_FEATURES.get, ("avx512vnni", "avx512vl")))
+_VNNI = _AVX512 or _FEATURES.get("avxvnni")
+#: by what codes of x are in
+TILES = {"int16": Tile(2, 16, 8), "uint8": Tile(2, 32, 8) if _VNNI and not _AVX512 else Tile(4, 64, 16)}
+#: what they are best in here
+CODES = np.dtype("uint8" if _VNNI else "int16")
 
-        def address(base, row, width, column, size):
-            return builder.add(base, builder.mul(builder.add(builder.mul(width, i64(row)), column), i64(size)))
 
-        def load(base, row, kind):
-            size, vector = kind.width // 8, ir.VectorType(kind, TILE_IN)
-            pointer = builder.inttoptr(address(base, row, width, i, size), vector.as_pointer())
-            return builder.sext(builder.load(pointer, align=size), wide)
+def _add_products(builder, total, x, weight):
+    """Sums (lanes) int32, and the products of x (inputs) int16 or uint8 with a weight (inputs) int8 among them."""
+    i32, lanes = ir.IntType(32), total.type.count
+    if _VNNI and x.type.element.width == 8:
+        kind = ir.FunctionType(total.type, [total.type] * 3)  # as in llvm's first versions; later ones read it too
+        multiply = builder.module.declare_intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", (), kind)
+        return builder.call(multiply, [total, *(builder.bitcast(each, total.type) for each in (x, weight))])
+    wide, near = ir.VectorType(i32, x.type.count), x.type.count // lanes
+    widen = builder.sext if x.type.element.width == 16 else builder.zext
+    products = builder.mul(widen(x, wide), builder.sext(weight, wide))
+    parts = [_lanes(builder, products, products, range(n, x.type.count, near)) for n in range(near)]
+    return builder.add(total, reduce(builder.add, parts))
 
+
+def _lanes(builder, a, b, which):
+    """Some lanes of two vectors, counted through both."""
+    return builder.shuffle_vector(a, b, ir.VectorType(a.type.element, len(which))(list(which)))
+
+
+def _add_up(builder, vectors):
+    """The sum of each of several vectors, as one vector: halves of all are added until one lane of each is left."""
+    lanes = vectors[0].type.count
+    while lanes > 1:
+        pairs = list(zip(vectors[::2], vectors[1::2])) or [(vectors[0], vectors[0])]
+        every = range(vectors[0].type.count * min(2, len(vectors)))
+        low, high = ([n for n in every if (n % lanes < lanes // 2) == is_low] for is_low in (True, False))
+        vectors = [builder.add(_lanes(builder, *pair, low), _lanes(builder, *pair, high)) for pair in pairs]
+        lanes //= 2
+    return vectors[0]
+
+
+def _build(x_kind, rows):
+    """What writes a tile of so many rows (`_tile`)."""
+    tile, i8, i32, i64 = TILES[x_kind.dtype.name], *map(ir.IntType, (8, 32, 64))
+    code = ir.IntType(x_kind.dtype.bitwidth)
+
+    def build(context, builder, signature, args):
+        kinds, (r, o, at) = signature.args[:3], args[3:]
+        x, weight, sums = (context.make_array(kind)(context, builder, each) for kind, each in zip(kinds, args))
+
+        def addresses(array, first, count):
+            base, step = builder.ptrtoint(array.data, i64), builder.extract_value(array.strides, 0)
+            return [builder.add(base, builder.mul(builder.add(first, i64(n)), step)) for n in range(count)]
+
+        def pointer(address, element, column, count):
+            offset = builder.mul(column, i64(element.width // 8))
+            return builder.inttoptr(builder.add(address, offset), ir.VectorType(element, count).as_pointer())
+
+        def load(address, element):
+            return builder.load(pointer(address, element, i, tile.inputs), align=element.width // 8)
+
+        x_rows, weight_rows = addresses(x, r, rows), addresses(weight, o, TILE_OUT)
         before, loop, after = builder.block, *(builder.append_basic_block() for _ in range(2))
         builder.branch(loop)
         builder.position_at_end(loop)
-        i, totals = builder.phi(i64), {each: builder.phi(half) for each in product(rows, outs)}
-        xs, weights = [load(x, r, i16) for r in rows], [load(weight, o, i8) for o in outs]
-        following, added = builder.add(i, i64(TILE_IN)), {}
-        for r, o in totals:
-            products = builder.mul(xs[r], weights[o])
-            pair = (builder.shuffle_vector(products, undefined, each) for each in (even, odd))
-            added[r, o] = builder.add(totals[r, o], builder.add(*pair))
-        steps = {i: (i64(0), following)} | {totals[each]: (half([0] * half.count), added[each]) for each in added}
-        for variable, (first, then) in steps.items():
+        nothing = ir.VectorType(i32, tile.lanes)(None)
+        i, totals = builder.phi(i64), [builder.phi(nothing.type) for _ in range(rows * TILE_OUT)]
+        pairs = product([load(row, code) for row in x_rows], [load(row, i8) for row in weight_rows])
+        added = [_add_products(builder, total, *pair) for total, pair in zip(totals, pairs)]
+        following = builder.add(i, i64(tile.inputs))
+        for variable, first, then in [(i, i64(0), following), *zip(totals, repeat(nothing), added)]:
             variable.add_incoming(first, before)
             variable.add_incoming(then, loop)
-        builder.cbranch(builder.icmp_unsigned("<", following, width), loop, after)
+        builder.cbranch(builder.icmp_unsigned("<", following, builder.extract_value(x.shape, 1)), loop, after)
         builder.position_at_end(after)
-        add_up = builder.module.declare_intrinsic(
-            f"llvm.vector.reduce.add.v{half.count}i32", (), ir.FunctionType(i32, [half])
-        )
-        for r, o in added:
-            target = builder.inttoptr(address(sums, r, step, i64(o), 4), i32.as_pointer())
-            builder.store(builder.call(add_up, [added[r, o]]), target)
+        found = _add_up(builder, added)
+        for n, row in enumerate(addresses(sums, i64(0), rows)):
+            few = _lanes(builder, found, found, range(n * TILE_OUT, (n + 1) * TILE_OUT))
+            builder.store(few, pointer(row, i32, at, TILE_OUT), align=4)
 
-    return types.void(*[types.uint64] * 5), build
+    return build
+
+
+@intrinsic
+def _tile(_, x, weight, sums, r, o, at):
+    """A tile's rows of x (R, I) from `r` on times TILE_OUT rows of weight (O, I) int8 from `o` on, into the first rows
+    of sums (rows, n) int32 from column `at` on. I is a multiple of the tile's inputs.
+
+    Written in LLVM's language, since numba's own loops do not get at the instructions.
+    """
+    return types.void(x, weight, sums, *[types.int64] * 3), _build(x, TILES[x.dtype.name].rows)
+
+
+@intrinsic
+def _tile_of_one(_, x, weight, sums, r, o, at):
+    """The same of one row of x."""
+    return types.void(x, weight, sums, *[types.int64] * 3), _build(x, 1)
+
+
+@njit(nogil=True, inline="always")
+def _scale_row(sums, k, columns, near, scale, kept, r, weight_scale, bias, far, n, total, out):
+    """n elements of row r of the result, from `far` on: of row k of the sums and of the columns, both from `near` on.
+    `total` is for what is added up."""
+    k, near, r, far, factor = U(k), U(near), U(r), U(far), scale[r]
+    for o in range(U(n)):
+        total[o] = np.float32(sums[k, near + o]) * factor
+    for u in range(U(kept.shape[1])):
+        factor = kept[r, u]
+        if factor != 0:
+            for o in range(U(n)):
+                total[o] += np.float32(columns[u, near + o]) * factor
+    for o in range(U(n)):
+        out[r, far + o] = element(total[o] * weight_scale[far + o] + bias[far + o], out)
 
 
 @njit(nogil=True, cache=True)
-def tiles(x, weight, begin, end, sums):
-    """x (R, I) int16 @ weight.T (O, I) int8 into sums (R, O) int32, of the outputs `begin` to `end`. R, I, begin and
-    end are multiples of the sizes of a tile.
+def multiply(x, tile_rows, scale, kept, places, weight, weight_scale, bias, begin, end, out):
+    """out = weight_scale * (scale * (codes @ weight.T) + kept @ weight.T[places]) + bias, of the outputs `begin` to
+    `end`; a row adds its outliers up one after the other, so that it does not depend on those of others.
 
-    x holds codes of 8 bits: two products of such codes add up to 17 bits, and what multiplies 8 bits stops at 16.
+    Args:
+        x: (R, I), the codes in int16, or 128 more than they are in uint8.
+        tile_rows: of its tile.
+        scale: (R,); kept: (R, U), float32; places: (U,), the columns of what is kept.
+        weight: (O, I) int8; weight_scale, bias: (O,) float32. O is at least TILE_OUT.
+        out: (R, O) floats.
     """
-    width, out = U(x.shape[1]), U(len(weight))
-    x_at, weight_at, sums_at = U(x.ctypes.data), U(weight.ctypes.data), U(sums.ctypes.data)
-    block = max(U(BLOCK_BYTES) // (width * U(TILE_OUT)), U(1)) * U(TILE_OUT)
-    for first in range(U(begin), U(end), block):
-        for r in range(U(0), U(len(x)), U(TILE_ROWS)):
-            for o in range(first, min(first + block, U(end)), U(TILE_OUT)):
-                _tile(x_at + r * width * U(2), weight_at + o * width, width, sums_at + (r * out + o) * U(4), out)
+    rows, width = x.shape
+    step = tile_rows if rows >= tile_rows else 1
+    block = max(BLOCK_BYTES // (width * TILE_OUT), 1) * TILE_OUT
+    sums, total = np.empty((step, block), np.int32), np.empty(block, np.float32)
+    start, columns = np.zeros((1, block), np.int32), np.empty((len(places), block), np.int8)
+    ones = np.full((1, width), OFFSET, x.dtype)
+    for first in range(begin, end, block):
+        last = min(first + block, end)
+        first = min(first, last - TILE_OUT)  # what is computed twice is the same twice
+        n = last - first
+        for u in range(len(places)):
+            for o in range(n):
+                columns[u, o] = weight[first + o, places[u]]
+        if x.itemsize == 1:
+            for o in range(first, last, TILE_OUT):
+                o = min(o, last - TILE_OUT)
+                _tile_of_one(ones, weight, start, 0, o, o - first)
+        for r in range(0, rows, step):
+            r = min(r, rows - step)
+            for o in range(first, last, TILE_OUT):
+                o = min(o, last - TILE_OUT)
+                if step == 1:
+                    _tile_of_one(x, weight, sums, r, o, o - first)
+                else:
+                    _tile(x, weight, sums, r, o, o - first)
+            for k in range(step):
+                if x.itemsize == 1:
+                    for o in range(U(n)):
+                        sums[k, o] = np.int32(sums[k, o] - start[0, o])
+                _scale_row(sums, k, columns, 0, scale, kept, r + k, weight_scale, bias, first, n, total, out)
+
+
+@njit(nogil=True, cache=True)
+def scale_back(sums, scale, kept, columns, weight_scale, bias, begin, end, out):
+    """The same of sums that are known, for rows `begin` to `end`.
+
+    Args:
+        sums: (R, O), columns: (U, O); whole numbers of any type.
+    """
+    part = 1024
+    total = np.empty(part, np.float32)
+    for r in range(begin, end):
+        for at in range(0, out.shape[1], part):
+            n = min(part, out.shape[1] - at)
+            _scale_row(sums, r, columns, at, scale, kept, r, weight_scale, bias, at, n, total, out)

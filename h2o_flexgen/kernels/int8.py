@@ -1,4 +1,4 @@
-"""x @ W.T + b in int8: codes times codes add up to int32 exactly, by torch's own operators.
+"""x @ W.T + b in int8: codes times codes add up to int32 exactly, by torch's own operators or a compiled loop.
 
 Every row of x (a token) gets a scale of its own, so a token does not depend on its neighbours. A few elements far above
 the others of their row would take the precision of all: they stay floats (LLM.int8(), arXiv 2208.07339). Which they are
@@ -9,8 +9,8 @@ the bit.
 
     native   `torch._int_mm` with W.T as its right operand, which it lays out anew in every call
     turned   the same with W as its left operand, and x.T as the right one: with few rows that is several times faster
-    tiled    a loop compiled for this CPU, a few rows and outputs at a time: several times as fast as torch's on CPUs
-             without instructions for int8, and with few rows on others
+    tiled    a loop compiled for this CPU (`tiles.py`), which reads W as it is stored, and makes floats of sums while
+             these are in the CPU's cache
     floats   through fp32, a slice of W at a time: where no other can
     packed   oneDNN's, on a W that was laid out for it beforehand, with codes + 128 in uint8: on signed ones it is slow
 
@@ -19,8 +19,9 @@ All are tried out first, and timed by `kernels.linear`; where torch's are wrong 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -83,16 +84,42 @@ def int8_linears(
     rows = x.reshape(-1, x.shape[-1])
     outs = [x.new_empty(len(rows), len(weight.scale)) for weight, _ in layers]
     for part, *part_outs in zip(rows.split(INT8_ROWS), *(out.split(INT8_ROWS) for out in outs)):
-        codes, scale, kept, places = quantise(part.contiguous(), outliers)
+        quantised = quantise(part.contiguous(), outliers)
         for (weight, bias), out in zip(layers, part_outs):
-            sums, columns = multiply(codes, weight.codes, places, kernel)
-            _scale_back(sums, scale, kept, columns, weight.scale, bias, out)
+            multiply(quantised, weight, bias, kernel, out)
     return [out.view(*x.shape[:-1], -1) for out in outs]
 
 
-def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (R, I), contiguous -> codes (R, I) int8 and scale (R,) fp32; kept (R, U) fp32, the outliers, 0 where an element
-    is none, and places (U,), their columns in x."""
+@dataclass
+class Rows:
+    """Rows of activations in int8.
+
+    Attributes:
+        codes: (R, I) int8.
+        scale: (R,) fp32.
+        kept: (R, U) fp32, the outliers, 0 where an element is none.
+        places: (U,), their columns.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    kept: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor) -> Rows:
+        """Whole numbers, without outliers."""
+        return cls(codes, torch.ones(len(codes)), torch.empty(len(codes), 0), torch.arange(0))
+
+    @cached_property
+    def for_tiles(self) -> np.ndarray:
+        """The codes as tiles take them. By numpy: as fast as torch, whose threads would have to be woken up."""
+        tiles, codes = compiled().tiles, self.codes.numpy()
+        return codes.view(np.uint8) ^ tiles.OFFSET if tiles.CODES == np.uint8 else codes.astype(tiles.CODES)
+
+
+def quantise(x: Tensor, outliers: bool = True) -> Rows:
+    """Of x (R, I), contiguous."""
     loops = None if x.is_cuda else compiled()
     if loops is None:
         return _quantise_by_torch(x.float(), outliers)
@@ -104,10 +131,10 @@ def quantise(x: Tensor, outliers: bool = True) -> tuple[Tensor, Tensor, Tensor, 
     kept = torch.empty(rows, len(places))
     if len(places):
         loops.outliers(array, limit.numpy(), places.numpy(), kept.numpy())
-    return codes, largest / MOST, kept, places
+    return Rows(codes, largest / MOST, kept, places)
 
 
-def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _quantise_by_torch(x: Tensor, outliers: bool) -> Rows:
     size = x.abs()
     limit = TIMES * size.mean(dim=1, keepdim=True)
     if not outliers:
@@ -119,22 +146,7 @@ def _quantise_by_torch(x: Tensor, outliers: bool) -> tuple[Tensor, Tensor, Tenso
     places = is_outlier.any(dim=0).nonzero()[:, 0]
     codes, scale = torch.empty_like(x, dtype=torch.int8), torch.empty_like(x[:, 0])
     quantise_rows(x.masked_fill(is_outlier, 0.0), codes, scale)
-    return codes, scale, torch.where(is_outlier, x, 0.0)[:, places], places
-
-
-def _scale_back(
-    sums: Tensor, scale: Tensor, kept: Tensor, columns: Tensor, weight_scale: Tensor, bias: Tensor | None, out: Tensor
-) -> None:
-    """Into `out` (R, O), of any float type, what loops.scale_back says."""
-    loops = None if sums.is_cuda else compiled()
-    if loops is None:
-        wide = (scale[:, None] * sums).addmm_(kept, columns.float()).mul_(weight_scale)
-        out.copy_(wide if bias is None else wide.add_(bias))
-        return
-    bias = torch.zeros_like(weight_scale) if bias is None else bias.float()
-    arrays = [t.numpy() for t in (sums, scale, kept, columns, weight_scale, bias)]
-    target = float_array(out)
-    in_threads(lambda a, b: loops.scale_back(*arrays, a, b, target), len(out), out.numel())
+    return Rows(codes, scale, torch.where(is_outlier, x, 0.0)[:, places], places)
 
 
 def prepare(dtype: torch.dtype) -> None:
@@ -152,19 +164,37 @@ def prepare(dtype: torch.dtype) -> None:
 # the kernels
 
 
-def multiply(codes: Tensor, weight: Tensor, places: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
-    """codes (R, I) int8 @ weight.T (O, I), or from `pack` -> sums (R, O), int32 or floats that hold whole numbers, and
-    the columns of the weight at `places` (U,), as (U, O). Of a packed weight they are its sums of unit vectors."""
-    if not weight.is_mkldnn:
-        return _sums(codes, weight, kernel), weight.index_select(1, places).t().contiguous()
-    units = codes.new_zeros(len(places), codes.shape[1]).scatter_(1, places[:, None], 1)
-    return packed(torch.cat([codes, units]), weight).tensor_split([len(codes)])
+def multiply(x: Rows, weight: Int8Weight, bias: Tensor | None, kernel: str, out: Tensor) -> None:
+    """x @ weight.T + bias into `out` (R, O), of any float type."""
+    if kernel == "tiled" and not weight.codes.is_mkldnn and may_tile(weight.codes.shape):
+        return tiled(x, weight, bias, out)
+    sums, columns = _sums(x, weight.codes, kernel)
+    loops = None if sums.is_cuda else compiled()
+    if loops is None:
+        wide = (x.scale[:, None] * sums).addmm_(x.kept, columns.float()).mul_(weight.scale)
+        out.copy_(wide if bias is None else wide.add_(bias))
+        return
+    arrays = [t.numpy() for t in (sums, x.scale, x.kept, columns, weight.scale, _fp32(bias, weight))]
+    target = float_array(out)
+    in_threads(lambda a, b: loops.tiles.scale_back(*arrays, a, b, target), len(out), out.numel())
 
 
-def _sums(codes: Tensor, weight: Tensor, kernel: str) -> Tensor:
+def _fp32(bias: Tensor | None, weight: Int8Weight) -> Tensor:
+    return torch.zeros_like(weight.scale) if bias is None else bias.float()
+
+
+def _sums(x: Rows, weight: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
+    """codes (R, I) @ weight.T (O, I) -> sums (R, O), int32 or floats that hold whole numbers, and the columns of the
+    weight at x.places, as (U, O). Of a packed weight they are its sums of unit vectors."""
+    codes, places = x.codes, x.places
+    if weight.is_mkldnn:
+        units = codes.new_zeros(len(places), codes.shape[1]).scatter_(1, places[:, None], 1)
+        return packed(torch.cat([codes, units]), weight).tensor_split([len(codes)])
     if codes.is_cuda:
-        return _on_cuda(codes, weight)
-    return KERNELS[kernel](codes, weight) if is_exact(kernel) else floats(codes, weight)
+        sums = _on_cuda(codes, weight)
+    else:
+        sums = SUMS[kernel if kernel in SUMS and is_exact(kernel) else "floats"](codes, weight)
+    return sums, weight.index_select(1, places).t().contiguous()
 
 
 def native(codes: Tensor, weight: Tensor) -> Tensor:
@@ -190,30 +220,39 @@ def floats(codes: Tensor, weight: Tensor) -> Tensor:
     return sums.t().contiguous()
 
 
-def may_tile(width: int) -> bool:
-    """Whether a weight of this width is never multiplied as floats on this CPU but for the last few of its rows."""
-    return is_exact("tiled") and width % compiled().TILE_IN == 0
+def may_tile(shape: Sequence[int]) -> bool:
+    """Whether tiles cover a weight (O, I), and work on this CPU."""
+    return is_exact("tiled") and shape[0] >= compiled().tiles.TILE_OUT and shape[1] % _tile().inputs == 0
 
 
-def tiled(codes: Tensor, weight: Tensor) -> Tensor:
-    """By a compiled loop; what tiles do not cover, by `floats`."""
-    loops, (rows, width), out = compiled(), codes.shape, len(weight)
-    count, tall = out // loops.TILE_OUT, loops.TILE_OUT
-    if width % loops.TILE_IN:
-        return floats(codes, weight)
-    # by numpy: as fast as torch, whose threads would have to be woken up
-    x = np.zeros((rows + -rows % loops.TILE_ROWS, width), np.int16)
-    x[:rows] = codes.numpy()
-    sums = torch.empty(len(x), out, dtype=torch.int32)
-    arrays, size = (x, weight.contiguous().numpy()), codes.numel() * out // PRODUCTS
-    in_threads(lambda a, b: loops.tiles(*arrays, a * tall, b * tall, sums.numpy()), count, size)
-    if out % tall:
-        sums[:rows, count * tall :] = floats(codes, weight[count * tall :])
-    return sums[:rows]
+def _tile():
+    return compiled().tiles.TILES[compiled().tiles.CODES.name]
 
 
-#: of weights that are not packed
-KERNELS = {"native": native, "turned": turned, "tiled": tiled, "floats": floats}
+def tiled(x: Rows, weight: Int8Weight, bias: Tensor | None, out: Tensor) -> None:
+    """As `multiply`, by a compiled loop."""
+    tiles, codes, target = compiled().tiles, x.for_tiles, float_array(out)
+    arrays = [t.numpy() for t in (x.scale, x.kept, x.places, weight.codes, weight.scale, _fp32(bias, weight))]
+    last, tall = len(weight.codes), tiles.TILE_OUT
+
+    def part(begin: int, end: int) -> None:
+        # the last part has the outputs that are left over
+        end = last if end == last // tall else end * tall
+        tiles.multiply(codes, _tile().rows, *arrays, begin * tall, end, target)
+
+    in_threads(part, last // tall, codes.size * last // PRODUCTS)
+
+
+def _sums_by_tiles(codes: Tensor, weight: Tensor) -> Tensor:
+    out = torch.empty(len(codes), len(weight))
+    tiled(Rows.of(codes), Int8Weight(weight, torch.ones(len(weight))), None, out)
+    return out
+
+
+#: kernels that give sums, of weights that are not packed
+SUMS = {"native": native, "turned": turned, "floats": floats}
+#: all kernels of weights that are not packed
+KERNELS = (*SUMS, "tiled")
 
 
 def _on_cuda(codes: Tensor, weight: Tensor) -> Tensor:
@@ -245,9 +284,9 @@ def pack(weight: Tensor) -> Tensor:
 
 def _extremes() -> tuple[Tensor, Tensor]:
     """Of which 16-bit sums would overflow, as those of some older CPUs do."""
-    codes = torch.full((24, 144), 127, dtype=torch.int8)
+    codes = torch.full((24, 192), 127, dtype=torch.int8)
     codes[::2] = -127
-    weight = torch.arange(72 * 144).remainder(255).sub(127).to(torch.int8).view(72, 144)
+    weight = torch.arange(72 * 192).remainder(255).sub(127).to(torch.int8).view(72, 192)
     weight[::3] = 127
     return codes, weight
 
@@ -263,7 +302,7 @@ def _works(kernel) -> bool:
 @cache
 def is_exact(kernel: str) -> bool:
     """Whether one of KERNELS is right here."""
-    return _works(KERNELS[kernel])
+    return _works(SUMS.get(kernel, _sums_by_tiles))
 
 
 @cache

@@ -316,8 +316,8 @@ def measure() -> KernelRates:
     return KernelRates(linear, attention)
 
 
-def _multiply_next(x: Tensor, weights: Iterator[Tensor], kernel: str) -> None:
-    int8.multiply(x, next(weights), torch.arange(0), kernel)
+def _multiply_next(x: Tensor, weights: Iterator[Int8Weight], kernel: str, out: Tensor) -> None:
+    int8.multiply(int8.Rows.of(x), next(weights), None, kernel, out)
 
 
 def _calls() -> dict[tuple, tuple[Callable, int]]:
@@ -339,9 +339,10 @@ def _calls() -> dict[tuple, tuple[Callable, int]]:
     kernels = [name for name in int8.KERNELS if int8.is_exact(name) or name == "native"]
     weights = {name: matrices for name in kernels if name != "floats" or "tiled" not in kernels}
     weights |= {"packed": [int8.pack(codes) for codes in matrices]} if int8.can_pack() else {}
-    for rows, (name, weight) in product(ROWS, weights.items()):
-        x, turns = torch.ones(rows, INT8_SHAPE[1], dtype=torch.int8), cycle(weight)
-        call = partial(_multiply_next, x, turns, name)
+    scale = torch.ones(INT8_SHAPE[0])
+    for rows, (name, codes) in product(ROWS, weights.items()):
+        x, turns = torch.ones(rows, INT8_SHAPE[1], dtype=torch.int8), cycle(Int8Weight(c, scale) for c in codes)
+        call = partial(_multiply_next, x, turns, name, torch.empty(rows, INT8_SHAPE[0]))
         calls[INT8, name, rows] = call, 2 * rows * matrices[0].numel()
     for dtype in (*_HALVES, torch.float32):
         q = torch.full(ATTENTION_SHAPE, 0.1, dtype=dtype)

@@ -103,7 +103,7 @@ def _in_int8(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
     for name, shape in shapes.streamed[layer].items():
         if shapes.in_int8(name):
             out = _slice(shapes, name) if layer == _HEAD else shape[0]
-            is_tiled = not shapes.cuda and may_tile(shape[1])
+            is_tiled = not shapes.cuda and may_tile(shape)
             each = 18 if shapes.cuda else 3 if is_tiled else 5
             sizes.append(rows * (each * shape[1] + 12 * out) + WIDEN_BYTES * (not is_tiled))
     return max(sizes)

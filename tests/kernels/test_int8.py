@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -84,7 +85,7 @@ def test_threads_lose_no_outlier_of_each_other(monkeypatch):
     alone = int8.quantise(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for _ in range(20):
-        assert all(map(torch.equal, int8.quantise(x), alone))
+        assert all(map(torch.equal, vars(int8.quantise(x)).values(), vars(alone).values()))
 
 
 def test_floats_beside_int8_stay_exact():
@@ -95,27 +96,44 @@ def test_floats_beside_int8_stay_exact():
     assert torch.allclose(found[1], expected[1], rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("width", [192, WIDTH], ids=["tiles", "no tiles"])
 @pytest.mark.parametrize("kernel", int8.KERNELS)
-def test_every_kernel_gives_the_same_to_the_bit(kernel, monkeypatch):
-    (_, weight), x, bias = weights(), activations(), torch.randn(OUT)
+def test_every_kernel_gives_the_same_to_the_bit(kernel, width, monkeypatch):
+    (_, weight), x, bias = weights(width=width), activations(width=width), torch.randn(OUT)
     expected = int8_linear(x, weight, bias)
-    monkeypatch.setattr(int8, "WIDEN_BYTES", 4 * WIDTH * 7)
+    monkeypatch.setattr(int8, "WIDEN_BYTES", 4 * width * 7)
     assert torch.equal(int8_linear(x, weight, bias, kernel=kernel), expected)
 
 
-@pytest.mark.parametrize("rows, width, out", [(1, 16, 4), (37, 208, 92), (2, 32, 6), (3, 24, 8)])
-def test_tiles_add_up_every_product(rows, width, out, monkeypatch):
-    """In each of three threads; what they do not cover, another kernel does."""
-    pytest.importorskip("numba")
+@pytest.mark.parametrize("codes", ["int16", "uint8"])
+@pytest.mark.parametrize("rows, width, out", [(1, 64, 4), (3, 64, 5), (4, 192, 8), (37, 576, 91), (6, 128, 300)])
+def test_tiles_are_the_same_in_any_codes(codes, rows, width, out, monkeypatch):
+    """In each of three threads, with outputs and rows left over and several blocks of the weight; without instructions
+    for `uint8` those of others do its work."""
+    tiles = pytest.importorskip("h2o_flexgen.tiles")
+    (_, weight), x, bias = weights(out, width), activations(rows, width), torch.randn(out)
+    expected = int8_linear(x, weight, bias)
+    monkeypatch.setattr(tiles, "CODES", np.dtype(codes))
     monkeypatch.setattr("h2o_flexgen.threads.SMALL", -1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    codes, weight = (torch.randint(-127, 128, (n, width), dtype=torch.int8) for n in (rows, out))
-    assert torch.equal(int8.tiled(codes, weight).long(), codes.long() @ weight.long().T)
+    assert int8.may_tile(weight.codes.shape)
+    assert torch.equal(int8_linear(x, weight, bias, kernel="tiled"), expected)
+
+
+@pytest.mark.parametrize("codes", ["int16", "uint8"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_tiles_add_up_the_largest_codes(codes, sign, monkeypatch):
+    tiles = pytest.importorskip("h2o_flexgen.tiles")
+    monkeypatch.setattr(tiles, "CODES", np.dtype(codes))
+    x, weight = torch.full((5, 16384), sign * 127).to(torch.int8), torch.full((6, 16384), 127, dtype=torch.int8)
+    out = torch.empty(5, 6, dtype=torch.float64)
+    int8.tiled(int8.Rows.of(x), Int8Weight(weight, torch.ones(6)), None, out)
+    assert (out == np.float32(sign * 16384 * 127 * 127)).all()
 
 
 def test_without_compiled_loops_there_are_no_tiles(monkeypatch):
     monkeypatch.setattr(int8, "compiled", lambda: None)
-    assert not int8._works(int8.tiled)
+    assert not int8._works(int8._sums_by_tiles)
 
 
 def test_a_packed_weight_gives_the_same_to_the_bit():

@@ -190,7 +190,7 @@ def test_a_kernel_that_is_far_too_slow_is_not_timed_with_more_rows(small_matrice
         time.sleep(0.3 if len(codes) >= 32 else 0)
         return int8.native(codes, weight)
 
-    monkeypatch.setitem(int8.KERNELS, "turned", slow)
+    monkeypatch.setitem(int8.SUMS, "turned", slow)
     monkeypatch.setattr(linear, "INT8_SHAPE", (32, 32))
     rates = linear.measure().linear["int8"]["turned"]
     assert max(called) == 32 and rates[32] == rates[128] == rates[512]
