@@ -50,7 +50,7 @@ def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) ->
         weights = [Int8Weight(torch.ones(shape, dtype=dtype), torch.ones(shape[0])) for shape in shapes]
         inputs = [int8.Rows.of(torch.ones(rows, width, dtype=dtype)) for _, width in shapes]
         outs = [torch.empty(rows, out) for out, _ in shapes]
-        calls = [partial(int8.multiply, *each, None, kernel, out) for *each, out in zip(inputs, weights, outs)]
+        calls = [partial(int8.multiply, x, [(w, None, out)], kernel) for x, w, out in zip(inputs, weights, outs)]
     else:
         calls = [partial(linear, torch.randn(rows, w[1], dtype=dtype), torch.randn(w, dtype=dtype)) for w in shapes]
     times: list[float] = []

@@ -41,7 +41,7 @@ CUDA_ROWS, CUDA_MULTIPLE = 16, 8
 #: products of as many codes add up to less than 2^24: fp32 has every whole number up to there
 EXACT_COLUMNS = 1024
 #: products that a compiled loop adds up in the time in which others pass over an element
-PRODUCTS = 16
+PRODUCTS = 32
 
 
 @dataclass
@@ -85,8 +85,7 @@ def int8_linears(
     outs = [x.new_empty(len(rows), len(weight.scale)) for weight, _ in layers]
     for part, *part_outs in zip(rows.split(INT8_ROWS), *(out.split(INT8_ROWS) for out in outs)):
         quantised = quantise(part.contiguous(), outliers)
-        for (weight, bias), out in zip(layers, part_outs):
-            multiply(quantised, weight, bias, kernel, out)
+        multiply(quantised, [(*layer, out) for layer, out in zip(layers, part_outs)], kernel)
     return [out.view(*x.shape[:-1], -1) for out in outs]
 
 
@@ -164,11 +163,19 @@ def prepare(dtype: torch.dtype) -> None:
 # the kernels
 
 
-def multiply(x: Rows, weight: Int8Weight, bias: Tensor | None, kernel: str, out: Tensor) -> None:
-    """x @ weight.T + bias into `out` (R, O), of any float type."""
-    if kernel == "tiled" and not weight.codes.is_mkldnn and may_tile(weight.codes.shape):
-        return tiled(x, weight, bias, out)
-    sums, columns = _sums(x, weight.codes, kernel)
+def multiply(x: Rows, layers: list[tuple[Int8Weight, Tensor | None, Tensor]], kernel: str) -> None:
+    """x @ weight.T + bias into out (R, O), of any float type, for each (weight, bias, out)."""
+    by_tiles = []
+    for weight, bias, out in layers:
+        if kernel == "tiled" and not weight.codes.is_mkldnn and may_tile(weight.codes.shape):
+            by_tiles.append((weight, bias, out))
+        else:
+            _scale_back(*_sums(x, weight.codes, kernel), x, weight, bias, out)
+    if by_tiles:
+        tiled(x, by_tiles)
+
+
+def _scale_back(sums: Tensor, columns: Tensor, x: Rows, weight: Int8Weight, bias: Tensor | None, out: Tensor) -> None:
     loops = None if sums.is_cuda else compiled()
     if loops is None:
         wide = (x.scale[:, None] * sums).addmm_(x.kept, columns.float()).mul_(weight.scale)
@@ -229,23 +236,28 @@ def _tile():
     return compiled().tiles.TILES[compiled().tiles.CODES.name]
 
 
-def tiled(x: Rows, weight: Int8Weight, bias: Tensor | None, out: Tensor) -> None:
-    """As `multiply`, by a compiled loop."""
-    tiles, codes, target = compiled().tiles, x.for_tiles, float_array(out)
-    arrays = [t.numpy() for t in (x.scale, x.kept, x.places, weight.codes, weight.scale, _fp32(bias, weight))]
-    last, tall = len(weight.codes), tiles.TILE_OUT
+def tiled(x: Rows, layers: list[tuple[Int8Weight, Tensor | None, Tensor]]) -> None:
+    """As `multiply`, by a compiled loop, whose threads share the outputs of all layers."""
+    tiles, codes, jobs, count = compiled().tiles, x.for_tiles, [], 0
+    tall, shared = tiles.TILE_OUT, [t.numpy() for t in (x.scale, x.kept, x.places)]
+    for weight, bias, out in layers:
+        arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale, _fp32(bias, weight))]
+        jobs.append((count, [*shared, *arrays], float_array(out)))
+        count += out.shape[1] // tall
 
     def part(begin: int, end: int) -> None:
-        # the last part has the outputs that are left over
-        end = last if end == last // tall else end * tall
-        tiles.multiply(codes, _tile().rows, *arrays, begin * tall, end, target)
+        for first, arrays, target in jobs:
+            out = target.shape[1]
+            a, b = max(begin - first, 0), min(end - first, out // tall)
+            if a < b:  # the last part of a layer has the outputs that are left over
+                tiles.multiply(codes, _tile().rows, *arrays, a * tall, out if b == out // tall else b * tall, target)
 
-    in_threads(part, last // tall, codes.size * last // PRODUCTS)
+    in_threads(part, count, codes.size * count * tall // PRODUCTS)
 
 
 def _sums_by_tiles(codes: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(len(codes), len(weight))
-    tiled(Rows.of(codes), Int8Weight(weight, torch.ones(len(weight))), None, out)
+    tiled(Rows.of(codes), [(Int8Weight(weight, torch.ones(len(weight))), None, out)])
     return out
 
 

@@ -317,7 +317,7 @@ def measure() -> KernelRates:
 
 
 def _multiply_next(x: Tensor, weights: Iterator[Int8Weight], kernel: str, out: Tensor) -> None:
-    int8.multiply(int8.Rows.of(x), next(weights), None, kernel, out)
+    int8.multiply(int8.Rows.of(x), [(next(weights), None, out)], kernel)
 
 
 def _calls() -> dict[tuple, tuple[Callable, int]]:

@@ -88,6 +88,19 @@ def test_threads_lose_no_outlier_of_each_other(monkeypatch):
         assert all(map(torch.equal, vars(int8.quantise(x)).values(), vars(alone).values()))
 
 
+def test_layers_share_the_threads(monkeypatch):
+    """Of several sizes, some without tiles, cut where one layer ends and another begins or elsewhere."""
+    pytest.importorskip("numba")
+    sizes, x = (90, 4, 3, 300, 5), activations(width=192)
+    layers = [(weights(out, 192)[1], torch.randn(out) if out % 2 else None) for out in sizes]
+    expected = [int8_linear(x, *layer) for layer in layers]
+    monkeypatch.setattr("h2o_flexgen.threads.SMALL", -1)
+    for threads in (1, 2, 3, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        found = int8.int8_linears(x, layers, kernel="tiled")
+        assert all(map(torch.equal, found, expected))
+
+
 def test_floats_beside_int8_stay_exact():
     (w, weight), x = weights(), activations()
     found = linear.linears(x, [(weight, None), (w, None), (weight, None)])
@@ -127,7 +140,7 @@ def test_tiles_add_up_the_largest_codes(codes, sign, monkeypatch):
     monkeypatch.setattr(tiles, "CODES", np.dtype(codes))
     x, weight = torch.full((5, 16384), sign * 127).to(torch.int8), torch.full((6, 16384), 127, dtype=torch.int8)
     out = torch.empty(5, 6, dtype=torch.float64)
-    int8.tiled(int8.Rows.of(x), Int8Weight(weight, torch.ones(6)), None, out)
+    int8.tiled(int8.Rows.of(x), [(Int8Weight(weight, torch.ones(6)), None, out)])
     assert (out == np.float32(sign * 16384 * 127 * 127)).all()
 
 
