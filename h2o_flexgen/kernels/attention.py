@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.linear import is_slow
-from h2o_flexgen.sizes import CHUNK_ELEMENTS, COPIED_ELEMENTS, QUERY_CHUNK
+from h2o_flexgen.sizes import CHUNK_ELEMENTS, QUERY_CHUNK, WIDENED_ELEMENTS
 
 #: keys (n, 1, S, D) of some KV heads, and their places among all B * KV -> the same, rotated
 Rotate = Callable[[Tensor, slice], Tensor]
@@ -182,7 +182,7 @@ def _cached_attention_by_parts(
     queries = q.reshape(B * KV, H // KV, 1, D)
     k, v = ([x.view(B * KV, 1, -1, x.shape[-1]) for x in segments] for segments in (k, v))
     empty = None if empty is None else empty.expand(B, KV, S).reshape(B * KV, 1, S)
-    few = max(1, COPIED_ELEMENTS[q.device.type] // (S * D))
+    few = max(1, WIDENED_ELEMENTS[q.device.type] // (S * D))
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
     context, received = torch.empty_like(queries), torch.empty(B * KV, 1, S, dtype=torch.float32, device=q.device)
     for begin in range(0, B * KV, few):

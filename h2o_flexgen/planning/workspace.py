@@ -7,7 +7,6 @@ from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.sizes import (
     CHUNK_ELEMENTS,
-    COPIED_ELEMENTS,
     HEAD_ROWS,
     INT8_ROWS,
     OUTLIER_ROWS,
@@ -16,6 +15,7 @@ from h2o_flexgen.sizes import (
     SORTING,
     WIDEN_BYTES,
     WIDEN_ROWS,
+    WIDENED_ELEMENTS,
     matmul_rows,
     micro_tokens,
     slice_rows,
@@ -48,7 +48,8 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int
     mlp = tokens * (3 * E + inner) * size + max(_widened(shapes, tokens), _in_int8(shapes, tokens))
     # hidden states, normed, and the sum; queries, keys, values, and the context
     attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
-    norm = tokens * E * (3 * size + 8)  # RMSNorm's two tensors in fp32
+    # RMSNorm's tensors in fp32, of a few rows
+    norm = tokens * E * 2 * size + min(tokens * E, WIDENED_ELEMENTS[shapes.device]) * (8 + size)
     if shapes.rule.scores_prompt:
         metadata = dict(shapes.rule.metadata)
         remembered = sum(metadata[name].itemsize for name in metadata.keys() - {"score", "position"})
@@ -134,7 +135,7 @@ def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     slots = shapes.most_slots
     scores = batch * spec.heads * slots
     # a few heads in float32, or rotated
-    few = max(slots * spec.head_dim, COPIED_ELEMENTS[shapes.device])
+    few = max(slots * spec.head_dim, WIDENED_ELEMENTS[shapes.device])
     quantised = not shapes.kv_format.is_dense
     copies = 8 * (shapes.may_widen or quantised) + (_rotating(shapes) if shapes.rule.rope else 0)
     copies += 2 * size * (quantised and shapes.cuda)
