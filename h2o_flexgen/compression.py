@@ -57,16 +57,6 @@ def in_matmuls(form: Format, dtype: torch.dtype, compute: str, is_head: bool = F
     return form if is_head else Int8() if compute == "int8" else Dense(dtype)
 
 
-def when_loaded(
-    formats: dict[str, Format], layers: list[dict[str, Shape]], dtype: torch.dtype, compute: str
-) -> dict[str, Format]:
-    """What quantised matrices become where all are decoded once, when they are loaded: what matmuls read. For matmuls
-    in int8 the embedding, in the first layer, stays as it is, since its rows are floats; the head too if that is it."""
-    quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
-    stays = layers[0] if compute == "int8" else {}
-    return {name: f if name in stays else in_matmuls(f, dtype, compute) for name, f in quantised.items()}
-
-
 def check_compute(compute: str, formats: dict[str, Format]) -> None:
     """Raises UserError unless `compute` is known, and for int8 there are matrices in 8 or 4 bits among `formats`."""
     if compute not in COMPUTE:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cli_tools import FP32, ON_DISK, ON_GPU, end, environment, percent, start, wide
 
+from bench.checkpoint import write_gguf
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine import step
 from h2o_flexgen.offload.device import Device
@@ -48,16 +49,22 @@ CASES = [
     ("llama", "ram", "vatp:first=4", ""),
     ("llama", "ram", "full", INT4),
     ("llama", "disk", "h2o", ""),
+    ("gguf", "ram", "full", "--compute int8"),
 ]
 
 
 @pytest.mark.parametrize("config, placement, budget, formats", CASES)
 def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget, formats):
-    (tmp_path / "config.json").write_text(json.dumps({"opt": LARGE, "llama": LLAMA}[config]))
+    model = ("--model", tmp_path, "--path", "_DUMMY_")
+    if config == "gguf":
+        write_gguf(LLAMA | {"num_hidden_layers": 16, "rope_theta": 1e4}, tmp_path / "model.gguf", "Q8_0")
+        model = ("--model", tmp_path / "model.gguf")
+    else:
+        (tmp_path / "config.json").write_text(json.dumps({"opt": LARGE, "llama": LLAMA}[config]))
     report = tmp_path / "report.json"
     limit = () if budget == "full" else ("--hh-ratio", 0.2, "--kv-rule", budget)
     # two blocks: what the plan counts is all in use at once from the second on
-    job = ("--model", tmp_path, "--path", "_DUMMY_", *FP32, "--prompt-len", 64, "--gen-len", 3, "--num-prompts", 24)
+    job = (*model, *FP32, "--prompt-len", 64, "--gen-len", 3, "--num-prompts", 24)
     where = ("--gpu-batch-size", 8, "--num-gpu-batches", 2, "--offload-dir", tmp_path / "offload")
     where += percent(PLACEMENTS[placement])
     code, _, err = end(start(*job, *where, *limit, *formats.split(), "--report", report), timeout=300)

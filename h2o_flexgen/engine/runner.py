@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.compression import when_loaded
 from h2o_flexgen.engine.batch import Sequence, make_batches
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
@@ -20,7 +19,7 @@ from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.checkpoint import Decoded
+from h2o_flexgen.offload.checkpoint import Decoded, when_loaded
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
@@ -145,8 +144,8 @@ class Runner:
         self.transport = Transport(self.device, self.offload_root, job.policy.overlap)
         layers, source = self.model.layers, self.model.source
         if job.decoded:
-            shapes = [layer.shapes for layer in layers]
-            source = Decoded(source, when_loaded(self.model.formats, shapes, self.model.dtype, self.model.compute))
+            layers, formats = when_loaded(self.model.formats, layers, self.model.dtype, self.model.compute)
+            source = Decoded(source, formats)
         gathered = {short: tensor for layer in layers for short, tensor in layer.gathered.items()}
         streamed = [layer.streamed for layer in layers]
         self.weights = WeightStore(

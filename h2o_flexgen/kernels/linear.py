@@ -111,6 +111,11 @@ def packs_int8() -> bool:
     return rates().packs(INT8) and int8.can_pack()
 
 
+def always_tiles() -> bool:
+    """Whether tiles, which hold no sums (`int8.tiled`), are the kernel of all matmuls in int8 that they cover."""
+    return not packs_int8() and all(_chosen_int8(rows) == "tiled" for rows in ROWS)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.compression import compressed
+from h2o_flexgen.compression import compressed, in_matmuls
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Dense, Format, Quantised, convert, encode_parts
+from h2o_flexgen.formats import Dense, Format, Int8, Quantised, convert, encode_parts
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.models.spec import Layer
@@ -35,6 +35,8 @@ from h2o_flexgen.sizes import PAGE, aligned
 PART = 1 << 22
 #: names that safetensors has for the dtypes of weights
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+#: what the name of a copy of a tensor ends with
+COPY = " (copy)"
 #: standard deviation of random weights, as OPT starts training with
 STD = 0.02
 #: elements that all random tensors share, since drawing 60 GB of them would take many minutes
@@ -212,6 +214,21 @@ class Checkpoint:
             convert(flat[at : at + len(part)], part)
 
 
+def when_loaded(
+    formats: dict[str, Format], layers: list[Layer], dtype: torch.dtype, compute: str
+) -> tuple[list[Layer], dict[str, Format]]:
+    """The layers of a model whose quantised matrices are all decoded once, when they are loaded, and what these become:
+    what matmuls read. For matmuls in int8 the embedding, in the first layer, stays as it is, since its rows are floats;
+    a head that is tied to it is a copy, with a name of its own."""
+    quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
+    stays = quantised.keys() & layers[0].shapes if compute == "int8" else {}
+    found = {name: f if name in stays else in_matmuls(f, dtype, compute) for name, f in quantised.items()}
+    tensors = layers[-1].streamed.items()
+    head = {short: (name + COPY if name in stays else name, shape) for short, (name, shape) in tensors}
+    found |= {name: Int8() for name, _ in head.values() if name.endswith(COPY)}
+    return [*layers[:-1], replace(layers[-1], streamed=head)], found
+
+
 class Decoded:
     """A checkpoint whose quantised matrices are decoded when they are read, into those of `formats`; none may be on
     disk."""
@@ -221,15 +238,16 @@ class Decoded:
         self.on_disk = source.on_disk
 
     def format(self, name: str) -> Format:
-        return self._formats.get(name) or self._source.format(name)
+        return self._formats.get(name) or self._source.format(name.removesuffix(COPY))
 
     def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
         """Fill `out`, as `Checkpoint.read`."""
-        form, shape = self._source.format(name), tuple(out.shape)
+        original, shape = name.removesuffix(COPY), tuple(out.shape)
+        form = self._source.format(original)
         if isinstance(form, Dense) or self.format(name) == form:
-            return self._source.read(name, out, io)
+            return self._source.read(original, out, io)
         stored = form.view(torch.empty(form.nbytes(shape), dtype=torch.uint8, device=out.device), shape)
-        self._source.read(name, stored, io)
+        self._source.read(original, stored, io)
         stored.into(out)
 
 

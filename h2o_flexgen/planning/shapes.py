@@ -7,12 +7,13 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from h2o_flexgen.compression import cache_format, in_memory, when_loaded
+from h2o_flexgen.compression import cache_format, in_memory
 from h2o_flexgen.formats import Dense, Format, Int8, KVFormat
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.spec import Layer, ModelSpec
+from h2o_flexgen.offload.checkpoint import when_loaded
 from h2o_flexgen.sizes import Workload
 
 
@@ -65,12 +66,12 @@ class ModelData:
         return cls(spec, layers, dtype, found, cuda, dummy, copy_bytes, compute, compressed=compressed)
 
     def decoded(self) -> ModelData | None:
-        """With the quantised matrices of the checkpoint decoded once, when they are loaded (`compression.when_loaded`).
+        """With the quantised matrices of the checkpoint decoded once, when they are loaded (`when_loaded`).
         None if there are none, or they are wanted as they are."""
         if self.compressed or all(map(self.is_dense, self.formats)):
             return None
-        shapes = [layer.shapes for layer in self.layers]
-        return replace(self, formats=self.formats | when_loaded(self.formats, shapes, self.torch_dtype, self.compute))
+        layers, formats = when_loaded(self.formats, self.layers, self.torch_dtype, self.compute)
+        return replace(self, layers=layers, formats=self.formats | formats)
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """With the cache of a job."""

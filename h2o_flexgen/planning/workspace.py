@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from h2o_flexgen.kernels.int8 import may_tile
+from h2o_flexgen.kernels.linear import always_tiles
 from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.sizes import (
@@ -98,15 +99,16 @@ def _widened(shapes: Shapes, tokens: int) -> int:
 
 
 def _in_int8(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
-    """Of a matmul in int8: codes of x in 8 bits and 16, on CUDA also what its operators make of them, sums in int32 and
-    floats of the result; where compiled loops do not cover the weight, x in floats and a slice of the weight."""
+    """Of a matmul in int8: codes of x in 8 bits and 16, on CUDA also what its operators make of them; sums in int32 and
+    floats of the result, but for tiles; where these do not cover the weight, x in floats and a slice of the weight."""
     rows, sizes = min(rows, INT8_ROWS) + OUTLIER_ROWS, [0]
     for name, shape in shapes.streamed[layer].items():
         if shapes.in_int8(name):
             out = _slice(shapes, name) if layer == _HEAD else shape[0]
-            is_tiled = not shapes.cuda and may_tile(shape)
-            each = 18 if shapes.cuda else 3 if is_tiled else 5
-            sizes.append(rows * (each * shape[1] + 12 * out) + WIDEN_BYTES * (not is_tiled))
+            has_tiles = not shapes.cuda and may_tile(shape)
+            each = 18 if shapes.cuda else 3 if has_tiles else 5
+            sums = 0 if has_tiles and always_tiles() else 12
+            sizes.append(rows * (each * shape[1] + sums * out) + WIDEN_BYTES * (not has_tiles))
     return max(sizes)
 
 

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Int8, Quantised
+from h2o_flexgen.formats import GGUF, Int8, Quantised
+from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile, in_place
 from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.source import find_model
@@ -242,11 +243,11 @@ IN_RAM = {"percent": (100, 0, 100, 0, 100, 0)}
 SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
 
-def quantised_llama(folder: Path, kind: Type) -> zoo.Tiny:
+def quantised_llama(folder: Path, kind: Type, **changes) -> zoo.Tiny:
     """A random llama in a GGUF file, as transformers reads it."""
     from transformers import AutoModelForCausalLM
 
-    path = write_gguf(folder / "model.gguf", zoo.build("llama", folder / "checkpoint", **SIZES), kind)
+    path = write_gguf(folder / "model.gguf", zoo.build("llama", folder / "checkpoint", **SIZES, **changes), kind)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
     return zoo.Tiny("llama", model, path)
 
@@ -393,6 +394,20 @@ def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
             scores = [text.token_logprobs for text in llm.score(prompts, 2)]
             found.append(([o.outputs[0].token_ids for o in outputs], scores))
     assert found[0] == found[1] == found[2] and found[3] == found[4] and found[0] != found[3]
+
+
+def test_a_tied_head_is_decoded_into_a_copy(tmp_path):
+    """For matmuls in int8, where all is decoded when it is loaded; the rows of the embedding stay floats."""
+    tied, name = quantised_llama(tmp_path, Type.Q4_0, tie_word_embeddings=True), "model.embed_tokens.weight"
+    prompts, found = [[5, 9, 7], [8, 3, 6, 4]], []
+    for policy in (Policy(), Policy(percent=(50, 0, 100, 0, 100, 0))):
+        with LLM(str(tied.folder), policy, compute="int8", device="cpu", dtype="float32", progress=False) as llm:
+            found.append([text.token_logprobs for text in llm.score(prompts, 1)])
+            head = llm.runner.weights.get(len(llm.model.layers) - 1)["head.weight"]
+            assert isinstance(head, Int8Weight) == llm.choice.decoded == (policy == Policy())
+            embedding = llm.runner.weights.resident.get(name) or llm.runner.weights.stored[name]
+            assert embedding.format == GGUF["Q4_0"]
+    assert found[0] == found[1]
 
 
 def test_a_search_counts_with_it_too(quantised):
