@@ -44,7 +44,7 @@ def disk_rate(path: Path) -> float:
 
 def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) -> float:
     """Operations per second on the CPU of matmuls of `rows` rows with matrices of these (out, in) shapes, with nothing
-    between them. Of torch.int8 codes are multiplied by the fastest kernel, without what makes codes of floats."""
+    between them. Of torch.int8 codes are multiplied by the fastest kernel, without making codes of floats."""
     if dtype == torch.int8:
         kernel = rates().kernel(INT8, rows)
         weights = [Int8Weight(torch.ones(shape, dtype=dtype), torch.ones(shape[0])) for shape in shapes]

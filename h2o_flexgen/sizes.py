@@ -42,7 +42,7 @@ STREAM_CHUNK = 256
 #: rows of a matmul in int8 at once, whose sums are in int32
 INT8_ROWS = 512
 #: columns with outliers that a matmul in int8 is planned with
-OUTLIER_ROWS = 32
+OUTLIER_COLUMNS = 64
 #: bytes of weights and rows of tokens in float32 at once, where matmuls in 16 bits go through float32
 WIDEN_BYTES, WIDEN_ROWS = 4 << 20, 512
 #: bytes of a quantised head that are decoded at once

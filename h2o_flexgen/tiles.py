@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import njit, types
+from numba import config, njit, types
 from numba.extending import intrinsic
 
 from h2o_flexgen.floats import element
@@ -38,7 +38,9 @@ class Tile(NamedTuple):
     lanes: int
 
 
-_FEATURES = get_host_cpu_features()
+# numba may have been told to compile for another CPU
+_IS_HOST = config.ENABLE_AVX and config.CPU_NAME is None and config.CPU_FEATURES is None
+_FEATURES = get_host_cpu_features() if _IS_HOST else {}
 _AVX512 = all(map(_FEATURES.get, ("avx512vnni", "avx512vl")))
 _VNNI = _AVX512 or _FEATURES.get("avxvnni")
 #: by what codes of x are in
@@ -51,9 +53,14 @@ def _add_products(builder, total, x, weight):
     """Sums (lanes) int32, and the products of x (inputs) int16 or uint8 with a weight (inputs) int8 among them."""
     i32, lanes = ir.IntType(32), total.type.count
     if _VNNI and x.type.element.width == 8:
-        kind = ir.FunctionType(total.type, [total.type] * 3)  # as in llvm's first versions; later ones read it too
+        # operands in int32, as LLVM has them up to 21; 22 has them in int8, and reads this form too
+        kind = ir.FunctionType(total.type, [total.type] * 3)
         multiply = builder.module.declare_intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", (), kind)
         return builder.call(multiply, [total, *(builder.bitcast(each, total.type) for each in (x, weight))])
+    if _FEATURES.get("avx2") and x.type.element.width == 16:
+        kind = ir.FunctionType(total.type, [x.type] * 2)
+        multiply = builder.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", (), kind)
+        return builder.add(total, builder.call(multiply, [x, builder.sext(weight, x.type)]))
     wide, near = ir.VectorType(i32, x.type.count), x.type.count // lanes
     widen = builder.sext if x.type.element.width == 16 else builder.zext
     products = builder.mul(widen(x, wide), builder.sext(weight, wide))
@@ -136,6 +143,12 @@ def _tile_of_one(_, x, weight, sums, r, o, at):
     return types.void(x, weight, sums, *[types.int64] * 3), _build(x, 1)
 
 
+@intrinsic
+def _tile_rows(_, x):
+    """Rows of a tile of x."""
+    return types.int64(x), lambda *_: ir.IntType(64)(TILES[x.dtype.name].rows)
+
+
 @njit(nogil=True, inline="always")
 def _scale_row(sums, k, columns, near, scale, kept, r, weight_scale, bias, far, n, total, out):
     """n elements of row r of the result, from `far` on: of row k of the sums and of the columns, both from `near` on.
@@ -153,23 +166,23 @@ def _scale_row(sums, k, columns, near, scale, kept, r, weight_scale, bias, far, 
 
 
 @njit(nogil=True, cache=True)
-def multiply(x, tile_rows, scale, kept, places, weight, weight_scale, bias, begin, end, out):
+def multiply(x, scale, kept, places, weight, weight_scale, bias, begin, end, out):
     """out = weight_scale * (scale * (codes @ weight.T) + kept @ weight.T[places]) + bias, of the outputs `begin` to
     `end`; a row adds its outliers up one after the other, so that it does not depend on those of others.
 
     Args:
         x: (R, I), the codes in int16, or 128 more than they are in uint8.
-        tile_rows: of its tile.
         scale: (R,); kept: (R, U), float32; places: (U,), the columns of what is kept.
         weight: (O, I) int8; weight_scale, bias: (O,) float32. O is at least TILE_OUT.
         out: (R, O) floats.
     """
     rows, width = x.shape
-    step = tile_rows if rows >= tile_rows else 1
+    step = _tile_rows(x) if rows >= _tile_rows(x) else 1
     block = max(BLOCK_BYTES // (width * TILE_OUT), 1) * TILE_OUT
     sums, total = np.empty((step, block), np.int32), np.empty(block, np.float32)
-    start, columns = np.zeros((1, block), np.int32), np.empty((len(places), block), np.int8)
-    ones = np.full((1, width), OFFSET, x.dtype)
+    columns = np.empty((len(places), block), np.int8)
+    # of unsigned codes: (codes + OFFSET) @ weight.T - OFFSET @ weight.T = codes @ weight.T
+    offset, too_much = np.full((1, width), OFFSET, x.dtype), np.empty((1, block), np.int32)
     for first in range(begin, end, block):
         last = min(first + block, end)
         first = min(first, last - TILE_OUT)  # what is computed twice is the same twice
@@ -180,7 +193,7 @@ def multiply(x, tile_rows, scale, kept, places, weight, weight_scale, bias, begi
         if x.itemsize == 1:
             for o in range(first, last, TILE_OUT):
                 o = min(o, last - TILE_OUT)
-                _tile_of_one(ones, weight, start, 0, o, o - first)
+                _tile_of_one(offset, weight, too_much, 0, o, o - first)
         for r in range(0, rows, step):
             r = min(r, rows - step)
             for o in range(first, last, TILE_OUT):
@@ -192,7 +205,7 @@ def multiply(x, tile_rows, scale, kept, places, weight, weight_scale, bias, begi
             for k in range(step):
                 if x.itemsize == 1:
                     for o in range(U(n)):
-                        sums[k, o] = np.int32(sums[k, o] - start[0, o])
+                        sums[k, o] = np.int32(sums[k, o] - too_much[0, o])
                 _scale_row(sums, k, columns, 0, scale, kept, r + k, weight_scale, bias, first, n, total, out)
 
 

@@ -11,7 +11,7 @@ the bit.
     turned   the same with W as its left operand, and x.T as the right one: with few rows that is several times faster
     tiled    a loop compiled for this CPU (`tiles.py`), which reads W as it is stored, and makes floats of sums while
              these are in the CPU's cache
-    floats   through fp32, a slice of W at a time: where no other can
+    floats   through fp32, a slice of W at a time: where no other can, and what tiles do not cover
     packed   oneDNN's, on a W that was laid out for it beforehand, with codes + 128 in uint8: on signed ones it is slow
 
 All are tried out first, and timed by `kernels.linear`; where torch's are wrong or missing, floats take their place.
@@ -156,6 +156,7 @@ def prepare(dtype: torch.dtype) -> None:
     x[0, 0] = 100  # an outlier
     for codes in (weight, pack(weight)) if can_pack() else (weight,):
         int8_linear(x, Int8Weight(codes, torch.ones(8)))
+    int8_linear(x, Int8Weight(weight, torch.ones(8)), kernel="tiled")
     for kernel in KERNELS:
         is_exact(kernel)
 
@@ -200,7 +201,7 @@ def _sums(x: Rows, weight: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
     if codes.is_cuda:
         sums = _on_cuda(codes, weight)
     else:
-        sums = SUMS[kernel if kernel in SUMS and is_exact(kernel) else "floats"](codes, weight)
+        sums = SUMS["floats" if kernel == "tiled" or not is_exact(kernel) else kernel](codes, weight)
     return sums, weight.index_select(1, places).t().contiguous()
 
 
@@ -229,11 +230,10 @@ def floats(codes: Tensor, weight: Tensor) -> Tensor:
 
 def may_tile(shape: Sequence[int]) -> bool:
     """Whether tiles cover a weight (O, I), and work on this CPU."""
-    return is_exact("tiled") and shape[0] >= compiled().tiles.TILE_OUT and shape[1] % _tile().inputs == 0
-
-
-def _tile():
-    return compiled().tiles.TILES[compiled().tiles.CODES.name]
+    if not is_exact("tiled"):
+        return False
+    tiles = compiled().tiles
+    return shape[0] >= tiles.TILE_OUT and shape[1] % tiles.TILES[tiles.CODES.name].inputs == 0
 
 
 def tiled(x: Rows, layers: list[tuple[Int8Weight, Tensor | None, Tensor]]) -> None:
@@ -250,7 +250,7 @@ def tiled(x: Rows, layers: list[tuple[Int8Weight, Tensor | None, Tensor]]) -> No
             out = target.shape[1]
             a, b = max(begin - first, 0), min(end - first, out // tall)
             if a < b:  # the last part of a layer has the outputs that are left over
-                tiles.multiply(codes, _tile().rows, *arrays, a * tall, out if b == out // tall else b * tall, target)
+                tiles.multiply(codes, *arrays, a * tall, out if b == out // tall else b * tall, target)
 
     in_threads(part, count, codes.size * count * tall // PRODUCTS)
 

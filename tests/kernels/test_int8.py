@@ -144,6 +144,15 @@ def test_tiles_add_up_the_largest_codes(codes, sign, monkeypatch):
     assert (out == np.float32(sign * 16384 * 127 * 127)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_tiles_are_compiled_before_they_are_used(dtype):
+    tiles = pytest.importorskip("h2o_flexgen.tiles")
+    int8.prepare(dtype)
+    known = len(tiles.multiply.signatures)
+    int8_linear(activations(width=192).to(dtype), weights(width=192)[1], kernel="tiled")
+    assert len(tiles.multiply.signatures) == known
+
+
 def test_without_compiled_loops_there_are_no_tiles(monkeypatch):
     monkeypatch.setattr(int8, "compiled", lambda: None)
     assert not int8._works(int8._sums_by_tiles)
