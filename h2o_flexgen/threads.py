@@ -1,4 +1,4 @@
-"""Runs compiled loops (`loops.py`) on all cores, or says that there are none."""
+"""Runs compiled loops (`loops.py`, `tiles.py`) on all cores, or says that there are none."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _add_up(builder, vectors):
 
 
 def _build(x_kind, rows):
-    """What writes a tile of so many rows (`_tile`)."""
+    """The code of a tile with this number of rows (`_tile`)."""
     tile, i8, i32, i64 = TILES[x_kind.dtype.name], *map(ir.IntType, (8, 32, 64))
     code = ir.IntType(x_kind.dtype.bitwidth)
 

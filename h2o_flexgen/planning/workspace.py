@@ -102,14 +102,17 @@ def _in_int8(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
     """Of a matmul in int8: codes of x in 8 bits and 16, on CUDA also what its operators make of them; sums in int32 and
     floats of the result, but for tiles; where these do not cover the weight, x in floats and a slice of the weight.
     Outliers stay floats, and the weight's columns of them may be rows of x."""
-    rows, sizes = min(rows, INT8_ROWS) + OUTLIER_COLUMNS, [0]
-    for name, shape in shapes.streamed[layer].items():
-        if shapes.in_int8(name):
-            out = _slice(shapes, name) if layer == _HEAD else shape[0]
-            has_tiles = not shapes.cuda and may_tile(shape)
-            each = 18 if shapes.cuda else 3 if has_tiles else 5
-            sums = 0 if has_tiles and always_tiles() else 12
-            sizes.append(rows * (each * shape[1] + 4 * OUTLIER_COLUMNS + sums * out) + WIDEN_BYTES * (not has_tiles))
+    matrices = {name: shape for name, shape in shapes.streamed[layer].items() if shapes.in_int8(name)}
+    if not matrices:
+        return 0
+    rows, sizes = min(rows, INT8_ROWS) + OUTLIER_COLUMNS, []
+    no_sums = not shapes.cuda and always_tiles()
+    for name, shape in matrices.items():
+        out = _slice(shapes, name) if layer == _HEAD else shape[0]
+        has_tiles = not shapes.cuda and may_tile(shape)
+        each = 18 if shapes.cuda else 3 if has_tiles else 5
+        sums = 0 if has_tiles and no_sums else 12
+        sizes.append(rows * (each * shape[1] + 4 * OUTLIER_COLUMNS + sums * out) + WIDEN_BYTES * (not has_tiles))
     return max(sizes)
 
 
