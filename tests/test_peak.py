@@ -41,7 +41,6 @@ PLACEMENTS = {"ram": ON_GPU, "cache": ("100", "0", "0", "0", "100", "0"), "disk"
 INT8 = "--compress-weight int8 --compress-cache int8 --compute int8"
 INT4 = "--compress-weight int4 --compress-cache int4"
 CASES = [
-    ("opt", "ram", "full", ""),
     ("opt", "cache", "h2o", ""),
     ("opt", "disk", "full", ""),
     ("opt", "disk", "snapkv", ""),
