@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from h2o_flexgen.compression import compressed
-from h2o_flexgen.engine.model import DUMMY
+from h2o_flexgen.engine.model import DUMMY, prepare_loops
 from h2o_flexgen.formats import Format
 from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.kv_cache import CacheRule, rule_for
@@ -88,17 +88,24 @@ def find(model: str | None, path: str | None = None) -> Found:
 
 
 def this_machine(
-    device_name: str, dtype: str, offload_dir: str | None, declared: str | None, compute: str = "exact"
+    device_name: str,
+    dtype: str,
+    offload_dir: str | None,
+    declared: str | None,
+    compute: str = "exact",
+    quantised: bool = False,
 ) -> Profile:
     """This machine's rates as they were measured, now if they never were, and its memory as it is now; `dtype` and
-    `compute` as for `LLM`, for weights of the type `declared`."""
+    `compute` as for `LLM`, for weights of the type `declared`, some of which may be `quantised`."""
     from transformers import AutoTokenizer  # noqa: F401  a job holds it
 
     device, root = Device(device_name), Path(offload_dir) if offload_dir else default_root()
     if device.is_cuda:
         device.start(None)
+    job = job_dtype(device, dtype, declared, compute=compute)
+    prepare_loops(job, quantised, compute)
     baseline = memory.baseline()
-    profile = load_or_measure(device, job_dtype(device, dtype, declared, compute=compute), root)
+    profile = load_or_measure(device, job, root)
     ram = memory.ram_in_all()
     gpu = device.free_bytes() + device.workspace_bytes if device.is_cuda else ram
     available = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}

@@ -319,8 +319,10 @@ class Quantised:
         return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
 
     def is_finite(self) -> bool:
-        codes = self.format.codes(self.raw, self.shape, 0, self.shape[0])
-        return all(bool(x.isfinite().all()) for x in (codes.scale, codes.minimum))
+        rows, width = self.shape
+        step = max(1, BUFFERED_PART // width)
+        parts = (self.format.codes(self.raw, self.shape, at, min(at + step, rows)) for at in range(0, rows, step))
+        return all(bool(x.isfinite().all()) for codes in parts for x in (codes.scale, codes.minimum))
 
     def decode(self, out: Tensor, begin: int = 0) -> None:
         """Write rows from `begin` on into `out`, (rows, I) contiguous, of any float type, on the same device; of a

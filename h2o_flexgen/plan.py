@@ -101,11 +101,16 @@ def run(args: argparse.Namespace) -> None:
 def profile_for(args: argparse.Namespace, found):
     """Of the machine that is asked about."""
     from h2o_flexgen.forecast import this_machine
+    from h2o_flexgen.kernels import linear
     from h2o_flexgen.planning.profile import Profile
 
     if args.hardware is not None:
-        return Profile.from_file(args.hardware)
-    return this_machine(args.device, args.dtype, args.offload_dir, found.declared, args.compute)
+        profile = Profile.from_file(args.hardware)
+        if profile.kernels is not None:  # how much a matmul holds depends on its kernel
+            linear.use(profile.kernels)
+        return profile
+    is_quantised = args.compress_weight is not None or bool(found.formats(None)[0])
+    return this_machine(args.device, args.dtype, args.offload_dir, found.declared, args.compute, is_quantised)
 
 
 def models_of(args: argparse.Namespace, found, profile) -> dict:

@@ -188,12 +188,18 @@ def load_model(
             source.compress(compress_weight, layers, progress)
     formats = {name: source.format(name) for name, shape in shapes.items() if len(shape) > 1}
     check_compute(compute, formats)
-    if not all(isinstance(form, Dense) for form in formats.values()):
+    prepare_loops(dtype, not all(isinstance(form, Dense) for form in formats.values()), compute)
+    name = model_name(model, path, weights)
+    return LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight, compute)
+
+
+def prepare_loops(dtype: torch.dtype, quantised: bool, compute: str) -> None:
+    """Load, or compile, the loops of a job that computes in `dtype`, which its process holds: once, before memory is
+    measured. `quantised`: some matrices are."""
+    if quantised:
         prepare(dtype)
     if compute == "int8":
         int8.prepare(dtype)
-    name = model_name(model, path, weights)
-    return LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight, compute)
 
 
 def _dummy_spec(model: str | None) -> ModelSpec:

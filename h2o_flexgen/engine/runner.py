@@ -19,7 +19,7 @@ from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.checkpoint import Decoded, when_loaded
+from h2o_flexgen.offload.checkpoint import Decoded
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
@@ -137,15 +137,14 @@ class Runner:
 
     def _load_weights(self, job) -> None:
         """Unless those that are loaded are placed as the job wants them."""
-        placed = (job.placement.weights, job.policy.overlap, job.decoded)
+        placed = (job.placement.weights, job.policy.overlap, job.decoding)
         if placed == self._placed:
             return
         self.close()
         self.transport = Transport(self.device, self.offload_root, job.policy.overlap)
         layers, source = self.model.layers, self.model.source
-        if job.decoded:
-            layers, formats = when_loaded(self.model.formats, layers, self.model.dtype, self.model.compute)
-            source = Decoded(source, formats)
+        if job.decoding is not None:
+            layers, source = job.decoding.layers, Decoded(source, job.decoding.formats)
         gathered = {short: tensor for layer in layers for short, tensor in layer.gathered.items()}
         streamed = [layer.streamed for layer in layers]
         self.weights = WeightStore(

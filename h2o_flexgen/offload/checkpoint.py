@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -214,41 +215,58 @@ class Checkpoint:
             convert(flat[at : at + len(part)], part)
 
 
-def when_loaded(
-    formats: dict[str, Format], layers: list[Layer], dtype: torch.dtype, compute: str
-) -> tuple[list[Layer], dict[str, Format]]:
-    """The layers of a model whose quantised matrices are all decoded once, when they are loaded, and what these become:
-    what matmuls read. For matmuls in int8 the embedding, in the first layer, stays as it is, since its rows are floats;
-    a head that is tied to it is a copy, with a name of its own."""
-    quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
-    stays = quantised.keys() & layers[0].shapes if compute == "int8" else {}
-    found = {name: f if name in stays else in_matmuls(f, dtype, compute) for name, f in quantised.items()}
-    tensors = layers[-1].streamed.items()
-    head = {short: (name + COPY if name in stays else name, shape) for short, (name, shape) in tensors}
-    found |= {name: Int8() for name, _ in head.values() if name.endswith(COPY)}
-    return [*layers[:-1], replace(layers[-1], streamed=head)], found
+class Decoding(NamedTuple):
+    """How a model is when its quantised matrices are all decoded once, when they are loaded.
+
+    Attributes:
+        layers: its tensors.
+        formats: what these matrices become.
+    """
+
+    layers: list[Layer]
+    formats: dict[str, Format]
+
+    @classmethod
+    def of(
+        cls, formats: dict[str, Format], layers: list[Layer], dtype: torch.dtype, compute: str, copies: bool = True
+    ) -> Decoding:
+        """Into what matmuls read. For matmuls in int8 the embedding, in the first layer, stays as it is stored, since
+        its rows are floats; a head that is tied to it becomes a copy with a name of its own, or without `copies` stays
+        too."""
+        quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
+        kept = quantised.keys() & layers[0].shapes if compute == "int8" else set()
+        found = {name: form if name in kept else in_matmuls(form, dtype, compute) for name, form in quantised.items()}
+        tied = {short: tensor for short, tensor in layers[-1].streamed.items() if tensor[0] in kept and copies}
+        head = {short: (name + COPY, shape) for short, (name, shape) in tied.items()}
+        found |= {name: Int8() for name, _ in head.values()}
+        return cls([*layers[:-1], replace(layers[-1], streamed=layers[-1].streamed | head)], found)
 
 
 class Decoded:
-    """A checkpoint whose quantised matrices are decoded when they are read, into those of `formats`; none may be on
-    disk."""
+    """A checkpoint whose quantised matrices are decoded when they are read, into those of `Decoding.formats`; none may
+    be on disk."""
 
     def __init__(self, source: Checkpoint, formats: dict[str, Format]):
         self._source, self._formats = source, formats
         self.on_disk = source.on_disk
 
     def format(self, name: str) -> Format:
-        return self._formats.get(name) or self._source.format(name.removesuffix(COPY))
+        return self._formats.get(name) or self._source.format(name)
 
     def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
         """Fill `out`, as `Checkpoint.read`."""
-        original, shape = name.removesuffix(COPY), tuple(out.shape)
-        form = self._source.format(original)
-        if isinstance(form, Dense) or self.format(name) == form:
-            return self._source.read(original, out, io)
-        stored = form.view(torch.empty(form.nbytes(shape), dtype=torch.uint8, device=out.device), shape)
-        self._source.read(original, stored, io)
-        stored.into(out)
+        form, name = self.format(name), name.removesuffix(COPY)
+        stored = self._source.find(name)
+        if form == stored.format:
+            self._source.read(name, out, io)
+        elif isinstance(out, Tensor) and not out.is_cuda:  # without a second matrix in RAM
+            for begin, rows in rows_of(stored, io):
+                rows.decode(out[begin : begin + rows.shape[0]])
+        else:
+            raw = torch.empty(stored.nbytes, dtype=torch.uint8, device=out.device)
+            whole = stored.format.view(raw, tuple(out.shape))
+            self._source.read(name, whole, io)
+            whole.into(out)
 
 
 def dummy_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,9 +13,10 @@ computed in one buffer, the other takes the first few layers of the next token s
 
 A checkpoint of another dtype is converted by the copy to CUDA. On the CPU compute converts a layer right before it
 uses it, with all cores: a thread that converts beside compute costs it more time than that takes. Quantised matrices
-stay as they are stored on every tier, and compute decodes a layer once for all batches, on either device. The head,
-which may be as large as many layers, is decoded by its matmul, a slice at a time. For matmuls in int8 (`compute`) codes
-of another format become codes of 8 bits, by layers and slices likewise; `Int8` is used as it is.
+stay as they are stored on every tier, unless all are decoded when they are loaded (`checkpoint.Decoded`). Compute
+decodes a layer once for all batches, on either device. The head, which may be as large as many layers, is decoded by
+its matmul, a slice at a time. For matmuls in int8 (`compute`) codes of another format become codes of 8 bits, by layers
+and slices likewise; `Int8` is used as it is.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import pack, packs, packs_int8
 from h2o_flexgen.models.spec import Tensors
 from h2o_flexgen.offload.checkpoint import (
+    COPY,
     Checkpoint,
     DummyCheckpoint,
     PagedRead,
@@ -201,7 +203,7 @@ class WeightStore:
                 if not is_finite(tensor):
                     narrowed = self.dtype == torch.float16 and source.format(name) != Dense(torch.float16)
                     advice = ", or too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
-                    cause = f"the weights {name!r} hold NaN or infinite numbers"
+                    cause = f"the weights {name.removesuffix(COPY)!r} hold NaN or infinite numbers"
                     raise UserError(f"{cause}: the checkpoint is broken{advice}")
                 self.resident[name] = _packed(tensor) if name in packed else tensor
                 shown.update(sizes[name])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from h2o_flexgen.compression import has_cache_format
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import CacheRule, rule_for
+from h2o_flexgen.offload.checkpoint import Decoding
 from h2o_flexgen.planning.budget import FORMATS, BudgetPoint, budget_choices, size_budget
 from h2o_flexgen.planning.cost import CostModel, Prediction
 from h2o_flexgen.planning.memory import Plan, Resources, plan_policy
@@ -29,7 +30,8 @@ class Choice:
     Attributes:
         rule: the cache rule of `kv_budget`.
         compress_cache, compress_weight: as for `LLM`, and not "auto".
-        decoded: quantised matrices are decoded when they are loaded: all are on the device, which has room for floats.
+        decoding: how quantised matrices are decoded when they are loaded, as the device has room for all of them in the
+            form that matmuls read; None where they stay as they are stored.
         plan: the bytes it needs. A policy that was given may need more than there is (`plan.check`).
         prediction: what it costs; None while this machine has not been measured.
         curve: where the KV budget or the format is "auto" the trade of slots and bits for throughput; else empty.
@@ -44,7 +46,7 @@ class Choice:
     prediction: Prediction | None
     compress_cache: str | None = None
     compress_weight: str | None = None
-    decoded: bool = False
+    decoding: Decoding | None = None
     curve: list[BudgetPoint] = field(default_factory=list)
 
 
@@ -136,22 +138,22 @@ class Planner:
     ) -> Choice:
         stored = replace(self.models[compress_weight], compress_cache=compress_cache)
         rule = rule_for(kv_budget, workload, stored.spec)
-        decoded = stored.decoded()
+        models = [*stored.decodings(), stored]
 
         def fits(policy: Policy) -> bool:
             """Whether all weights are on the device, and there is room for all that the plan counts."""
             on_device = policy.fractions("weights")[0] == 1
             return on_device and not self.plan(policy, rule, workload, resources)[1].missing()
 
-        for self.model in filter(None, (decoded, stored)):
+        for self.model in models:
             found = policy or self._resident(workload, resources, rule)
             if found is not None and (self.model is stored or fits(found)):
                 break
         else:
             found = self.search(rule, workload, resources).best().policy
-            self.model = decoded or stored
-            if not fits(found):
-                self.model = stored
+            for self.model in models:
+                if self.model is stored or fits(found):
+                    break
         policy = found
         placement, plan = self.plan(policy, rule, workload, resources)
         prediction = None
@@ -159,8 +161,8 @@ class Planner:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
             prediction = cost.predict(policy, placement, planned.prompt_lens)
-        formats, is_decoded = (compress_cache, compress_weight), self.model is not stored
-        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats, is_decoded)
+        formats = (compress_cache, compress_weight, self.model.decoding)
+        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats)
 
     def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""

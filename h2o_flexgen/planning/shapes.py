@@ -13,7 +13,7 @@ from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.spec import Layer, ModelSpec
-from h2o_flexgen.offload.checkpoint import when_loaded
+from h2o_flexgen.offload.checkpoint import Decoding
 from h2o_flexgen.sizes import Workload
 
 
@@ -31,6 +31,7 @@ class ModelData:
         copy_bytes: of a copy of the checkpoint in the cache folder.
         compute: "exact", or "int8" for matmuls in int8 with what is quantised.
         compressed: the formats were asked for, by `compress_weight`; else they are those of the checkpoint.
+        decoding: how quantised matrices were decoded, if layers and formats are those after that.
     """
 
     spec: ModelSpec
@@ -43,6 +44,7 @@ class ModelData:
     compute: str = "exact"
     compress_cache: str | None = None
     compressed: bool = False
+    decoding: Decoding | None = None
 
     @classmethod
     def of(
@@ -65,13 +67,15 @@ class ModelData:
         found |= formats or {}
         return cls(spec, layers, dtype, found, cuda, dummy, copy_bytes, compute, compressed=compressed)
 
-    def decoded(self) -> ModelData | None:
-        """With the quantised matrices of the checkpoint decoded once, when they are loaded (`when_loaded`).
-        None if there are none, or they are wanted as they are."""
+    def decodings(self) -> list[ModelData]:
+        """With the quantised matrices of the checkpoint decoded when they are loaded, the fastest way first. Empty if
+        there are none, or they are wanted as they are."""
         if self.compressed or all(map(self.is_dense, self.formats)):
-            return None
-        layers, formats = when_loaded(self.formats, self.layers, self.torch_dtype, self.compute)
-        return replace(self, layers=layers, formats=self.formats | formats)
+            return []
+        model = (self.formats, self.layers, self.torch_dtype, self.compute)
+        copied, shared = Decoding.of(*model), Decoding.of(*model, copies=False)
+        ways = [copied] if copied == shared else [copied, shared]
+        return [replace(self, layers=x.layers, formats=self.formats | x.formats, decoding=x) for x in ways]
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """With the cache of a job."""

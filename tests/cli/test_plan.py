@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 from cli_tools import TINY, wide, write_model
-from machines import laptop
+from machines import KERNELS, laptop
 
 from h2o_flexgen import flex_opt, plan
+from h2o_flexgen.kernels.int8 import may_tile
+from h2o_flexgen.kernels.linear import ROWS
 from h2o_flexgen.offload import memory
 from h2o_flexgen.policy import GIB
 
@@ -110,6 +113,20 @@ def test_a_built_in_name_needs_no_network(planned, name, tmp_path):
     assert code == 0, err
     model = json.loads(out)["model"]
     assert model["parameters"] > 100e6 and model["weight_bytes"] == 2 * model["parameters"]
+
+
+def test_what_matmuls_hold_is_that_of_the_machine_asked_about(planned, tmp_path):
+    """Kernels in int8 need room of their own, and the fastest here may not be the fastest there."""
+    needed = {}
+    for name in ("native", "tiled"):
+        rates = KERNELS.linear | {"int8": {"native": dict.fromkeys(ROWS, 1e10), name: dict.fromkeys(ROWS, 1e12)}}
+        profile = tmp_path / f"{name}.json"
+        profile.write_text(laptop(kernels=replace(KERNELS, linear=rates)).to_json())
+        job = ("--hardware", profile, "--compress-weight", "int8", "--compute", "int8", "--gpu-batch-size", 64)
+        code, out, err = planned("opt-1.3b", *job, "--num-prompts", 64, "--json")
+        assert code == 0, err
+        needed[name] = json.loads(out)["memory_bytes"]["gpu"]["needed"]
+    assert may_tile((2048, 2048)) == (needed["tiled"] < needed["native"])
 
 
 def test_of_a_model_on_the_hub_only_the_config_is_fetched(planned, deep, monkeypatch):

@@ -26,6 +26,7 @@ from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile, in_place
 from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.source import find_model
+from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.sizes import Workload
 
 pytest_plugins = ["cli_tools"]
@@ -387,7 +388,7 @@ def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
     ):
         with LLM(str(quantised.folder), policy, compute=compute, device="cpu", dtype="float32", progress=False) as llm:
             outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
-            assert llm.choice.decoded == decoded
+            assert (llm.choice.decoding is not None) == decoded
             held = llm.runner.weights.resident["model.layers.0.mlp.up_proj.weight"] if decoded else None
             assert not isinstance(held, Quantised) or (compute == "int8" and held.format == Int8())
             assert decoded or "model.layers.0.mlp.up_proj.weight" in llm.runner.weights.stored
@@ -404,9 +405,29 @@ def test_a_tied_head_is_decoded_into_a_copy(tmp_path):
         with LLM(str(tied.folder), policy, compute="int8", device="cpu", dtype="float32", progress=False) as llm:
             found.append([text.token_logprobs for text in llm.score(prompts, 1)])
             head = llm.runner.weights.get(len(llm.model.layers) - 1)["head.weight"]
-            assert isinstance(head, Int8Weight) == llm.choice.decoded == (policy == Policy())
+            assert isinstance(head, Int8Weight) == (llm.choice.decoding is not None) == (policy == Policy())
             embedding = llm.runner.weights.resident.get(name) or llm.runner.weights.stored[name]
             assert embedding.format == GGUF["Q4_0"]
+    assert found[0] == found[1]
+
+
+def test_without_room_for_the_copy_all_else_is_decoded(tmp_path, monkeypatch):
+    tied = quantised_llama(tmp_path, Type.Q8_0, tie_word_embeddings=True)
+    options, prompts, found = dict(compute="int8", device="cpu", dtype="float32"), [[5, 9, 7], [8, 3, 6, 4]], []
+    with LLM(str(tied.folder), Policy(), **options, progress=False) as llm:
+        found.append([text.token_logprobs for text in llm.score(prompts, 1)])
+        resources, decodings, nbytes = llm.resources(), [], None
+        while None not in decodings:
+            few = resources.limits | ({} if nbytes is None else {"gpu": nbytes, "ram": nbytes})
+            choice = llm.planner.choose(Workload((8, 8), 4), replace(resources, limits=few), Policy())
+            decodings.append(choice.decoding)
+            nbytes = choice.plan.needed("ram") - 1
+    assert [d and "model.embed_tokens.weight (copy)" in d.formats for d in decodings] == [True, False, None]
+    every = ModelData.decodings
+    monkeypatch.setattr(ModelData, "decodings", lambda self: every(self)[1:])
+    with LLM(str(tied.folder), Policy(), **options, progress=False) as llm:
+        found.append([text.token_logprobs for text in llm.score(prompts, 1)])
+        assert llm.choice.decoding == decodings[1]
     assert found[0] == found[1]
 
 
@@ -416,7 +437,7 @@ def test_a_search_counts_with_it_too(quantised):
         found = llm.planner.choose(*job)
         llm.planner.constraints = replace(llm.planner.constraints, resident=False)
         searched = llm.planner.choose(*job)
-        assert found.decoded and searched.decoded
+        assert found.decoding is not None and searched.decoding == found.decoding
         assert llm.planner.choose(*job, searched.policy).prediction == searched.prediction
 
 
@@ -426,4 +447,5 @@ def test_a_model_that_has_no_room_for_floats_stays_as_it_is(quantised):
         plenty = llm.planner.choose(workload, resources, Policy())
         most = plenty.plan.needed("ram") - 4096
         few = replace(resources, limits=resources.limits | {"gpu": most, "ram": most})
-        assert plenty.decoded and not llm.planner.choose(workload, few, Policy()).decoded
+        assert plenty.decoding is not None
+        assert llm.planner.choose(workload, few, Policy()).decoding is None
