@@ -45,6 +45,7 @@ _AVX512 = all(map(_FEATURES.get, ("avx512vnni", "avx512vl")))
 _VNNI = _AVX512 or _FEATURES.get("avxvnni")
 #: by what codes of x are in
 TILES = {"int16": Tile(2, 16, 8), "uint8": Tile(2, 32, 8) if _VNNI and not _AVX512 else Tile(4, 64, 16)}
+_ROWS_OF_8, _ROWS_OF_16 = TILES["uint8"].rows, TILES["int16"].rows
 #: what they are best in here
 CODES = np.dtype("uint8" if _VNNI else "int16")
 
@@ -143,26 +144,20 @@ def _tile_of_one(_, x, weight, sums, r, o, at):
     return types.void(x, weight, sums, *[types.int64] * 3), _build(x, 1)
 
 
-@intrinsic
-def _tile_rows(_, x):
-    """Rows of a tile of x."""
-    return types.int64(x), lambda *_: ir.IntType(64)(TILES[x.dtype.name].rows)
-
-
 @njit(nogil=True, inline="always")
-def _scale_row(sums, k, columns, near, scale, kept, r, weight_scale, bias, far, n, total, out):
-    """n elements of row r of the result, from `far` on: of row k of the sums and of the columns, both from `near` on.
+def _scale_row(sums, k, columns, at, scale, kept, r, weight_scale, bias, first, n, total, out):
+    """n elements of row r of the result, from `first` on: of row k of the sums and of the columns, both from `at` on.
     `total` is for what is added up."""
-    k, near, r, far, factor = U(k), U(near), U(r), U(far), scale[r]
+    k, at, r, first, factor = U(k), U(at), U(r), U(first), scale[r]
     for o in range(U(n)):
-        total[o] = np.float32(sums[k, near + o]) * factor
+        total[o] = np.float32(sums[k, at + o]) * factor
     for u in range(U(kept.shape[1])):
         factor = kept[r, u]
         if factor != 0:
             for o in range(U(n)):
-                total[o] += np.float32(columns[u, near + o]) * factor
+                total[o] += np.float32(columns[u, at + o]) * factor
     for o in range(U(n)):
-        out[r, far + o] = element(total[o] * weight_scale[far + o] + bias[far + o], out)
+        out[r, first + o] = element(total[o] * weight_scale[first + o] + bias[first + o], out)
 
 
 @njit(nogil=True, cache=True)
@@ -177,12 +172,13 @@ def multiply(x, scale, kept, places, weight, weight_scale, bias, begin, end, out
         out: (R, O) floats.
     """
     rows, width = x.shape
-    step = _tile_rows(x) if rows >= _tile_rows(x) else 1
+    most = _ROWS_OF_8 if x.itemsize == 1 else _ROWS_OF_16
+    step = most if rows >= most else 1
     block = max(BLOCK_BYTES // (width * TILE_OUT), 1) * TILE_OUT
     sums, total = np.empty((step, block), np.int32), np.empty(block, np.float32)
     columns = np.empty((len(places), block), np.int8)
     # of unsigned codes: (codes + OFFSET) @ weight.T - OFFSET @ weight.T = codes @ weight.T
-    offset, too_much = np.full((1, width), OFFSET, x.dtype), np.empty((1, block), np.int32)
+    offsets, offset_sums = np.full((1, width), OFFSET, x.dtype), np.empty((1, block), np.int32)
     for first in range(begin, end, block):
         last = min(first + block, end)
         first = min(first, last - TILE_OUT)  # what is computed twice is the same twice
@@ -193,7 +189,7 @@ def multiply(x, scale, kept, places, weight, weight_scale, bias, begin, end, out
         if x.itemsize == 1:
             for o in range(first, last, TILE_OUT):
                 o = min(o, last - TILE_OUT)
-                _tile_of_one(offset, weight, too_much, 0, o, o - first)
+                _tile_of_one(offsets, weight, offset_sums, 0, o, o - first)
         for r in range(0, rows, step):
             r = min(r, rows - step)
             for o in range(first, last, TILE_OUT):
@@ -205,7 +201,7 @@ def multiply(x, scale, kept, places, weight, weight_scale, bias, begin, end, out
             for k in range(step):
                 if x.itemsize == 1:
                     for o in range(U(n)):
-                        sums[k, o] = np.int32(sums[k, o] - too_much[0, o])
+                        sums[k, o] = np.int32(sums[k, o] - offset_sums[0, o])
                 _scale_row(sums, k, columns, 0, scale, kept, r + k, weight_scale, bias, first, n, total, out)
 
 

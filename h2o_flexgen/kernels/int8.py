@@ -247,10 +247,11 @@ def tiled(x: Rows, layers: list[tuple[Int8Weight, Tensor | None, Tensor]]) -> No
 
     def part(begin: int, end: int) -> None:
         for first, arrays, target in jobs:
-            out = target.shape[1]
-            a, b = max(begin - first, 0), min(end - first, out // tall)
+            height = target.shape[1]
+            most = height // tall
+            a, b = max(begin - first, 0), min(end - first, most)
             if a < b:  # the last part of a layer has the outputs that are left over
-                tiles.multiply(codes, *arrays, a * tall, out if b == out // tall else b * tall, target)
+                tiles.multiply(codes, *arrays, a * tall, height if b == most else b * tall, target)
 
     in_threads(part, count, codes.size * count * tall // PRODUCTS)
 

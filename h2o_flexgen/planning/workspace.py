@@ -26,6 +26,10 @@ from h2o_flexgen.sizes import (
 _DECODER, _HEAD = -2, -1
 #: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
+#: bytes of an element of x as codes, and as a matmul in int8 takes these; on CUDA with what makes them
+_CODES = {"tiles": 1 + 2, "floats": 1 + 4, "cuda": 18}
+#: bytes of an element of its result where it holds the sums: as they come, as they are used, and as floats
+_SUMS = 12
 
 
 def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], held: int = 0) -> int:
@@ -36,7 +40,11 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING[shapes.device])
     few = min(rows, HEAD_ROWS)
-    head = (few * shapes.itemsize + chosen) * shapes.spec.vocab + _sliced(shapes, few) + _in_int8(shapes, few, _HEAD)
+    head = (
+        (few * shapes.itemsize + chosen) * shapes.spec.vocab
+        + _sliced_bytes(shapes, few)
+        + _int8_bytes(shapes, few, _HEAD)
+    )
     return max(prefill, decode, head)
 
 
@@ -46,7 +54,7 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int
     spec, size = shapes.spec, shapes.itemsize
     E, Q, KV = spec.hidden, spec.query_width, spec.kv_width
     inner = spec.inner * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
-    mlp = tokens * (3 * E + inner) * size + max(_widened(shapes, tokens), _in_int8(shapes, tokens))
+    mlp = tokens * (3 * E + inner) * size + max(_widened_bytes(shapes, tokens), _int8_bytes(shapes, tokens))
     # hidden states, normed, and the sum; queries, keys, values, and the context
     attention = tokens * (3 * E + 2 * Q + 2 * KV) * size
     # RMSNorm's tensors in fp32, of a few rows
@@ -92,26 +100,26 @@ def _rotating(shapes: Shapes) -> int:
     return 8 + shapes.itemsize * (shapes.itemsize < 4)
 
 
-def _widened(shapes: Shapes, tokens: int) -> int:
+def _widened_bytes(shapes: Shapes, tokens: int) -> int:
     """Of a matmul's operands and its result, what is in float32 at once."""
     widest = max(shapes.spec.inner, shapes.spec.hidden)
     return (min(tokens, WIDEN_ROWS) * widest * 4 + 2 * WIDEN_BYTES) * shapes.may_widen
 
 
-def _in_int8(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
-    """Of a matmul in int8: codes of x in 8 bits and 16, on CUDA also what its operators make of them; sums in int32 and
-    floats of the result, but for tiles; where these do not cover the weight, x in floats and a slice of the weight.
-    Outliers stay floats, and the weight's columns of them may be rows of x."""
+def _int8_bytes(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
+    """Of a matmul in int8: the codes of x; the sums and floats of the result, which tiles never hold whole; where these
+    do not cover the weight, a slice of it in floats. Outliers stay floats, and the weight's columns of them may be rows
+    of x."""
     matrices = {name: shape for name, shape in shapes.streamed[layer].items() if shapes.in_int8(name)}
     if not matrices:
         return 0
     rows, sizes = min(rows, INT8_ROWS) + OUTLIER_COLUMNS, []
-    no_sums = not shapes.cuda and always_tiles()
+    tiles_only = not shapes.cuda and always_tiles()
     for name, shape in matrices.items():
         out = _slice(shapes, name) if layer == _HEAD else shape[0]
         has_tiles = not shapes.cuda and may_tile(shape)
-        each = 18 if shapes.cuda else 3 if has_tiles else 5
-        sums = 0 if has_tiles and no_sums else 12
+        each = _CODES["cuda" if shapes.cuda else "tiles" if has_tiles else "floats"]
+        sums = 0 if has_tiles and tiles_only else _SUMS
         sizes.append(rows * (each * shape[1] + 4 * OUTLIER_COLUMNS + sums * out) + WIDEN_BYTES * (not has_tiles))
     return max(sizes)
 
@@ -124,7 +132,7 @@ def _slice(shapes: Shapes, name: str) -> int:
     return min(height, slice_rows(width, 1 if shapes.in_int8(name) else shapes.itemsize))
 
 
-def _sliced(shapes: Shapes, rows: int) -> int:
+def _sliced_bytes(shapes: Shapes, rows: int) -> int:
     """Of a quantised head, a slice that is decoded, and its part of the logits. In int8 with the scales of its blocks,
     a quarter of a byte for each element."""
     sizes = [0]
@@ -148,4 +156,4 @@ def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     cache = min(batch * spec.kv_width * slots, few) * copies
     inner = spec.inner * (2 + spec.gated)
     matmuls = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
-    return matmuls + max(_widened(shapes, rows), _in_int8(shapes, rows)) + cache + scores * (4 * 4 + 2 * size)
+    return matmuls + max(_widened_bytes(shapes, rows), _int8_bytes(shapes, rows)) + cache + scores * (4 * 4 + 2 * size)
