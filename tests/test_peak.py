@@ -42,7 +42,6 @@ INT8 = "--compress-weight int8 --compress-cache int8 --compute int8"
 INT4 = "--compress-weight int4 --compress-cache int4"
 CASES = [
     ("opt", "cache", "h2o", ""),
-    ("opt", "disk", "full", ""),
     ("opt", "disk", "snapkv", ""),
     ("opt", "disk", "h2o", INT8),
     ("llama", "ram", "vatp:first=4", ""),

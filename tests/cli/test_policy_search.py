@@ -244,7 +244,7 @@ def test_kept_policies_are_what_the_search_gives_today(path, capsys):
     words = shlex.split(kept["made_by"])
     assert words[:3] == ["python", "-m", "h2o_flexgen.policy_search"]
     args = [str(ROOT / word) if word.startswith("policies/") else word for word in words[3:]]
-    if path in KEPT[::5]:  # of each model, length and cache one at least: a search takes seconds
+    if path in KEPT[2::5]:  # of each model, length and cache one at least: a search takes seconds
         assert policy_search.main([*args, "--json"]) == 0
         now = json.loads(capsys.readouterr().out)
         assert now["kv_budget"] == kept["kv_budget"]

@@ -30,7 +30,7 @@ PLACEMENTS = {
     "mixed": dict(percent=(50, 0, 0, 50, 100, 0), gpu_batch_size=2, num_gpu_batches=3, cpu_cache_compute=True),
 }
 #: each model meets each rule; placements and texts take turns, so that each text meets each placement
-MODELS = [*zoo.FIRST.values(), "llama_groups_of_3_wide_heads_linear"]
+MODELS = list((zoo.FIRST | {"llama": "llama_groups_of_3_wide_heads_linear"}).values())
 CASES = [
     (model, placement, [texts[m % 2] for texts in TEXTS[(m + p) % 3 :: 3]])
     for m, model in enumerate(MODELS)
