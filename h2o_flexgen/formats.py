@@ -11,7 +11,7 @@ rows can be read and decoded alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -319,27 +319,29 @@ class Quantised:
         return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
 
     def is_finite(self) -> bool:
-        rows, width = self.shape
-        step = max(1, BUFFERED_PART // width)
-        parts = (self.format.codes(self.raw, self.shape, at, min(at + step, rows)) for at in range(0, rows, step))
-        return all(bool(x.isfinite().all()) for codes in parts for x in (codes.scale, codes.minimum))
+        parts = self._parts(0, self.shape[0], BUFFERED_PART)
+        return all(bool(x.isfinite().all()) for _, codes in parts for x in (codes.scale, codes.minimum))
+
+    def _parts(self, begin: int, count: int, size: int) -> Iterator[tuple[slice, Codes]]:
+        """Of `count` rows from `begin` on, some `size` elements at once: (which of these rows, their codes)."""
+        step = max(1, size // self.shape[1])
+        for at in range(0, count, step):
+            end = min(at + step, count)
+            yield slice(at, end), self.format.codes(self.raw, self.shape, begin + at, begin + end)
 
     def decode(self, out: Tensor, begin: int = 0) -> None:
         """Write rows from `begin` on into `out`, (rows, I) contiguous, of any float type, on the same device; of a
         matrix with `heads` all of them."""
         by_loops, has_heads = not out.is_cuda and compiled() is not None, self.format.heads > 0
         order = self.order[: len(out)] if by_loops or has_heads else None
-        step = max(1, (PART if by_loops else BUFFERED_PART) // self.shape[1])
-        for at in range(0, len(out), step):
-            part = out[at : at + step]
-            codes = self.format.codes(self.raw, self.shape, begin + at, begin + at + len(part))
+        for rows, codes in self._parts(begin, len(out), PART if by_loops else BUFFERED_PART):
             if by_loops:
-                codes.decode_by_loops(order[at : at + step], out)
+                codes.decode_by_loops(order[rows], out)
                 continue
-            part = torch.empty_like(part) if has_heads else part
+            part = torch.empty_like(out[rows]) if has_heads else out[rows]
             codes.decode(part)
             if has_heads:
-                out[order[at : at + step].to(out.device)] = part
+                out[order[rows].to(out.device)] = part
 
     def into(self, out: Tensor | Quantised, begin: int = 0) -> None:
         """Write as many rows as `out` has, from `begin` on, into it, as `decode` or `to_int8`."""
@@ -353,11 +355,8 @@ class Quantised:
         `heads` all of them."""
         by_loops = not self.is_cuda and compiled() is not None
         order, target = self.order[: out.shape[0]], out.format.parts(out.raw, out.shape)
-        step = max(1, (PART if by_loops else BUFFERED_PART) // self.shape[1])
-        for at in range(0, len(order), step):
-            rows = order[at : at + step]
-            codes = self.format.codes(self.raw, self.shape, begin + at, begin + at + len(rows))
-            (codes.to_int8_by_loops if by_loops else codes.to_int8)(rows, *target)
+        for rows, codes in self._parts(begin, len(order), PART if by_loops else BUFFERED_PART):
+            (codes.to_int8_by_loops if by_loops else codes.to_int8)(order[rows], *target)
 
 
 def _by_heads(kernel, arrays: list[np.ndarray], x: Tensor, out: Tensor) -> None:

@@ -19,7 +19,7 @@ from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.checkpoint import Decoded
+from h2o_flexgen.offload.decoded import Decoded
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
@@ -40,7 +40,7 @@ class Runner:
         self.transport: Transport | None = None
         self.weights: WeightStore | None = None
         self.streams: Streams | None = None
-        self._placed = None  # the tiers of the weights, and whether there is overlap
+        self._placed = None  # the tiers of the weights, whether there is overlap, and how they were decoded
         if device.is_cuda:
             device.start(gpu_mem)
         memory.hold_heap()

@@ -13,16 +13,15 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.compression import compressed, in_matmuls
+from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Dense, Format, Int8, Quantised, convert, encode_parts
+from h2o_flexgen.formats import Dense, Format, Quantised, convert, encode_parts
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.models.spec import Layer
@@ -36,8 +35,6 @@ from h2o_flexgen.sizes import PAGE, aligned
 PART = 1 << 22
 #: names that safetensors has for the dtypes of weights
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-#: what the name of a copy of a tensor ends with
-COPY = " (copy)"
 #: standard deviation of random weights, as OPT starts training with
 STD = 0.02
 #: elements that all random tensors share, since drawing 60 GB of them would take many minutes
@@ -213,60 +210,6 @@ class Checkpoint:
             return
         for at, part in parts_of(stored, io):
             convert(flat[at : at + len(part)], part)
-
-
-class Decoding(NamedTuple):
-    """How a model is when its quantised matrices are all decoded once, when they are loaded.
-
-    Attributes:
-        layers: its tensors.
-        formats: what these matrices become.
-    """
-
-    layers: list[Layer]
-    formats: dict[str, Format]
-
-    @classmethod
-    def of(
-        cls, formats: dict[str, Format], layers: list[Layer], dtype: torch.dtype, compute: str, copies: bool = True
-    ) -> Decoding:
-        """Into what matmuls read. For matmuls in int8 the embedding, in the first layer, stays as it is stored, since
-        its rows are floats; a head that is tied to it becomes a copy with a name of its own, or without `copies` stays
-        too."""
-        quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
-        kept = quantised.keys() & layers[0].shapes if compute == "int8" else set()
-        found = {name: form if name in kept else in_matmuls(form, dtype, compute) for name, form in quantised.items()}
-        tied = {short: tensor for short, tensor in layers[-1].streamed.items() if tensor[0] in kept and copies}
-        head = {short: (name + COPY, shape) for short, (name, shape) in tied.items()}
-        found |= {name: Int8() for name, _ in head.values()}
-        return cls([*layers[:-1], replace(layers[-1], streamed=layers[-1].streamed | head)], found)
-
-
-class Decoded:
-    """A checkpoint whose quantised matrices are decoded when they are read, into those of `Decoding.formats`; none may
-    be on disk."""
-
-    def __init__(self, source: Checkpoint, formats: dict[str, Format]):
-        self._source, self._formats = source, formats
-        self.on_disk = source.on_disk
-
-    def format(self, name: str) -> Format:
-        return self._formats.get(name) or self._source.format(name)
-
-    def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
-        """Fill `out`, as `Checkpoint.read`."""
-        form, name = self.format(name), name.removesuffix(COPY)
-        stored = self._source.find(name)
-        if form == stored.format:
-            self._source.read(name, out, io)
-        elif isinstance(out, Tensor) and not out.is_cuda:  # without a second matrix in RAM
-            for begin, rows in rows_of(stored, io):
-                rows.decode(out[begin : begin + rows.shape[0]])
-        else:
-            raw = torch.empty(stored.nbytes, dtype=torch.uint8, device=out.device)
-            whole = stored.format.view(raw, tuple(out.shape))
-            self._source.read(name, whole, io)
-            whole.into(out)
 
 
 def dummy_dtype(dtype: torch.dtype) -> torch.dtype:

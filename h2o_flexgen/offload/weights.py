@@ -13,7 +13,7 @@ computed in one buffer, the other takes the first few layers of the next token s
 
 A checkpoint of another dtype is converted by the copy to CUDA. On the CPU compute converts a layer right before it
 uses it, with all cores: a thread that converts beside compute costs it more time than that takes. Quantised matrices
-stay as they are stored on every tier, unless all are decoded when they are loaded (`checkpoint.Decoded`). Compute
+stay as they are stored on every tier, unless all are decoded when they are loaded (`decoded.py`). Compute
 decodes a layer once for all batches, on either device. The head, which may be as large as many layers, is decoded by
 its matmul, a slice at a time. For matmuls in int8 (`compute`) codes of another format become codes of 8 bits, by layers
 and slices likewise; `Int8` is used as it is.
@@ -40,7 +40,6 @@ from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import pack, packs, packs_int8
 from h2o_flexgen.models.spec import Tensors
 from h2o_flexgen.offload.checkpoint import (
-    COPY,
     Checkpoint,
     DummyCheckpoint,
     PagedRead,
@@ -49,6 +48,7 @@ from h2o_flexgen.offload.checkpoint import (
     read_rows,
     rows_of,
 )
+from h2o_flexgen.offload.decoded import COPY
 from h2o_flexgen.offload.device import finish
 from h2o_flexgen.offload.disk import wait
 from h2o_flexgen.offload.transport import Transport

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from h2o_flexgen.compression import has_cache_format
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import CacheRule, rule_for
-from h2o_flexgen.offload.checkpoint import Decoding
+from h2o_flexgen.offload.decoded import Decoding
 from h2o_flexgen.planning.budget import FORMATS, BudgetPoint, budget_choices, size_budget
 from h2o_flexgen.planning.cost import CostModel, Prediction
 from h2o_flexgen.planning.memory import Plan, Resources, plan_policy

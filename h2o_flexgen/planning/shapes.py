@@ -13,7 +13,7 @@ from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.spec import Layer, ModelSpec
-from h2o_flexgen.offload.checkpoint import Decoding
+from h2o_flexgen.offload.decoded import Decoding
 from h2o_flexgen.sizes import Workload
 
 
