@@ -49,14 +49,6 @@ def in_memory(form: Format, dtype: torch.dtype) -> Format:
     return Dense(dtype) if isinstance(form, Dense) else form
 
 
-def in_matmuls(form: Format, dtype: torch.dtype, compute: str, is_head: bool = False) -> Format:
-    """Which a matmul is given, of a matrix that is kept in `form`: floats, or with `compute` "int8" codes of 8 bits if
-    it is quantised; a head as it is, for its matmul makes these of it a slice at a time."""
-    if isinstance(form, Dense):
-        return Dense(dtype)
-    return form if is_head else Int8() if compute == "int8" else Dense(dtype)
-
-
 def check_compute(compute: str, formats: dict[str, Format]) -> None:
     """Raises UserError unless `compute` is known, and for int8 there are matrices in 8 or 4 bits among `formats`."""
     if compute not in COMPUTE:

@@ -173,6 +173,12 @@ class Blocks(Format):
     def _block(self) -> int:
         return self._head + self.group * self.bits // 8
 
+    @property
+    def layout(self) -> tuple[int, int, int, bool]:
+        """Of 4 bits: bytes of a row before its first codes, from those of one block to the next, and of the codes of a
+        block; whether there are minima."""
+        return self._head, self._block, self.group // 2, self.has_minimum
+
     def row_bytes(self, width: int) -> tuple[int, ...]:
         return (width // self.group * self._block,)
 
@@ -298,6 +304,11 @@ class Quantised:
         return self.raw.nbytes
 
     @property
+    def height(self) -> int:
+        """Its rows, O."""
+        return self.shape[0]
+
+    @property
     def device(self) -> torch.device:
         return self.raw.device
 
@@ -317,6 +328,13 @@ class Quantised:
         arrays = self.format.arrays(self.shape)
         rows = [self.raw[at : at + self.shape[0] * size].view(-1, size)[ids] for at, size in arrays]
         return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
+
+    def blocks(self) -> tuple:
+        """Of a matrix in blocks of 4 bits on the CPU, what `tiles4.multiply` reads: its bytes twice, which stored row
+        each one is, and how a row lies in bytes."""
+        form, raw = self.format, self.raw.view(self.shape[0], -1).numpy()
+        rows = self.order.argsort() if form.heads else self.order
+        return raw, raw.view(np.int16), rows.numpy(), *form.layout
 
     def is_finite(self) -> bool:
         parts = self._parts(0, self.shape[0], BUFFERED_PART)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from h2o_flexgen import tiles  # noqa: F401, for `compiled().tiles`: there are all loops or none
+from h2o_flexgen import tiles, tiles4  # noqa: F401, for `compiled().tiles`: there are all loops or none
 from h2o_flexgen.floats import bits_of, element, float_of, from_bits
 
 U = np.uint64

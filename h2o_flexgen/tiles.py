@@ -15,17 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
-from numba import config, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from h2o_flexgen.floats import element
+from h2o_flexgen.simd import FEATURES, HAS_VNNI, IS_AVX512, TILE_OUT, addresses, lanes, pointer, store_sums
 
 U = np.uint64
 #: bytes of the weight that all rows of x meet before the next
 BLOCK_BYTES = 128 << 10
-#: outputs of a tile
-TILE_OUT = 4
 #: what makes codes of 8 bits unsigned
 OFFSET = 128
 
@@ -38,52 +36,30 @@ class Tile(NamedTuple):
     lanes: int
 
 
-# numba may have been told to compile for another CPU
-_IS_HOST = config.ENABLE_AVX and config.CPU_NAME is None and config.CPU_FEATURES is None
-_FEATURES = get_host_cpu_features() if _IS_HOST else {}
-_AVX512 = all(map(_FEATURES.get, ("avx512vnni", "avx512vl")))
-_VNNI = _AVX512 or _FEATURES.get("avxvnni")
 #: by what codes of x are in
-TILES = {"int16": Tile(2, 16, 8), "uint8": Tile(2, 32, 8) if _VNNI and not _AVX512 else Tile(4, 64, 16)}
+TILES = {"int16": Tile(2, 16, 8), "uint8": Tile(2, 32, 8) if HAS_VNNI and not IS_AVX512 else Tile(4, 64, 16)}
 _ROWS_OF_8, _ROWS_OF_16 = TILES["uint8"].rows, TILES["int16"].rows
 #: what they are best in here
-CODES = np.dtype("uint8" if _VNNI else "int16")
+CODES = np.dtype("uint8" if HAS_VNNI else "int16")
 
 
 def _add_products(builder, total, x, weight):
     """Sums (lanes) int32, and the products of x (inputs) int16 or uint8 with a weight (inputs) int8 among them."""
-    i32, lanes = ir.IntType(32), total.type.count
-    if _VNNI and x.type.element.width == 8:
+    i32, count = ir.IntType(32), total.type.count
+    if HAS_VNNI and x.type.element.width == 8:
         # operands in int32, as LLVM has them up to 21; 22 has them in int8, and reads this form too
         kind = ir.FunctionType(total.type, [total.type] * 3)
-        multiply = builder.module.declare_intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", (), kind)
+        multiply = builder.module.declare_intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * count}", (), kind)
         return builder.call(multiply, [total, *(builder.bitcast(each, total.type) for each in (x, weight))])
-    if _FEATURES.get("avx2") and x.type.element.width == 16:
+    if FEATURES.get("avx2") and x.type.element.width == 16:
         kind = ir.FunctionType(total.type, [x.type] * 2)
         multiply = builder.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", (), kind)
         return builder.add(total, builder.call(multiply, [x, builder.sext(weight, x.type)]))
-    wide, near = ir.VectorType(i32, x.type.count), x.type.count // lanes
+    wide, near = ir.VectorType(i32, x.type.count), x.type.count // count
     widen = builder.sext if x.type.element.width == 16 else builder.zext
     products = builder.mul(widen(x, wide), builder.sext(weight, wide))
-    parts = [_lanes(builder, products, products, range(n, x.type.count, near)) for n in range(near)]
+    parts = [lanes(builder, products, products, range(n, x.type.count, near)) for n in range(near)]
     return builder.add(total, reduce(builder.add, parts))
-
-
-def _lanes(builder, a, b, which):
-    """Some lanes of two vectors, counted through both."""
-    return builder.shuffle_vector(a, b, ir.VectorType(a.type.element, len(which))(list(which)))
-
-
-def _add_up(builder, vectors):
-    """The sum of each of several vectors, as one vector: halves of all are added until one lane of each is left."""
-    lanes = vectors[0].type.count
-    while lanes > 1:
-        pairs = list(zip(vectors[::2], vectors[1::2])) or [(vectors[0], vectors[0])]
-        every = range(vectors[0].type.count * min(2, len(vectors)))
-        low, high = ([n for n in every if (n % lanes < lanes // 2) == is_low] for is_low in (True, False))
-        vectors = [builder.add(_lanes(builder, *pair, low), _lanes(builder, *pair, high)) for pair in pairs]
-        lanes //= 2
-    return vectors[0]
 
 
 def _build(x_kind, rows):
@@ -95,18 +71,11 @@ def _build(x_kind, rows):
         kinds, (r, o, at) = signature.args[:3], args[3:]
         x, weight, sums = (context.make_array(kind)(context, builder, each) for kind, each in zip(kinds, args))
 
-        def addresses(array, first, count):
-            base, step = builder.ptrtoint(array.data, i64), builder.extract_value(array.strides, 0)
-            return [builder.add(base, builder.mul(builder.add(first, i64(n)), step)) for n in range(count)]
-
-        def pointer(address, element, column, count):
-            offset = builder.mul(column, i64(element.width // 8))
-            return builder.inttoptr(builder.add(address, offset), ir.VectorType(element, count).as_pointer())
-
         def load(address, element):
-            return builder.load(pointer(address, element, i, tile.inputs), align=element.width // 8)
+            place = builder.add(address, builder.mul(i, i64(element.width // 8)))
+            return builder.load(pointer(builder, place, element, tile.inputs), align=element.width // 8)
 
-        x_rows, weight_rows = addresses(x, r, rows), addresses(weight, o, TILE_OUT)
+        x_rows, weight_rows = addresses(builder, x, r, rows), addresses(builder, weight, o, TILE_OUT)
         before, loop, after = builder.block, *(builder.append_basic_block() for _ in range(2))
         builder.branch(loop)
         builder.position_at_end(loop)
@@ -120,10 +89,7 @@ def _build(x_kind, rows):
             variable.add_incoming(then, loop)
         builder.cbranch(builder.icmp_unsigned("<", following, builder.extract_value(x.shape, 1)), loop, after)
         builder.position_at_end(after)
-        found = _add_up(builder, added)
-        for n, row in enumerate(addresses(sums, i64(0), rows)):
-            few = _lanes(builder, found, found, range(n * TILE_OUT, (n + 1) * TILE_OUT))
-            builder.store(few, pointer(row, i32, at, TILE_OUT), align=4)
+        store_sums(builder, added, sums, at, rows)
 
     return build
 
@@ -145,7 +111,7 @@ def _tile_of_one(_, x, weight, sums, r, o, at):
 
 
 @njit(nogil=True, inline="always")
-def _scale_row(sums, k, columns, at, scale, kept, r, weight_scale, bias, first, n, total, out):
+def scale_row(sums, k, columns, at, scale, kept, r, weight_scale, bias, first, n, total, out):
     """n elements of row r of the result, from `first` on: of row k of the sums and of the columns, both from `at` on.
     `total` is for what is added up."""
     k, at, r, first, factor = U(k), U(at), U(r), U(first), scale[r]
@@ -202,7 +168,7 @@ def multiply(x, scale, kept, places, weight, weight_scale, bias, begin, end, out
                 if x.itemsize == 1:
                     for o in range(U(n)):
                         sums[k, o] = np.int32(sums[k, o] - offset_sums[0, o])
-                _scale_row(sums, k, columns, 0, scale, kept, r + k, weight_scale, bias, first, n, total, out)
+                scale_row(sums, k, columns, 0, scale, kept, r + k, weight_scale, bias, first, n, total, out)
 
 
 @njit(nogil=True, cache=True)
@@ -217,4 +183,4 @@ def scale_back(sums, scale, kept, columns, weight_scale, bias, begin, end, out):
     for r in range(begin, end):
         for at in range(0, out.shape[1], part):
             n = min(part, out.shape[1] - at)
-            _scale_row(sums, r, columns, at, scale, kept, r, weight_scale, bias, at, n, total, out)
+            scale_row(sums, r, columns, at, scale, kept, r, weight_scale, bias, at, n, total, out)

@@ -10,16 +10,27 @@ from torch import Tensor
 INNER = ("o_proj", "out_proj", "dense", "down_proj", "fc2", "dense_4h_to_h")
 
 
+def activations(rows: int = 37, width: int = 200, seed: int = 0) -> torch.Tensor:
+    """Rows of all sizes, some with outliers: in a column that most have, in one of their own, in too many."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    x *= torch.logspace(-4, 1, rows)[:, None]
+    x[:, 5] *= 40
+    x[3 % rows, 7] *= 1000
+    x[8 % rows, ::5] *= 300
+    x[9 % rows] = 0
+    return x
+
+
 def to_codes(row: Tensor) -> tuple[Tensor, float]:
     """Whole numbers from -127 to 127, and what one of them stands for."""
     largest = row.abs().max()
     return torch.round(row * torch.tensor(127.0).div(largest.clamp(min=1e-30))), float(largest) / 127
 
 
-def int8_linear(x: Tensor, w: Tensor, b: Tensor | None, times: float, few: int) -> Tensor:
-    """x (..., I) @ w.T + b in fp64, with w (O, I) and each row of x in whole numbers, but for elements of x that are
-    more than `times` the mean absolute value: of these at most `few` of a row, else the larger ones."""
-    w = torch.stack([codes.double() * step for codes, step in map(to_codes, w)])
+def int8_linear(x: Tensor, w: Tensor, b: Tensor | None, times: float, few: int, rounds: bool = True) -> Tensor:
+    """x (..., I) @ w.T + b in fp64, with each row of x, and if `rounds` of w (O, I), in whole numbers, but for elements
+    of x that are more than `times` the mean absolute value: of these at most `few` of a row, else the larger ones."""
+    w = torch.stack([codes.double() * step for codes, step in map(to_codes, w)]) if rounds else w.double()
     out = []
     for row in x.reshape(-1, x.shape[-1]).float():
         limit = times * row.abs().mean() if few else torch.inf
@@ -31,12 +42,37 @@ def int8_linear(x: Tensor, w: Tensor, b: Tensor | None, times: float, few: int) 
     return torch.stack(out).view(*x.shape[:-1], -1).to(x.dtype)
 
 
-def patch(model, times: float, few: int) -> None:
+def whole(scale: Tensor, minimum: Tensor, segment: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales and minima (O, G) of codes of 4 bits in whole numbers, and what 1 stands for in each (O, G): of `segment`
+    groups together the largest absolute value that their codes can stand for is `largest`. Minima are such that the
+    middle of the codes, 7.5, is nearest to what it was."""
+    found = []
+    for s, m in zip(scale.split(segment, dim=1), minimum.split(segment, dim=1)):
+        most = torch.maximum(m.abs(), (m + 15 * s).abs()).amax(dim=1, keepdim=True)
+        factor = torch.full_like(most, largest).div(most.clamp(min=1e-30))
+        rounded = torch.round(s * factor)
+        middle = m * factor + 7.5 * (s * factor - rounded)
+        found.append((rounded, torch.round(middle), (most / largest).expand(s.shape)))
+    return tuple(torch.cat(each, dim=1) for each in zip(*found))
+
+
+def in_blocks(weight) -> Tensor:
+    """What a quantised matrix (O, I) in blocks of 4 bits is in matmuls, in fp64: 2,048 inputs have scales together."""
+    out, width = weight.shape
+    codes = weight.format.codes(weight.raw, weight.shape, 0, out)
+    scale, minimum, ones = whole(codes.scale, codes.minimum, 2048 // weight.format.group, 8000)
+    halves = codes.codes.view(out, -1, codes.step)[..., codes.first :]
+    both = torch.cat([halves & 15, halves >> 4], dim=-1).double()
+    found = ((both * scale[..., None] + minimum[..., None]) * ones[..., None].double()).view(out, width)
+    return torch.empty_like(found).index_copy_(0, weight.order, found)
+
+
+def patch(model, times: float, few: int, rounds: bool = True) -> None:
     """Let the linear layers of a model of transformers multiply so."""
 
     def forward(name: str, module):
         count = 0 if name.rpartition(".")[2] in INNER else few
-        return lambda x: int8_linear(x, module.weight.detach(), module.bias, times, count)
+        return lambda x: int8_linear(x, module.weight.detach(), module.bias, times, count, rounds)
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):

@@ -21,12 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 T4 = Profile.from_file(ROOT / "policies" / "hardware" / "t4-16gb.json")
 
 
-def kernels(packed: tuple[str, ...] = (), slow: tuple[str, ...] = (), **fastest: str) -> KernelRates:
+def kernels(
+    packed: tuple[str, ...] = (), slow: tuple[str, ...] = (), blocks: bool = False, **fastest: str
+) -> KernelRates:
     """Rates of a CPU that was never measured.
 
     Args:
         packed: types whose packed kernel is the fastest.
         slow: types in which attention is slower than in fp32.
+        blocks: matmuls in int8 are as fast with blocks of 4 bits.
         fastest: by type its fastest kernel for a matrix that is not packed; types that are not named are slow in all.
     """
     linear = {"float32": {"native": dict.fromkeys(ROWS, 1e11)}}
@@ -37,6 +40,8 @@ def kernels(packed: tuple[str, ...] = (), slow: tuple[str, ...] = (), **fastest:
         if dtype in packed:
             linear[dtype]["packed"] = dict.fromkeys(ROWS, 4e11)
     linear["int8"] = {"native": dict.fromkeys(ROWS, 4e11), "packed": dict.fromkeys(ROWS, 8e11)}
+    if blocks:
+        linear["int4"] = {"tiled": dict.fromkeys(ROWS, 8e11)}
     return KernelRates(linear, {"float32": 1e11} | {t: 1e10 if t in slow else 2e11 for t in HALF_TYPES})
 
 

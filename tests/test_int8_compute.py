@@ -8,11 +8,12 @@ import pytest
 import torch
 import zoo
 from int8_oracle import patch
+from machines import kernels
 from test_compressed_weights import PLACES, models  # noqa: F401  a fixture
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.offload import weights
 
 #: of log-probabilities: an element that is rounded to another code, since it differed in its last bit, changes them so
@@ -38,16 +39,29 @@ def logprobs(model, text: list[int], prompt_len: int = 4) -> list[float]:
     return [float(found[n - 1, text[n]]) for n in range(prompt_len, len(text))]
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.fixture(params=["int8", "int4", "blocks"])
+def kind(request):
+    """How weights are compressed: "blocks" is int4 on a CPU that multiplies it as it is stored."""
+    if request.param == "blocks":
+        if not int8.takes_blocks():
+            pytest.skip("this CPU has no instructions for it")
+        linear.use(kernels(blocks=True))
+    return request.param
+
+
+def compressed(kind: str) -> str:
+    return "int4" if kind == "blocks" else kind
+
+
 @pytest.mark.parametrize("name", zoo.FIRST.values())
 def test_every_family_gives_the_scores_of_the_oracle(models, name, kind):  # noqa: F811
     tiny, rounded = models(name, kind)
     oracle = copy.deepcopy(rounded.hf)
-    patch(oracle, LIMIT, int8.FEW)
+    patch(oracle, LIMIT, int8.FEW, rounds=kind != "blocks")
     texts = tiny.prompts([12, 9])
     expected = [logprobs(oracle, text) for text in texts]
     exact = [logprobs(rounded.hf, text) for text in texts]
-    found = score(tiny.folder, texts, kind, gpu_batch_size=2, percent=PLACES["mixed"])
+    found = score(tiny.folder, texts, compressed(kind), gpu_batch_size=2, percent=PLACES["mixed"])
     errors, losses = (
         max(abs(a - b) for x, y in zip(other, expected) for a, b in zip(x, y)) for other in (found, exact)
     )
@@ -55,15 +69,14 @@ def test_every_family_gives_the_scores_of_the_oracle(models, name, kind):  # noq
 
 
 @pytest.mark.parametrize("budget", [None, (3, 3)], ids=["full", "h2o"])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_scores_do_not_depend_on_the_placement(models, kind, budget, monkeypatch):  # noqa: F811
-    tiny, _ = models("llama_no_groups_tied", kind)
+    tiny, _ = models("llama_no_groups_tied", compressed(kind))
     texts, budget = tiny.prompts([12, 9, 15]), budget and KVBudget.from_size(*budget)
     sizes = dict(gpu_batch_size=2, num_gpu_batches=2)
     found = []
     for place, packs in ((PLACES["gpu"], True), (PLACES["gpu"], False), (PLACES["cpu"], True), (PLACES["disk"], True)):
         monkeypatch.setattr(weights, "packs_int8", lambda packs=packs: packs and int8.can_pack())
-        found.append(score(tiny.folder, texts, kind, budget=budget, percent=place, **sizes))
+        found.append(score(tiny.folder, texts, compressed(kind), budget=budget, percent=place, **sizes))
     assert found == found[:1] * len(found)
 
 
@@ -84,11 +97,10 @@ def test_floats_in_the_checkpoint_must_be_compressed_first(models):  # noqa: F81
         score(tiny.folder, [], "int8", "int4")
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_random_weights_are_multiplied_so_too(kind):
     found = []
     for percent in (PLACES["gpu"], PLACES["disk"]):
-        options = dict(path="_DUMMY_", compress_weight=kind, compute="int8", device="cpu", dtype="float32")
+        options = dict(path="_DUMMY_", compress_weight=compressed(kind), compute="int8", device="cpu", dtype="float32")
         with LLM("facebook/opt-125m", Policy(percent=percent), **options, progress=False) as llm:
             params = SamplingParams(max_tokens=3, ignore_eos=True)
             found.append(llm.generate([[5, 6, 7, 8]], params)[0].outputs[0].token_ids)

@@ -12,6 +12,8 @@ the bit.
     tiled    a loop compiled for this CPU (`tiles.py`), which reads W as it is stored, and makes floats of sums while
              these are in the CPU's cache
     floats   through fp32, a slice of W at a time: where no other can, and what tiles do not cover
+    stored   another compiled loop (`tiles4.py`), for a W in 4 bits as it is stored, whose elements are rounded less
+             than as codes of 8 bits with a scale a row
     packed   oneDNN's, on a W that was laid out for it beforehand, with codes + 128 in uint8: on signed ones it is slow
 
 All are tried out first, and timed by `kernels.linear`; where torch's are wrong or missing, floats take their place.
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.codes import MOST, quantise_rows
+from h2o_flexgen.formats import Int4, Quantised
 from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
 from h2o_flexgen.threads import compiled, float_array, in_threads
 
@@ -64,25 +67,34 @@ class Int8Weight:
     def nbytes(self) -> int:
         return self.codes.numel() + self.scale.nbytes
 
+    @property
+    def height(self) -> int:
+        """Its outputs, O."""
+        return len(self.scale)
+
+
+#: a matrix for matmuls in int8; quantised ones are those that `takes_4_bits` allows
+Weight = Int8Weight | Quantised
+#: one with its bias
+Layer = tuple[Weight, Tensor | None]
+
 
 def int8_linear(
-    x: Tensor, weight: Int8Weight, bias: Tensor | None = None, outliers: bool = True, kernel: str = "turned"
+    x: Tensor, weight: Weight, bias: Tensor | None = None, outliers: bool = True, kernel: str = "turned"
 ) -> Tensor:
     """As `linear`, with the rows of x in int8.
 
     Args:
         outliers: keep a few elements of a row as floats.
-        kernel: on a CPU, for a weight that is not packed.
+        kernel: on a CPU, for a weight in 8 bits that is not packed.
     """
     return int8_linears(x, [(weight, bias)], outliers, kernel)[0]
 
 
-def int8_linears(
-    x: Tensor, layers: list[tuple[Int8Weight, Tensor | None]], outliers: bool = True, kernel: str = "turned"
-) -> list[Tensor]:
+def int8_linears(x: Tensor, layers: list[Layer], outliers: bool = True, kernel: str = "turned") -> list[Tensor]:
     """The same of several weights with their biases: x is brought to int8 once. INT8_ROWS at a time."""
     rows = x.reshape(-1, x.shape[-1])
-    outs = [x.new_empty(len(rows), len(weight.scale)) for weight, _ in layers]
+    outs = [x.new_empty(len(rows), weight.height) for weight, _ in layers]
     for part, *part_outs in zip(rows.split(INT8_ROWS), *(out.split(INT8_ROWS) for out in outs)):
         quantised = quantise(part.contiguous(), outliers)
         multiply(quantised, [(*layer, out) for layer, out in zip(layers, part_outs)], kernel)
@@ -115,6 +127,15 @@ class Rows:
         """The codes as tiles take them. By numpy: as fast as torch, whose threads would have to be woken up."""
         tiles, codes = compiled().tiles, self.codes.numpy()
         return codes.view(np.uint8) ^ tiles.OFFSET if tiles.CODES == np.uint8 else codes.astype(tiles.CODES)
+
+    def for_blocks(self, half: int) -> tuple[np.ndarray, np.ndarray]:
+        """The codes, and sums of them, as `tiles4` takes them, for blocks whose codes are `half` bytes."""
+        tiles4, (rows, width) = compiled().tiles4, self.codes.shape
+        chunks = tiles4.padded(width // tiles4.CHUNK)
+        codes, sums = np.zeros((rows, chunks * tiles4.CHUNK // 4), np.int32), np.zeros((rows, chunks), np.int16)
+        words = self.codes.numpy().view(np.int32)
+        in_threads(lambda a, b: tiles4.arrange(words, half, a, b, codes, sums), rows, self.codes.numel())
+        return codes.view(np.int8), sums
 
 
 def quantise(x: Tensor, outliers: bool = True) -> Rows:
@@ -157,6 +178,9 @@ def prepare(dtype: torch.dtype) -> None:
     for codes in (weight, pack(weight)) if can_pack() else (weight,):
         int8_linear(x, Int8Weight(codes, torch.ones(8)))
     int8_linear(x, Int8Weight(weight, torch.ones(8)), kernel="tiled")
+    if takes_blocks():
+        form = Int4(64)
+        int8_linear(x, form.view(torch.zeros(form.nbytes((8, 64)), dtype=torch.uint8), (8, 64)))
     for kernel in KERNELS:
         is_exact(kernel)
 
@@ -164,11 +188,13 @@ def prepare(dtype: torch.dtype) -> None:
 # the kernels
 
 
-def multiply(x: Rows, layers: list[tuple[Int8Weight, Tensor | None, Tensor]], kernel: str) -> None:
+def multiply(x: Rows, layers: list[tuple[Weight, Tensor | None, Tensor]], kernel: str) -> None:
     """x @ weight.T + bias into out (R, O), of any float type, for each (weight, bias, out)."""
     by_tiles = []
     for weight, bias, out in layers:
-        if kernel == "tiled" and not weight.codes.is_mkldnn and may_tile(weight.codes.shape):
+        if isinstance(weight, Quantised) or (
+            kernel == "tiled" and not weight.codes.is_mkldnn and may_tile(weight.codes.shape)
+        ):
             by_tiles.append((weight, bias, out))
         else:
             _scale_back(*_sums(x, weight.codes, kernel), x, weight, bias, out)
@@ -187,8 +213,8 @@ def _scale_back(sums: Tensor, columns: Tensor, x: Rows, weight: Int8Weight, bias
     in_threads(lambda a, b: loops.tiles.scale_back(*arrays, a, b, target), len(out), out.numel())
 
 
-def _fp32(bias: Tensor | None, weight: Int8Weight) -> Tensor:
-    return torch.zeros_like(weight.scale) if bias is None else bias.float()
+def _fp32(bias: Tensor | None, weight: Weight) -> Tensor:
+    return torch.zeros(weight.height) if bias is None else bias.float()
 
 
 def _sums(x: Rows, weight: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
@@ -236,24 +262,31 @@ def may_tile(shape: Sequence[int]) -> bool:
     return shape[0] >= tiles.TILE_OUT and shape[1] % tiles.TILES[tiles.CODES.name].inputs == 0
 
 
-def tiled(x: Rows, layers: list[tuple[Int8Weight, Tensor | None, Tensor]]) -> None:
-    """As `multiply`, by a compiled loop, whose threads share the outputs of all layers."""
-    tiles, codes, jobs, count = compiled().tiles, x.for_tiles, [], 0
-    tall, shared = tiles.TILE_OUT, [t.numpy() for t in (x.scale, x.kept, x.places)]
+def tiled(x: Rows, layers: list[tuple[Weight, Tensor | None, Tensor]]) -> None:
+    """As `multiply`, by compiled loops, whose threads share the outputs of all layers."""
+    loops, jobs, count = compiled(), [], 0
+    tall, shared = loops.tiles.TILE_OUT, [t.numpy() for t in (x.scale, x.kept, x.places)]
+    halves = {weight.format.group // 2 for weight, _, _ in layers if isinstance(weight, Quantised)}
+    in_order = {half: x.for_blocks(half) for half in halves}
     for weight, bias, out in layers:
-        arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale, _fp32(bias, weight))]
-        jobs.append((count, [*shared, *arrays], float_array(out)))
-        count += out.shape[1] // tall
+        last = _fp32(bias, weight).numpy()
+        if isinstance(weight, Quantised):
+            codes = in_order[weight.format.group // 2]
+            work = partial(loops.tiles4.multiply, *codes, *shared, *weight.blocks(), last)
+        else:
+            arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale)]
+            work = partial(loops.tiles.multiply, x.for_tiles, *shared, *arrays, last)
+        jobs.append((count, work, float_array(out)))
+        count += -(-out.shape[1] // tall)
 
     def part(begin: int, end: int) -> None:
-        for first, arrays, target in jobs:
+        for first, work, target in jobs:
             height = target.shape[1]
-            most = height // tall
-            a, b = max(begin - first, 0), min(end - first, most)
-            if a < b:  # the last part of a layer has the outputs that are left over
-                tiles.multiply(codes, *arrays, a * tall, height if b == most else b * tall, target)
+            a, b = max(begin - first, 0) * tall, min((end - first) * tall, height)
+            if a < b:
+                work(a, b, target)
 
-    in_threads(part, count, codes.size * count * tall // PRODUCTS)
+    in_threads(part, count, x.codes.numel() * count * tall // PRODUCTS)
 
 
 def _sums_by_tiles(codes: Tensor, weight: Tensor) -> Tensor:
@@ -316,6 +349,19 @@ def _works(kernel) -> bool:
 def is_exact(kernel: str) -> bool:
     """Whether one of KERNELS is right here."""
     return _works(SUMS.get(kernel, _sums_by_tiles))
+
+
+@cache
+def takes_blocks() -> bool:
+    """Whether weights in blocks of 4 bits can be multiplied as they are stored, on this CPU."""
+    loops, shape, form = compiled(), (72, 192), Int4(64)
+    if loops is None or not loops.tiles4.IS_POSSIBLE:
+        return False
+    (codes, _), raw = _extremes(), torch.empty(form.nbytes(shape), dtype=torch.uint8)
+    weight, out = torch.arange(72 * 192).remainder(16).sub(8).float().view(shape), torch.empty(len(codes), 72)
+    form.encode(weight, raw)
+    tiled(Rows.of(codes), [(form.view(raw, shape), None, out)])
+    return torch.allclose(out.double(), codes.double() @ weight.double().t(), rtol=1e-5)
 
 
 @cache

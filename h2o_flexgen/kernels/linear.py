@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import cycle, product
+from itertools import compress, cycle, product
 from math import log
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.formats import Dense, Int8, Quantised
+from h2o_flexgen.formats import Blocks, Dense, Format, Int4, Int8, Quantised
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.int8 import Int8Weight, int8_linears
 from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS, slice_rows
@@ -34,12 +34,14 @@ from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS, slice_rows
 ROWS = (1, 8, 32, 128, 512)
 #: rows by which types and layouts are compared, as if as many tokens went through the model at each of them
 MIX = ROWS[1:]
+#: those of a batch
+MANY = ROWS[2:]
 #: what is less than this many times faster is no reason to leave the plain kernel
 MARGIN = 1.1
 #: types in which a matmul has more than one exact kernel
 HALF_TYPES = ("bfloat16", "float16")
-#: the name of matmuls in int8 among those of float types
-INT8 = "int8"
+#: the names of matmuls in int8 among those of float types: with weights in 8 bits, and in 4 as they are stored
+INT8, INT4 = "int8", "int4"
 #: `widened` has W, not x, as the left operand of its matmul up to so many rows
 LEFT_ROWS = 256
 #: (out, in) of the matrices that are timed: with few rows so large that they come from RAM, as those of a model do
@@ -78,12 +80,19 @@ def linears(
     x: Tensor, layers: list[tuple[Tensor | Quantised | Int8Weight, Tensor | None]], outliers: bool = True
 ) -> list[Tensor]:
     """The same of several weights with their biases, some of which may be in int8."""
-    in_int8 = [layer for layer in layers if isinstance(layer[0], Int8Weight)]
+    are_int8 = [_is_int8(weight) for weight, _ in layers]
     outs = iter(())
-    if in_int8:
+    if any(are_int8):
         kernel = "native" if x.is_cuda else _chosen_int8(x.numel() // x.shape[-1])
-        outs = iter(int8_linears(x, in_int8, outliers, kernel))
-    return [next(outs) if isinstance(layer[0], Int8Weight) else _linear(x, *layer, outliers) for layer in layers]
+        outs = iter(int8_linears(x, list(compress(layers, are_int8)), outliers, kernel))
+    return [next(outs) if is_int8 else _linear(x, *layer, outliers) for is_int8, layer in zip(are_int8, layers)]
+
+
+def _is_int8(weight: Tensor | Quantised | Int8Weight) -> bool:
+    """Whether the kernels of `int8` take a weight as it is."""
+    if isinstance(weight, Quantised):
+        return weight.in_int8 and takes_as_stored(weight.format, weight.is_cuda)
+    return isinstance(weight, Int8Weight)
 
 
 def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, outliers: bool) -> Tensor:
@@ -109,6 +118,24 @@ def packs(dtype: torch.dtype) -> bool:
 def packs_int8() -> bool:
     """Whether int8 matrices that stay in RAM should go through `int8.pack`."""
     return rates().packs(INT8) and int8.can_pack()
+
+
+def takes_as_stored(form: Format, cuda: bool = False) -> bool:
+    """Whether matmuls in int8 take a quantised matrix as it is stored: 8 bits with a scale a row, and on CPUs where
+    that is no slower blocks of 4 bits (`tiles4`)."""
+    if isinstance(form, Blocks) and form.bits == 4:
+        return not cuda and rates().takes_blocks() and int8.takes_blocks()
+    return form == Int8()
+
+
+def matmul_format(form: Format, dtype: torch.dtype, compute: str, cuda: bool, is_head: bool = False) -> Format:
+    """Which `linear` is given, of a matrix that is kept in `form`: floats, or with `compute` "int8" codes if it is
+    quantised; a head as it is, of which `linear` makes these a slice at a time."""
+    if isinstance(form, Dense):
+        return Dense(dtype)
+    if is_head or (compute == "int8" and takes_as_stored(form, cuda)):
+        return form
+    return Int8() if compute == "int8" else Dense(dtype)
 
 
 def always_tiles() -> bool:
@@ -198,8 +225,8 @@ class KernelRates:
     """Measured rates of one CPU, as `measure` finds them.
 
     Attributes:
-        linear: {dtype, or "int8": {kernel: {rows: flops per second}}}. A kernel that cannot run here is not in
-            it.
+        linear: {dtype, or "int8" and "int4": {kernel: {rows: flops per second}}}. A kernel that cannot run here is
+            not in it.
         attention: {dtype: flops per second} of the batched matmuls in attention over a prompt.
     """
 
@@ -227,6 +254,14 @@ class KernelRates:
         """Whether a matrix that stays in RAM is better kept packed: it then has no other kernel."""
         packed = self.linear.get(dtype, {}).get("packed")
         return packed is not None and MARGIN * _seconds(packed) < self._unpacked_seconds(dtype)
+
+    def takes_blocks(self) -> bool:
+        """Whether matmuls in int8 of many rows are not slower with weights in 4 bits as they are stored than with codes
+        of 8 bits, which must be made of them first."""
+        if INT4 not in self.linear:
+            return False
+        best = {n: max(table[n] for table in self.linear[INT8].values()) for n in MANY}
+        return _seconds(self.linear[INT4]["tiled"], MANY) < MARGIN * _seconds(best, MANY)
 
     def gains_by_int8(self, dtype: str) -> bool:
         """Whether matmuls in int8 are clearly faster than in a float type, or were not measured."""
@@ -259,8 +294,8 @@ class KernelRates:
         return _seconds({n: self.linear[dtype][self.kernel(dtype, n)][n] for n in MIX})
 
 
-def _seconds(rates: dict[int, float]) -> float:
-    return sum(1 / rates[n] for n in MIX)
+def _seconds(rates: dict[int, float], rows: tuple[int, ...] = MIX) -> float:
+    return sum(1 / rates[n] for n in rows)
 
 
 def use(rates: KernelRates | None) -> None:
@@ -321,7 +356,7 @@ def measure() -> KernelRates:
     return KernelRates(linear, attention)
 
 
-def _multiply_next(x: Tensor, weights: Iterator[Int8Weight], kernel: str, out: Tensor) -> None:
+def _multiply_next(x: Tensor, weights: Iterator[int8.Weight], kernel: str, out: Tensor) -> None:
     int8.multiply(int8.Rows.of(x), [(next(weights), None, out)], kernel)
 
 
@@ -349,6 +384,13 @@ def _calls() -> dict[tuple, tuple[Callable, int]]:
         x, turns = torch.ones(rows, INT8_SHAPE[1], dtype=torch.int8), cycle(Int8Weight(c, scale) for c in codes)
         call = partial(_multiply_next, x, turns, name, torch.empty(rows, INT8_SHAPE[0]))
         calls[INT8, name, rows] = call, 2 * rows * matrices[0].numel()
+    if int8.takes_blocks():
+        form, count = Int4(64), 2 * INT8_MATRICES  # half as large
+        raws = [torch.ones(form.nbytes(INT8_SHAPE), dtype=torch.uint8) for _ in range(count)]
+        for rows in ROWS:
+            x, turns = torch.ones(rows, INT8_SHAPE[1], dtype=torch.int8), cycle(form.view(r, INT8_SHAPE) for r in raws)
+            call = partial(_multiply_next, x, turns, "tiled", torch.empty(rows, INT8_SHAPE[0]))
+            calls[INT4, "tiled", rows] = call, 2 * rows * matrices[0].numel()
     for dtype in (*_HALVES, torch.float32):
         q = torch.full(ATTENTION_SHAPE, 0.1, dtype=dtype)
         call = partial(torch.bmm, q, q.transpose(1, 2))

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.compression import in_matmuls
 from h2o_flexgen.formats import Dense, Format, Int8, Quantised
+from h2o_flexgen.kernels.linear import matmul_format
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.offload.checkpoint import Checkpoint, rows_of
 from h2o_flexgen.offload.disk import DiskIO
@@ -32,15 +32,23 @@ class Decoding(NamedTuple):
 
     @classmethod
     def of(
-        cls, formats: dict[str, Format], layers: list[Layer], dtype: torch.dtype, compute: str, copies: bool = True
+        cls,
+        formats: dict[str, Format],
+        layers: list[Layer],
+        dtype: torch.dtype,
+        compute: str,
+        cuda: bool,
+        copies: bool = True,
     ) -> Decoding:
         """Into what matmuls read. For matmuls in int8 the embedding, in the first layer, stays as it is stored, since
         its rows are floats; a head that is tied to it becomes a copy with a name of its own, or without `copies` stays
         too."""
         quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
         kept = quantised.keys() & layers[0].shapes if compute == "int8" else set()
-        found = {name: form if name in kept else in_matmuls(form, dtype, compute) for name, form in quantised.items()}
-        tied = {short: tensor for short, tensor in layers[-1].streamed.items() if tensor[0] in kept and copies}
+        read = {name: matmul_format(form, dtype, compute, cuda) for name, form in quantised.items()}
+        found = {name: form if name in kept else read[name] for name, form in quantised.items()}
+        tied = {short: t for short, t in layers[-1].streamed.items() if t[0] in kept and read[t[0]] != found[t[0]]}
+        tied = tied if copies else {}
         head = {short: (name + COPY, shape) for short, (name, shape) in tied.items()}
         found |= {name: Int8() for name, _ in head.values()}
         return cls([*layers[:-1], replace(layers[-1], streamed=layers[-1].streamed | head)], found)

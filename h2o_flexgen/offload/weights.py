@@ -32,12 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.compression import in_matmuls, in_memory
+from h2o_flexgen.compression import in_memory
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Int8, Quantised, convert
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.int8 import Int8Weight
-from h2o_flexgen.kernels.linear import pack, packs, packs_int8
+from h2o_flexgen.kernels.linear import matmul_format, pack, packs, packs_int8
 from h2o_flexgen.models.spec import Tensors
 from h2o_flexgen.offload.checkpoint import (
     Checkpoint,
@@ -73,12 +73,10 @@ def staging_bytes(
     shape: Shape,
     dtype: torch.dtype,
     cuda: bool,
-    is_head: bool = False,
-    compute: str = "exact",
+    read: Format,
 ) -> StagingBytes:
-    """What a tensor that is stored in `form` takes in a job that computes in `dtype`; `is_head`: of the last layer."""
+    """What a tensor that is stored in `form` takes in a job that computes in `dtype`, if matmuls read it in `read`."""
     dense, held = Dense(dtype), in_memory(form, dtype)
-    read = in_matmuls(held, dtype, compute, is_head)
     decoded = 0 if held == read else aligned(read.nbytes(shape))
     if tier == "gpu":
         return StagingBytes(converted=decoded)
@@ -186,8 +184,12 @@ class WeightStore:
         return in_memory(self._source.format(name), self.dtype)
 
     def _staging_bytes(self, name: str, shape: Shape, is_head: bool) -> StagingBytes:
-        form = self._source.format(name)
-        return staging_bytes(self.tiers[name], form, shape, self.dtype, self.device.is_cuda, is_head, self.compute)
+        form, cuda = self._source.format(name), self.device.is_cuda
+        return staging_bytes(self.tiers[name], form, shape, self.dtype, cuda, self._read(form, is_head))
+
+    def _read(self, form: Format, is_head: bool) -> Format:
+        """In which matmuls are given what is kept in `form`."""
+        return matmul_format(form, self.dtype, self.compute, self.device.is_cuda, is_head)
 
     def _load(self, shapes: dict[str, Shape], source: Checkpoint | DummyCheckpoint, progress: bool) -> None:
         sizes = {name: self._form(name).nbytes(shape) for name, shape in shapes.items()}
@@ -284,7 +286,7 @@ class WeightStore:
                 found[short] = tensor
                 continue
             held = tensor.format if isinstance(tensor, Quantised) else Dense(tensor.dtype)
-            read = in_matmuls(held, self.dtype, self.compute, layer == len(self.layers) - 1)
+            read = self._read(held, layer == len(self.layers) - 1)
             if read != held:
                 source, tensor = tensor, read.view(self._converted[at:], shape)
                 _convert(tensor, source)

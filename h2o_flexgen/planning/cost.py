@@ -155,10 +155,14 @@ class CostModel:
     def _matmuls_of(self, layer: int, rows: int) -> tuple[float, float]:
         """Seconds of `rows` rows with the matrices of a layer if all are resident, and how many more if all stream."""
         seconds = self.profile.matmul_seconds
-        matrices = [(n, shape, self.shapes.in_int8(n)) for n, shape in self._matrices[layer].items()]
-        streamed = sum(seconds(shape, rows, int8=int8) for _, shape, int8 in matrices)
-        resident = sum(seconds(shape, rows, resident=n in self._packed, int8=int8) for n, shape, int8 in matrices)
+        matrices = [(n, shape, self._weight_bits(n)) for n, shape in self._matrices[layer].items()]
+        streamed = sum(seconds(shape, rows, bits=bits) for _, shape, bits in matrices)
+        resident = sum(seconds(shape, rows, resident=n in self._packed, bits=bits) for n, shape, bits in matrices)
         return resident, max(0.0, streamed - resident)
+
+    def _weight_bits(self, name: str) -> int | None:
+        """Of a matrix as matmuls in int8 read it; None if it is multiplied as floats."""
+        return None if not self.shapes.in_int8(name) else 4 if self.shapes.reads_blocks(name) else 8
 
     def _matmuls(self, layer: int, rows: Counter, streamed: float) -> float:
         """Seconds with the matrices of a layer.

@@ -150,7 +150,7 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: boo
     buffers = largest_layer(
         [
             staging_bytes(
-                placement.weights[name], shapes.formats[name], shape, dtype, cuda, layer is head, shapes.compute
+                placement.weights[name], shapes.formats[name], shape, dtype, cuda, shapes.read(name, layer is head)
             )
             for name, shape in layer.items()
         ]

@@ -81,7 +81,7 @@ class Profile:
         links: by name (LINKS); disk past the page cache, in requests as large as those for a cache.
         matmul: "streamed" -> {(out, in): {rows: flops per second}} of x @ W.T with what follows: a pass
             over its output (norm, activation or sum), or the choice of tokens; "resident" likewise, where resident
-            matrices are packed; "int8" and "int8 resident" in int8.
+            matrices are packed; "int8" and "int8 resident" in int8, "int4" in int8 with weights in 4 bits.
         attention: "prefill", "decode", and "cpu" for decode steps on the CPU beside a CUDA device -> cache rule.
         decode, unpack: {bits of a code: elements per second} of quantised matrices, to floats and to int8.
         step_seconds: what a step of one batch through one layer costs whatever its size.
@@ -108,11 +108,13 @@ class Profile:
     crowded: float = 0.0
     kernels: KernelRates | None = None
 
-    def matmul_seconds(self, shape: Shape, rows: int, resident: bool = False, int8: bool = False) -> float:
+    def matmul_seconds(self, shape: Shape, rows: int, resident: bool = False, bits: int | None = None) -> float:
         """Of x @ W.T with x of `rows` rows and W of this (out, in) shape, at the rate of the measured shape that is
         nearest in the logarithms of both: that predicts other shapes within 7 % on average, an interpolation by
-        elements within 9 %. Where matmuls in int8 were not measured, they count as the others."""
-        kinds = ["int8 resident"] * (int8 and resident) + ["int8"] * int8 + ["resident"] * resident
+        elements within 9 %. `bits`: of the weight, for matmuls in int8; where these were not measured, they count as
+        the others."""
+        kinds = [f"int{bits} resident"] * resident + [f"int{bits}", "int8"] if bits else []
+        kinds += ["resident"] * resident
         tables = next((self.matmul[kind] for kind in kinds if kind in self.matmul), self.matmul["streamed"])
         out, width = shape
         nearest = min(tables, key=lambda s: math.hypot(math.log(s[0] / out), math.log(s[1] / width)))

@@ -8,7 +8,8 @@ from functools import cached_property, lru_cache
 import torch
 
 from h2o_flexgen.compression import cache_format, in_memory
-from h2o_flexgen.formats import Dense, Format, Int8, KVFormat
+from h2o_flexgen.formats import Blocks, Dense, Format, KVFormat
+from h2o_flexgen.kernels.linear import matmul_format
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
@@ -72,9 +73,10 @@ class ModelData:
         there are none, or they are wanted as they are."""
         if self.compressed or all(map(self.is_dense, self.formats)):
             return []
-        model = (self.formats, self.layers, self.torch_dtype, self.compute)
+        model = (self.formats, self.layers, self.torch_dtype, self.compute, self.cuda)
         copied, shared = Decoding.of(*model), Decoding.of(*model, copies=False)
-        ways = [copied] if copied == shared else [copied, shared]
+        as_stored = Decoding(self.layers, {name: self.formats[name] for name in shared.formats})
+        ways = [way for way in ([copied] if copied == shared else [copied, shared]) if way != as_stored]
         return [replace(self, layers=x.layers, formats=self.formats | x.formats, decoding=x) for x in ways]
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
@@ -121,9 +123,17 @@ class ModelData:
         """Whether a matrix is multiplied in int8."""
         return self.compute == "int8" and not self.is_dense(name)
 
+    def read(self, name: str, is_head: bool = False) -> Format:
+        """In which matmuls are given a matrix."""
+        return matmul_format(self.formats[name], self.torch_dtype, self.compute, self.cuda, is_head)
+
     def read_as_kept(self, name: str) -> bool:
         """Whether matmuls read a matrix as it is in memory; of others they need floats, or codes of 8 bits."""
-        return self.is_dense(name) or (self.in_int8(name) and self.formats[name] == Int8())
+        return self.is_dense(name) or self.read(name) == self.formats[name]
+
+    def reads_blocks(self, name: str) -> bool:
+        """Whether matmuls in int8 read a matrix in blocks of 4 bits."""
+        return self.in_int8(name) and isinstance(self.read(name), Blocks)
 
     @cached_property
     def converts_by_compute(self) -> bool:

@@ -117,9 +117,10 @@ def _int8_bytes(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
     tiles_only = not shapes.cuda and always_tiles()
     for name, shape in matrices.items():
         out = _slice(shapes, name) if layer == _HEAD else shape[0]
-        has_tiles = not shapes.cuda and may_tile(shape)
+        in_blocks = shapes.reads_blocks(name)
+        has_tiles = in_blocks or (not shapes.cuda and may_tile(shape))
         each = _CODES["cuda" if shapes.cuda else "tiles" if has_tiles else "floats"]
-        sums = 0 if has_tiles and tiles_only else _SUMS
+        sums = 0 if in_blocks or (has_tiles and tiles_only) else _SUMS
         sizes.append(rows * (each * shape[1] + 4 * OUTLIER_COLUMNS + sums * out) + WIDEN_BYTES * (not has_tiles))
     return max(sizes)
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.engine.sampling import SamplingParams, sample
-from h2o_flexgen.formats import GGUF, Format, Int4, Int8, KVFormat
+from h2o_flexgen.formats import GGUF, Format, Int4, Int8, KVFormat, Quantised
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.int8 import Int8Weight
-from h2o_flexgen.kernels.linear import INT8, linear, pack, packs, packs_int8
+from h2o_flexgen.kernels.linear import INT4, INT8, linear, pack, packs, packs_int8, takes_as_stored
 from h2o_flexgen.kv_cache import MEASURED, CacheRule, KVLayout
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
@@ -125,14 +125,16 @@ def matmul_rates(
 ) -> dict[str, dict[Shape, dict[int, float]]]:
     """Of each shape with streamed weights, and with resident ones where these are packed; and of those in int8.
     `dispatch`: seconds that any matmul takes, which count as part of a step."""
-    kinds = ["streamed"] + ["resident"] * (not device.is_cuda and packs(dtype))
-    kinds += [INT8] + [f"{INT8} resident"] * (not device.is_cuda and packs_int8())
+    kinds = {"streamed": (dtype, False), INT8: (INT8, False)}
+    if not device.is_cuda:
+        kinds |= {"resident": (dtype, True)} if packs(dtype) else {}
+        kinds |= {f"{INT8} resident": (INT8, True)} if packs_int8() else {}
+        kinds |= {INT4: (INT4, False)} if takes_as_stored(Int4(64)) else {}
     shapes = _shapes(device, dtype, scale)
     found = {kind: {shape: {} for shape in shapes} for kind in kinds}
-    for kind, (out, width) in product(kinds, shapes):
-        type_, is_packed = INT8 if kind.startswith(INT8) else dtype, kind.endswith("resident")
+    for (kind, (type_, is_packed)), (out, width) in product(kinds.items(), shapes):
         weights = _weights(device, type_, (out, width), scale.weight_bytes, is_packed)
-        for rows in scale.rows[:: 2 if type_ == INT8 else 1]:
+        for rows in scale.rows[:: 1 if type_ == dtype else 2]:
             if rows <= HEAD_ROWS or not is_head((out, width)):
                 seconds = call_seconds(device, matmul_call(device, dtype, rows, (out, width), weights), scale)
                 found[kind][out, width][rows] = 2 * out * width * rows / beyond(seconds, dispatch)
@@ -170,7 +172,7 @@ def is_head(shape: Shape) -> bool:
 
 
 def matmul_call(
-    device: Device, dtype: torch.dtype, rows: int, shape: Shape, weights: list[Tensor | Int8Weight]
+    device: Device, dtype: torch.dtype, rows: int, shape: Shape, weights: list[Tensor | int8.Weight]
 ) -> Callable[[], object]:
     """x @ W.T with the next of the weights, and a pass over its output: about one for each matmul is what norms,
     activations and sums of a layer come to. Behind a head it is the choice of tokens."""
@@ -184,9 +186,14 @@ def matmul_call(
 
 def _weights(
     device: Device, dtype: torch.dtype | str, shape: Shape, most_bytes: int, packed: bool = False
-) -> list[Tensor | Int8Weight]:
+) -> list[Tensor | int8.Weight]:
     """One matrix, and as many more as memory and `most_bytes` have room for."""
     room = _room(device, most_bytes)
+    if dtype == INT4:
+        form = Int4(64)
+        nbytes = form.nbytes(shape)
+        raws = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(1 + room // nbytes))
+        return [Quantised(form, raw, shape, in_int8=True) for raw in raws]
     if dtype == INT8:
         codes = (
             torch.ones(shape, dtype=torch.int8, device=device.torch_device) for _ in range(1 + room // prod(shape))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from int8_oracle import activations, to_codes
 from int8_oracle import int8_linear as slow_linear
-from int8_oracle import to_codes
 from machines import kernels
 
 from h2o_flexgen.formats import GGUF, Int4, Int8
@@ -28,17 +28,6 @@ def loops(request, monkeypatch):
         pytest.importorskip("numba")
     else:
         monkeypatch.setattr(int8, "compiled", lambda: None)
-
-
-def activations(rows: int = 37, width: int = WIDTH, seed: int = 0) -> torch.Tensor:
-    """Rows of all sizes, some with outliers: in a column that most have, in one of their own, in too many."""
-    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
-    x *= torch.logspace(-4, 1, rows)[:, None]
-    x[:, 5] *= 40
-    x[3 % rows, 7] *= 1000
-    x[8 % rows, ::5] *= 300
-    x[9 % rows] = 0
-    return x
 
 
 def weights(out: int = OUT, width: int = WIDTH) -> tuple[torch.Tensor, Int8Weight]:

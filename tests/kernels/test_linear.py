@@ -173,7 +173,8 @@ def small_matrices(monkeypatch):
 
 def test_every_kernel_that_runs_here_is_measured(small_matrices):
     found = linear.measure()
-    assert set(found.linear) - {"int8"} == set(found.attention) == {"bfloat16", "float16", "float32"}
+    assert set(found.linear) - {"int8", "int4"} == set(found.attention) == {"bfloat16", "float16", "float32"}
+    assert ("int4" in found.linear) == int8.takes_blocks()
     assert set(found.linear["int8"]) - {"packed"} == {*int8.KERNELS} - {"floats" if int8.is_exact("tiled") else "tiled"}
     for dtype in HALVES:
         packed = {"packed"} if linear.can_pack(dtype) else set()

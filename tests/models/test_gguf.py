@@ -16,12 +16,13 @@ import torch
 import zoo
 from cli_tools import write_rows
 from gguf import GGMLQuantizationType as Type
-from machines import laptop
+from machines import kernels, laptop
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Int8, Quantised
+from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile, in_place
 from h2o_flexgen.models.registry import family, read_spec, spec_of
@@ -395,6 +396,22 @@ def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
             scores = [text.token_logprobs for text in llm.score(prompts, 2)]
             found.append(([o.outputs[0].token_ids for o in outputs], scores))
     assert found[0] == found[1] == found[2] and found[3] == found[4] and found[0] != found[3]
+
+
+def test_blocks_of_4_bits_are_multiplied_as_they_are_stored(tmp_path):
+    """Where that is no slower: then they are decoded nowhere, not even a head that is tied."""
+    if not int8.takes_blocks():
+        pytest.skip("this CPU has no instructions for it")
+    linear.use(kernels(blocks=True))
+    tied, found = quantised_llama(tmp_path, Type.Q4_0, tie_word_embeddings=True), []
+    for policy in (Policy(), Policy(percent=(50, 0, 100, 0, 100, 0)), "auto"):
+        with LLM(str(tied.folder), policy, compute="int8", device="cpu", dtype="float32", progress=False) as llm:
+            found.append([text.token_logprobs for text in llm.score([[5, 9, 7], [8, 3, 6, 4]], 1)])
+            assert llm.choice.decoding is None
+            weights = llm.runner.weights.get(1) | llm.runner.weights.get(len(llm.model.layers) - 1)
+            assert {w.format.name for w in weights.values() if isinstance(w, Quantised)} == {"Q4_0"}
+            assert not any(isinstance(w, Int8Weight) for w in weights.values())
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_tied_head_is_decoded_into_a_copy(tmp_path):

@@ -1,0 +1,59 @@
+"""What the tiles of matmuls (`tiles.py`, `tiles4.py`) share of LLVM's language: this CPU's features, and vectors.
+
+What numba keeps of a loop is dated by the file of that loop alone: after a change here, touch those that use it.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import config
+
+#: outputs of a tile
+TILE_OUT = 4
+
+# numba may have been told to compile for another CPU
+_IS_HOST = config.ENABLE_AVX and config.CPU_NAME is None and config.CPU_FEATURES is None
+FEATURES = get_host_cpu_features() if _IS_HOST else {}
+IS_AVX512 = all(map(FEATURES.get, ("avx512vnni", "avx512vl", "avx512bw")))
+HAS_VNNI = IS_AVX512 or FEATURES.get("avxvnni")
+
+
+def lanes(builder, a, b, which):
+    """Some lanes of 32 bits of two vectors, counted through both."""
+    return builder.shuffle_vector(a, b, ir.VectorType(ir.IntType(32), len(which))(list(which)))
+
+
+def add_up(builder, vectors):
+    """The sum of each of several vectors, as one vector: halves of all are added until one lane of each is left."""
+    width = vectors[0].type.count
+    while width > 1:
+        pairs = list(zip(vectors[::2], vectors[1::2])) or [(vectors[0], vectors[0])]
+        every = range(vectors[0].type.count * min(2, len(vectors)))
+        low, high = ([n for n in every if (n % width < width // 2) == is_low] for is_low in (True, False))
+        vectors = [builder.add(lanes(builder, *pair, low), lanes(builder, *pair, high)) for pair in pairs]
+        width //= 2
+    return vectors[0]
+
+
+def addresses(builder, array, first, count):
+    """Of `count` rows of an array of numba's, from `first` on."""
+    i64 = ir.IntType(64)
+    base, step = builder.ptrtoint(array.data, i64), builder.extract_value(array.strides, 0)
+    return [builder.add(base, builder.mul(builder.add(first, i64(n)), step)) for n in range(count)]
+
+
+def pointer(builder, address, element, count):
+    """To a vector."""
+    return builder.inttoptr(address, ir.VectorType(element, count).as_pointer())
+
+
+def store_sums(builder, vectors, sums, at, rows):
+    """Add up each of rows * TILE_OUT vectors, into the first rows of an array of numba's, of int32, from column `at`
+    on."""
+    i32, i64 = ir.IntType(32), ir.IntType(64)
+    found = add_up(builder, vectors)
+    for n, row in enumerate(addresses(builder, sums, i64(0), rows)):
+        few = lanes(builder, found, found, range(n * TILE_OUT, (n + 1) * TILE_OUT))
+        place = builder.add(row, builder.mul(at, i64(4)))
+        builder.store(few, pointer(builder, place, i32, TILE_OUT), align=4)

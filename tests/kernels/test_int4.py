@@ -1,0 +1,162 @@
+"""Matmuls in int8 with weights in blocks of 4 bits as they are stored: those of the same numbers in fp64, and the same
+to the bit whatever else is multiplied beside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from int8_oracle import activations, in_blocks
+from machines import kernels
+
+from h2o_flexgen.formats import GGUF, Dense, Int4, Int8, Quantised
+from h2o_flexgen.kernels import int8, linear
+from h2o_flexgen.kernels.int8 import int8_linear, int8_linears
+
+tiles4 = pytest.importorskip("h2o_flexgen.tiles4")
+FORMATS = [GGUF["Q4_0"], GGUF["Q4_1"], Int4(32), Int4(64)]
+every_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.group}")
+
+
+@pytest.fixture(autouse=True)
+def fast_blocks():
+    if not int8.takes_blocks():
+        pytest.skip("this CPU has no instructions for it")
+    linear.use(kernels(blocks=True))
+
+
+def blocks(form, out: int, width: int, seed: int = 0) -> Quantised:
+    """Any codes, with scales of any size, negative ones among them, as files have them."""
+    random = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (out, width // form.group, form.row_bytes(form.group)[0]), generator=random)
+    raw = raw.to(torch.uint8)
+    floats = torch.randn(*raw.shape[:2], 2, generator=random) * torch.logspace(-3, 1, raw.shape[1])[:, None]
+    count = 2 if form.has_minimum else 1
+    raw[..., : 2 * count] = floats.half().view(torch.uint8)[..., : 2 * count]
+    raw[0] = 0  # a row that is 0
+    return Quantised(form, raw.view(-1), (out, width), in_int8=True)
+
+
+def expected(x: torch.Tensor, weight: Quantised, bias: torch.Tensor | None, outliers: bool = True) -> torch.Tensor:
+    rows, w = int8.quantise(x, outliers), in_blocks(weight)
+    found = rows.scale[:, None].double() * (rows.codes.double() @ w.T) + rows.kept.double() @ w[:, rows.places].T
+    return found if bias is None else found + bias.double()
+
+
+@every_format
+@pytest.mark.parametrize(
+    "rows, out, width",
+    [(1, 1, 64), (2, 17, 128), (3, 5, 576), (37, 90, 2048), (5, 33, 2048 + 64), (4, 20, 4096 + 192), (9, 16, 6144)],
+)
+def test_it_is_the_matmul_of_the_numbers_in_blocks(form, rows, out, width):
+    weight, x = blocks(form, out, width), activations(rows, width)
+    for bias, outliers in ((None, True), (torch.randn(out), False)):
+        exact = expected(x, weight, bias, outliers)
+        error = (int8_linear(x, weight, bias, outliers) - exact).abs().amax(dim=1)
+        assert (error <= 1e-5 * exact.abs().amax(dim=1).clamp(min=1e-3)).all()
+
+
+@every_format
+def test_its_numbers_are_those_of_the_format(form):
+    """To within what rounds them: half of one in 8,000 of a segment's largest, 7.5 times from the middle code."""
+    weight, stored = blocks(form, 20, 2048), torch.empty(20, 2048)
+    weight.decode(stored)
+    largest = weight.format.codes(weight.raw, weight.shape, 0, 20).largest[:, None]
+    assert ((in_blocks(weight) - stored).abs() <= largest / 1500 + 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_results_are_rounded_once(dtype):
+    weight, x = blocks(Int4(64), 40, 256), activations(7, 256).to(dtype)
+    int8.prepare(dtype)
+    known = len(tiles4.multiply.signatures), len(tiles4.arrange.signatures)
+    exact = expected(x.float(), weight, None)
+    got = int8_linear(x, weight)
+    assert got.dtype == dtype and known == (len(tiles4.multiply.signatures), len(tiles4.arrange.signatures))
+    error = (got.double() - exact).abs().amax(dim=1) / exact.abs().amax(dim=1).clamp(min=1e-3)
+    assert error.max() < max(torch.finfo(dtype).eps, 1e-5)
+
+
+@given(rows=st.lists(st.integers(0, 36), min_size=1, max_size=12, unique=True))
+def test_a_row_does_not_depend_on_its_neighbours(rows):
+    weight, x = blocks(Int4(64), 21, 576), activations(width=576)
+    assert torch.equal(int8_linear(x[rows], weight), int8_linear(x, weight)[rows])
+
+
+def test_rows_of_heads_are_put_in_order():
+    """Rows of queries and keys, which llama.cpp has in another order."""
+    weight, x, bias = blocks(GGUF["Q4_0"], 24, 64), activations(5, 64), torch.randn(24)
+    in_heads = replace(weight, format=replace(weight.format, heads=3))
+    found = int8_linear(x, weight)
+    assert torch.equal(int8_linear(x, in_heads)[:, in_heads.order], found)
+    assert torch.equal(int8_linear(x, in_heads, bias), int8_linear(x, in_heads) + bias)
+
+
+def test_layers_of_all_kinds_share_the_threads(monkeypatch):
+    """Of several formats and sizes, cut where one ends and another begins or elsewhere."""
+    x, codes = activations(width=192), torch.randint(-127, 128, (90, 192), dtype=torch.int8)
+    layers = [
+        (blocks(form, out, 192), torch.randn(out)) for form, out in zip(FORMATS * 2, (90, 4, 3, 300, 1, 5, 16, 33))
+    ]
+    layers.insert(3, (int8.Int8Weight(codes, torch.rand(90)), None))
+    expected = [int8_linear(x, *layer, kernel="tiled") for layer in layers]
+    monkeypatch.setattr("h2o_flexgen.threads.SMALL", -1)
+    for threads in (1, 2, 3, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        assert all(map(torch.equal, int8_linears(x, layers, kernel="tiled"), expected))
+
+
+@pytest.mark.parametrize("nibble", [0, 15])
+@pytest.mark.parametrize("sign", [1, -1])
+@every_format
+def test_the_largest_sums_fit(form, sign, nibble):
+    width = 4096
+    weight = blocks(form, 4, width)
+    raw = weight.raw.view(4, width // form.group, -1)
+    raw[:] = 17 * nibble
+    raw[..., : form.layout[0]] = torch.tensor([1.0, -8.0]).half().view(torch.uint8)[: form.layout[0]]
+    x = torch.full((3, width), sign * 127.0)
+    assert torch.allclose(int8_linear(x, weight), x @ torch.full((4, width), nibble - 8.0).T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(bad):
+    weight, x = blocks(Int4(64), 8, 128), activations(5, 128)
+    good = int8_linear(x, weight)
+    weight.raw.view(8, 2, -1)[3, 1, :2] = torch.tensor([bad]).half().view(torch.uint8)
+    found, others = int8_linear(x, weight), [n for n in range(8) if n != 3]
+    assert not found[:, 3].isfinite().any() and torch.equal(found[:, others], good[:, others])
+
+
+def test_linear_takes_blocks_as_they_are_where_that_is_no_slower():
+    weight, x = blocks(Int4(64), 90, 192), activations(width=192)
+    assert linear.takes_as_stored(Int4(64)) and not linear.takes_as_stored(Int4(64), cuda=True)
+    assert torch.equal(linear.linear(x, weight), int8_linear(x, weight))
+    as_floats = linear.linear(x, replace(weight, in_int8=False))
+    linear.use(kernels())
+    assert not linear.takes_as_stored(Int4(64)) and linear.takes_as_stored(Int8())
+    as_int8 = linear.linear(x, weight)
+    for other in (as_floats, as_int8):
+        assert not torch.equal(other, int8_linear(x, weight))
+
+
+def test_what_matmuls_are_given():
+    fp32, q8 = torch.float32, GGUF["Q8_0"]
+    given_of = [
+        ("exact", False, {Int4(64): Dense(fp32), q8: Dense(fp32), Dense(torch.float16): Dense(fp32)}),
+        ("int8", False, {Int4(64): Int4(64), Int8(): Int8(), q8: Int8(), Dense(torch.float16): Dense(fp32)}),
+        ("int8", True, {Int4(64): Int8(), Int8(): Int8(), q8: Int8()}),
+    ]
+    for compute, cuda, formats in given_of:
+        assert {form: linear.matmul_format(form, fp32, compute, cuda) for form in formats} == formats
+    assert linear.matmul_format(q8, fp32, "int8", False, is_head=True) == q8
+
+
+@pytest.mark.parametrize("speed, takes", [(1.0, True), (0.95, True), (0.5, False)])
+def test_the_rates_of_many_rows_decide(speed, takes):
+    rates = kernels(blocks=True)
+    rates.linear["int4"]["tiled"] = {n: 8e11 * speed if n >= 32 else 1e9 for n in linear.ROWS}
+    assert rates.takes_blocks() == takes
