@@ -22,7 +22,7 @@ from h2o_flexgen.files import rounded, to_json, write_text
 from h2o_flexgen.formats import GGUF, Int4, Int8, KVFormat
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.attention import cached_attention
-from h2o_flexgen.kernels.int8 import KERNELS, Int8Weight, can_pack, int8_linear, pack
+from h2o_flexgen.kernels.int8 import KERNELS, Int8Weight, can_pack, int8_linear, pack, takes_blocks
 
 #: (out, in) of the matrices; rows of activations; a few columns of these are far larger than the rest, as in a model
 SHAPES, ROWS = ((16384, 4096), (4096, 16384), (8192, 2048), (2048, 8192)), (8, 32, 128, 512)
@@ -52,6 +52,8 @@ def matmuls(out: int, width: int) -> list[dict]:
     codes, scale = torch.randint(-127, 128, (out, width), dtype=torch.int8), torch.rand(out)
     streamed, dense, found = Int8Weight(codes, scale), torch.randn(out, width), []
     packed, half = can_pack() and Int8Weight(pack(codes), scale), dense.bfloat16()
+    fours, form = torch.empty(Int4(64).nbytes((out, width)), dtype=torch.uint8), Int4(64)
+    form.encode(dense, fours)
     for count in ROWS:
         x = torch.randn(count, width)
         x[:, :LARGE_COLUMNS] *= LARGE
@@ -60,6 +62,7 @@ def matmuls(out: int, width: int) -> list[dict]:
             "_int_mm": partial(torch._int_mm, eights, codes.t()),
             **{name: partial(int8_linear, halves, streamed, kernel=name) for name in KERNELS},
             **({"packed": partial(int8_linear, halves, packed)} if packed else {}),
+            **({"int4": partial(int8_linear, halves, form.view(fours, (out, width)))} if takes_blocks() else {}),
             "bf16": partial(torch.nn.functional.linear, halves, half),
             "fp32": partial(torch.nn.functional.linear, x, dense),
         }

@@ -222,9 +222,9 @@ TABLES = {
     "format_rates_avx2": (
         "{threads} threads, TOP/s.\n\n",
         "rows",
-        "out x in | rows | `_int_mm` alone | int8, tiled | as floats | fp32 | bf16",
-        "{shape} | {rows} | {tops[_int_mm]:.3f} | {tops[tiled]:.3f} | {tops[floats]:.3f} | {tops[fp32]:.3f} | "
-        "{tops[bf16]:.3f}",
+        "out x in | rows | `_int_mm` alone | int8, tiled | int4, as stored | as floats | fp32 | bf16",
+        "{shape} | {rows} | {tops[_int_mm]:.3f} | {tops[tiled]:.3f} | {tops[int4]:.3f} | {tops[floats]:.3f} | "
+        "{tops[fp32]:.3f} | {tops[bf16]:.3f}",
     ),
     "rule_steps": ("", "rows", "rule | decode step, ms | over h2o's", "{rule} | {ms:.1f} | {over_h2o:.2f}"),
     "rule_ideas": ("", "rows", "idea | prose | code", "{idea} | {handbook:+.1%} | {stdlib:+.1%}"),

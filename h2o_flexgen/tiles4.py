@@ -38,6 +38,9 @@ _SEGMENT_CHUNKS, _SEGMENT_STRIPS = SEGMENT // CHUNK, SEGMENT // STRIP
 _ROWS = 4 if IS_AVX512 else 2
 #: rows of the weight that are spread out at once: a segment of them stays in a core's cache
 _HEIGHT = 16
+#: rows between the one that is spread out and that which is fetched from RAM: parts of rows are too short for CPUs to
+#: foresee them
+_AHEAD = 4
 #: a scale as a tile takes it: of each pair of sums in 16 bits, or of one in 32
 _IS_PAIR = not HAS_VNNI
 #: chunks whose minima are multiplied at once
@@ -159,6 +162,8 @@ def _spread(_, weight, row, begin, step, is_half, codes, o, strip, part, chunks)
             for n, row in ((0, 1), (5, 6))
         )
         first, found = builder.add(builder.mul(strip, i64(LANES)), builder.mul(part, i64(8))), []
+        row_bytes = builder.extract_value(context.make_array(weight)(context, builder, args[0]).strides, 0)
+        ahead = builder.mul(row_bytes, i64(_AHEAD))
         for n in range(8):
             chunk = builder.add(first, i64(n))
             chunk = builder.select(builder.icmp_unsigned("<", chunk, chunks), chunk, i64(0))
@@ -166,6 +171,9 @@ def _spread(_, weight, row, begin, step, is_half, codes, o, strip, part, chunks)
             place = builder.add(place, builder.mul(builder.and_(chunk, is_half), i64(CHUNK_BYTES)))
             address = builder.add(source, builder.add(begin, place))
             found.append(builder.load(pointer(builder, address, i32, 4), align=1))
+            if n in (0, 3, 7):  # each line of a CPU's cache, of 64 bytes
+                far = builder.inttoptr(builder.add(address, ahead), ir.IntType(8).as_pointer())
+                _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), far, *map(i32, (0, 3, 1)))
         # a transposition of 8 chunks of 4 words
         wide = [lanes(builder, found[n], found[n + 4], range(8)) for n in range(4)]
         (a, b), (c, d) = (
