@@ -22,7 +22,7 @@ from h2o_flexgen.files import rounded, to_json, write_text
 from h2o_flexgen.formats import GGUF, Int4, Int8, KVFormat
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.attention import cached_attention
-from h2o_flexgen.kernels.int8 import KERNELS, Int8Weight, can_pack, int8_linear, pack, takes_blocks
+from h2o_flexgen.kernels.int8 import KERNELS, Int8Weight, can_pack, int8_linear, pack, prepare, takes_blocks
 
 #: (out, in) of the matrices; rows of activations; a few columns of these are far larger than the rest, as in a model
 SHAPES, ROWS = ((16384, 4096), (4096, 16384), (8192, 2048), (2048, 8192)), (8, 32, 128, 512)
@@ -111,6 +111,7 @@ def attention() -> list[dict]:
 
 
 def run(args: argparse.Namespace) -> None:
+    prepare(torch.bfloat16)
     rows = [row for shape in SHAPES for row in matmuls(*shape)]
     result = origin(args) | {"threads": torch.get_num_threads(), "rows": rows, "decoding": decoding()}
     result["attention"] = attention()

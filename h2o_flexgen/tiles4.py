@@ -33,11 +33,11 @@ _REGISTERS = 8
 STRIP = CHUNK * LANES
 #: inputs whose scales become whole numbers together, and what stands for the largest element that these can have
 SEGMENT, LARGEST = 2048, 8000
-_SEGMENT_CHUNKS, _SEGMENT_STRIPS = SEGMENT // CHUNK, SEGMENT // STRIP
+_SEGMENT_CHUNKS = SEGMENT // CHUNK
 #: rows of x in a tile
 _ROWS = 4 if IS_AVX512 else 2
-#: rows of the weight that are spread out at once: a segment of them stays in a core's cache
-_HEIGHT = 16
+#: rows of the weight that are spread out at once: a segment of them, 128 KiB, stays in a core's cache
+_HEIGHT = 64
 #: rows between the one that is spread out and that which is fetched from RAM: parts of rows are too short for CPUs to
 #: foresee them
 _AHEAD = 4
@@ -121,7 +121,7 @@ def _build(rows):
                 sums = [_add_products(builder, total, w, each) for total, (each, w) in zip(sums, pairs)]
             place, kind = builder.mul(n, i64(4 * LANES)), (i16, 2 * LANES) if _IS_PAIR else (i32, LANES)
             scales = [load(row, place, *kind) for row in scale] * rows
-            times = _multiply_pairs if _IS_PAIR else type(builder).mul
+            times = _multiply_pairs if _IS_PAIR else ir.IRBuilder.mul
             return [builder.add(total, times(builder, *pair)) for total, *pair in zip(totals, sums, scales)]
 
         totals = loop(2, [ir.VectorType(i32, LANES)(None)] * (rows * TILE_OUT), minima)
@@ -269,14 +269,22 @@ def multiply(
     sums, row = np.zeros((tall, _HEIGHT), np.int32), np.empty(_HEIGHT, np.float32)
     no_scale = np.ones(len(bias), np.float32)  # the weight's are in the totals
     totals, columns = np.empty((rows, _HEIGHT), np.float32), np.empty((len(places), _HEIGHT), np.float32)
+    # where outliers meet the weight: the chunk, and the byte of a row, whose upper code it may be
+    chunk_of, byte, shift = np.empty_like(places), np.empty_like(places), np.empty(len(places), np.uint8)
+    for u in range(len(places)):
+        group, inside = places[u] // (2 * half), places[u] % (2 * half)
+        chunk_of[u] = group * each + inside % half // CHUNK_BYTES
+        byte[u], shift[u] = first + group * step + inside % half, 4 * (inside // half)
     for o in range(begin, end, _HEIGHT):
         height = min(_HEIGHT, end - o)
-        totals[:] = 0
+        totals[:], u_begin, u_end = 0, 0, 0
         for chunk in range(0, chunks, _SEGMENT_CHUNKS):
             few = min(_SEGMENT_CHUNKS, chunks - chunk)
             strips, block = (few + LANES - 1) // LANES, chunk // each * step
             if few < _SEGMENT_CHUNKS:
                 scales[:], minima[:] = 0, 0
+            while u_end < len(places) and chunk_of[u_end] < chunk + few:
+                u_end += 1
             for n in range(height):
                 r = stored[o + n]
                 ones[n] = _whole(
@@ -285,14 +293,10 @@ def multiply(
                 for strip in range(strips):
                     for part in range(LANES // 8):
                         _spread(weight, r, first + block, step, each - 1, codes, n, strip, part, few)
-                for u in range(len(places)):
-                    group, inside = places[u] // (2 * half), places[u] % (2 * half)
-                    at = group * each + inside % half // CHUNK_BYTES - chunk
-                    if 0 <= at < few:
-                        both = weight[r, first + group * step + inside % half]
-                        code = both & 15 if inside < half else both >> 4
-                        whole = np.int32(np.int16(scales[n, at])) * np.int32(code) + np.int32(minima[n, at])
-                        columns[u, n] = np.float32(whole) * ones[n]
+                for u in range(u_begin, u_end):
+                    code, at = weight[r, byte[u]] >> shift[u] & np.uint8(15), chunk_of[u] - chunk
+                    whole = np.int32(np.int16(scales[n, at])) * np.int32(code) + np.int32(minima[n, at])
+                    columns[u, n] = np.float32(whole) * ones[n]
             for r in range(0, rows, tall):
                 top = min(r, rows - tall)
                 for n in range(0, height, TILE_OUT):
@@ -303,6 +307,7 @@ def multiply(
                 for k in range(U(r - top), U(tall)):
                     for n in range(U(_HEIGHT)):
                         totals[U(top) + k, n] += np.float32(sums[k, n]) * ones[n]
+            u_begin = u_end
         for r in range(rows):
             scale_row(totals, r, columns, 0, scale, kept, r, no_scale, bias, o, height, row, out)
 

@@ -351,14 +351,17 @@ def is_exact(kernel: str) -> bool:
     return _works(SUMS.get(kernel, _sums_by_tiles))
 
 
-@cache
 def takes_blocks() -> bool:
     """Whether weights in blocks of 4 bits can be multiplied as they are stored, on this CPU."""
-    loops, shape, form = compiled(), (72, 192), Int4(64)
-    if loops is None or not loops.tiles4.IS_POSSIBLE:
-        return False
-    (codes, _), raw = _extremes(), torch.empty(form.nbytes(shape), dtype=torch.uint8)
-    weight, out = torch.arange(72 * 192).remainder(16).sub(8).float().view(shape), torch.empty(len(codes), 72)
+    loops = compiled()
+    return loops is not None and loops.tiles4.IS_POSSIBLE and _is_exact_in_blocks()
+
+
+@cache
+def _is_exact_in_blocks() -> bool:
+    (codes, _), shape, form = _extremes(), (72, 192), Int4(64)
+    raw, out = torch.empty(form.nbytes(shape), dtype=torch.uint8), torch.empty(len(codes), shape[0])
+    weight = torch.arange(72 * 192).remainder(16).sub(8).float().view(shape)
     form.encode(weight, raw)
     tiled(Rows.of(codes), [(form.view(raw, shape), None, out)])
     return torch.allclose(out.double(), codes.double() @ weight.double().t(), rtol=1e-5)
