@@ -89,6 +89,11 @@ class Job:
         """The type that the job computes in since it began."""
         return self.before and self.before.settings.get("dtype")
 
+    @property
+    def in_blocks(self) -> bool | None:
+        """Whether weights in 4 bits have been multiplied as they are stored since the job began."""
+        return self.before and bool(self.before.settings.get("in_blocks"))
+
     def errors(self) -> list[str]:
         """Of all rows that failed, in this run or before."""
         rows = self.output.rows if self.output else self.done.values()

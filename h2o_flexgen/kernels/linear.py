@@ -59,6 +59,7 @@ SECONDS_MOST = 0.2
 
 _HALVES = tuple(getattr(torch, name) for name in HALF_TYPES)
 _rates: KernelRates | None = None
+_takes_blocks: bool | None = None  # None: as the rates say
 
 
 def linear(
@@ -124,7 +125,8 @@ def takes_as_stored(form: Format, cuda: bool = False) -> bool:
     """Whether matmuls in int8 take a quantised matrix as it is stored: 8 bits with a scale a row, and on CPUs where
     that is no slower blocks of 4 bits (`tiles4`)."""
     if isinstance(form, Blocks) and form.bits == 4:
-        return not cuda and rates().takes_blocks() and int8.takes_blocks()
+        wanted = rates().takes_blocks() if _takes_blocks is None else _takes_blocks
+        return wanted and not cuda and int8.takes_blocks()
     return form == Int8()
 
 
@@ -304,6 +306,13 @@ def use(rates: KernelRates | None) -> None:
     _rates = rates
     _chosen.cache_clear()
     _chosen_int8.cache_clear()
+
+
+def use_blocks(takes: bool | None) -> None:
+    """From now on take weights in blocks of 4 bits as they are stored, where this CPU can, or do not: as a job began.
+    None: as the rates say."""
+    global _takes_blocks
+    _takes_blocks = takes
 
 
 def are_known() -> bool:

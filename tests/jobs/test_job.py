@@ -11,15 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 from cli_tools import FP32, TINY, last_line, read_rows, write_model, write_rows
+from machines import kernels
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.jobs import input as jobs_input
 from h2o_flexgen.jobs.job import Job, Run
-from h2o_flexgen.jobs.manifest import Manifest
+from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 from h2o_flexgen.jobs.output import OutputFile
 from h2o_flexgen.jobs.settings import fingerprint
+from h2o_flexgen.kernels import int8, linear
 
 pytest_plugins = ["cli_tools"]
 
@@ -231,6 +233,25 @@ def test_other_matmuls_are_another_setting(job, out):
     assert job("--compress-weight", "int8")[0] == 0
     code, err = job("--compress-weight", "int8", "--compute", "int8")
     assert code == 2 and "--compute 'exact', now 'int8'" in last_line(err)
+
+
+def test_weights_in_4_bits_are_multiplied_as_when_the_job_began(job, out, monkeypatch):
+    """Though what was measured on this machine is not what it was; on another that cannot, the job does not go on."""
+    if not int8.takes_blocks():
+        pytest.skip("this CPU has no instructions for it")
+    options = ("--compress-weight", "int4", "--compute", "int8")
+    for first in (False, True):
+        linear.use(kernels(blocks=first))
+        assert job(*options, "--restart")[0] == 0
+        expected = timeless(out)
+        assert job(*options, "--restart", rows=ROWS[:3])[0] == 0
+        linear.use(kernels(blocks=not first))
+        code, err = job(*options)
+        assert code == 0 and timeless(out) == expected, err
+        assert Manifest.read(manifest_path(out)).settings["in_blocks"] == (first or None)
+    monkeypatch.setattr(int8, "takes_blocks", lambda: False)
+    code, err = job(*options)
+    assert code == 2 and "other settings: how this CPU multiplies weights in 4 bits" in last_line(err)
 
 
 def test_what_changes_no_token_may_change(job, out, tmp_path):
