@@ -133,7 +133,6 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.engine.observer import Observer
     from h2o_flexgen.engine.sampling import SamplingParams
     from h2o_flexgen.jobs.job import Job, request
-    from h2o_flexgen.kernels.linear import use_blocks
     from h2o_flexgen.llm import LLM
 
     sampling = (args.temperature, args.top_k, args.top_p, args.gen_len, args.ignore_eos, args.seed, args.stop)
@@ -154,7 +153,7 @@ def run(args: argparse.Namespace) -> None:
         if job is not None and job.dtype and args.dtype == "auto":
             options["dtype"] = job.dtype
         if job is not None:
-            use_blocks(job.in_blocks)
+            options["in_blocks"] = job.in_blocks
         with LLM(policy=policy or args.policy or "auto", kv_budget=budget, **options) as llm:
             weights = weights_text(llm.model.compress_weight, llm.model.compute)
             cli.check_model(losses, args.kv_rule, llm.model.name, weights)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -291,13 +292,14 @@ class Quantised:
 
     Attributes:
         raw: its bytes (uint8), on any device.
-        in_int8: whether its matmul is one in int8.
+        in_int8: whether its matmul is one in int8; in_blocks: with its codes as they are.
     """
 
     format: Format
     raw: Tensor
     shape: Shape
     in_int8: bool = False
+    in_blocks: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -332,9 +334,8 @@ class Quantised:
     def blocks(self) -> tuple:
         """Of a matrix in blocks of 4 bits on the CPU, what `tiles4.multiply` reads: its bytes twice, which stored row
         each one is, and how a row lies in bytes."""
-        form, raw = self.format, self.raw.view(self.shape[0], -1).numpy()
-        rows = self.order.argsort() if form.heads else self.order
-        return raw, raw.view(np.int16), rows.numpy(), *form.layout
+        raw = self.raw.view(self.shape[0], -1).numpy()
+        return raw, raw.view(np.int16), _stored_rows(self.shape[0], self.format.heads), *self.format.layout
 
     def is_finite(self) -> bool:
         parts = self._parts(0, self.shape[0], BUFFERED_PART)
@@ -375,6 +376,13 @@ class Quantised:
         order, target = self.order[: out.shape[0]], out.format.parts(out.raw, out.shape)
         for rows, codes in self._parts(begin, len(order), PART if by_loops else BUFFERED_PART):
             (codes.to_int8_by_loops if by_loops else codes.to_int8)(order[rows], *target)
+
+
+@lru_cache(maxsize=256)
+def _stored_rows(rows: int, heads: int) -> np.ndarray:
+    """Which stored row each row of a matrix is: the inverse of `Quantised.order`."""
+    found = np.arange(rows)
+    return found.reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1) if heads else found
 
 
 def _by_heads(kernel, arrays: list[np.ndarray], x: Tensor, out: Tensor) -> None:

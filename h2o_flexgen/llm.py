@@ -19,7 +19,7 @@ from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import prepare_cache
-from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.kernels.linear import dtype_name, takes_in_blocks
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
@@ -58,6 +58,7 @@ class LLM:
             least loss which costs no throughput.
         compute: "exact": what is quantised is decoded to floats for its matmuls; "int8": it is multiplied in int8
             (`kernels.int8`), which is faster and costs a little quality. None: as a policy file says, else "exact".
+        in_blocks: with it, whether weights in 4 bits are multiplied as they are stored; None: as this CPU is faster.
         offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
@@ -88,6 +89,7 @@ class LLM:
         compress_weight: str | None = None,
         compress_cache: str | None = None,
         compute: str | None = None,
+        in_blocks: bool | None = None,
         offload_dir: str | Path | None = None,
         gpu_mem: int | None = None,
         cpu_mem: int | None = None,
@@ -104,20 +106,20 @@ class LLM:
         observer: Observer | None = None,
     ):
         self.device = Device(device)
+        cuda = self.device.is_cuda
         if dtype != "auto":
             self.device.dtype(dtype)  # raises for one that is not known
         given = given_policy(policy, kv_budget, compress_cache, compress_weight, compute)
         self.policy, self.kv_budget, self.compress_cache, compress_weight, compute = given
         searched = dict(gpu_batch_size=gpu_batch_size, num_gpu_batches=num_gpu_batches, overlap=overlap)
         searched |= dict(cpu_cache_compute=cpu_cache_compute, max_latency=max_latency)
-        given = [f"`{name}`" for name, value in searched.items() if value is not None]
-        if self.policy != "auto" and given:
+        if self.policy != "auto" and (given := [f"`{name}`" for name, value in searched.items() if value is not None]):
             raise UserError(f'{", ".join(given)}: only for `policy` "auto", a policy has its own')
         profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
         limits = dict(overlap=overlap is not False, max_latency=max_latency, min_hh_ratio=min_hh_ratio, losses=losses)
         constraints = Constraints(gpu_batch_size, num_gpu_batches, cpu_cache_compute, **limits)
         self.caps = dict(zip(TIERS, (gpu_mem, cpu_mem, disk_mem)))
-        check_cpu_cap(self.caps, not self.device.is_cuda, self.policy == "auto")
+        check_cpu_cap(self.caps, not cuda, self.policy == "auto")
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
         self.progress, self.observer = progress, observer or Observer()
         self.choice: Choice | None = None
@@ -125,15 +127,16 @@ class LLM:
 
         choose_dtype = partial(job_dtype, self.device, dtype, profile=profile, compute=compute)
         self.model = load_model(model and str(model), path, choose_dtype, progress, compress_weight, compute)
+        self.model.in_blocks = takes_in_blocks(self.model.formats.values(), compute, cuda, in_blocks)
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
         for form in cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
-            if not self.device.is_cuda:
+            if not cuda:
                 prepare_cache(form, self.dtype)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
-        name, stored = dtype_name(self.dtype), dict(formats=self.model.formats, dummy=self.model.is_dummy)
-        stored |= dict(copy_bytes=self.model.source.copy_bytes, compressed=compress_weight is not None)
-        data = ModelData.of(self.spec, name, name, self.device.is_cuda, compute=compute, **stored)
+        name, how = dtype_name(self.dtype), dict(compute=compute, in_blocks=self.model.in_blocks)
+        how |= dict(formats=self.model.formats, dummy=self.model.is_dummy, copy_bytes=self.model.source.copy_bytes)
+        data = ModelData.of(self.spec, name, name, cuda, compressed=compress_weight is not None, **how)
         here = (self.device, self.dtype, self.offload_root)
         profiles = (profile or kept_profile(*here), partial(load_or_measure, *here, progress))
         self.planner = Planner({compress_weight: data}, constraints, *profiles, progress)

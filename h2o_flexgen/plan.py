@@ -116,6 +116,7 @@ def profile_for(args: argparse.Namespace, found):
 def models_of(args: argparse.Namespace, found, profile) -> dict:
     """{compress_weight: the model as the planner counts it}; one, but all that it can have for auto."""
     from h2o_flexgen.compression import check_compute
+    from h2o_flexgen.kernels.linear import takes_in_blocks
     from h2o_flexgen.models.registry import named_spec
     from h2o_flexgen.planning.shapes import ModelData
 
@@ -129,7 +130,8 @@ def models_of(args: argparse.Namespace, found, profile) -> dict:
         except UserError as e:
             errors.append(e)
             continue
-        what = (stored, cuda, is_new, formats, copied, args.compute, kind is not None)
+        in_blocks = takes_in_blocks(formats.values(), args.compute, cuda)
+        what = (stored, cuda, is_new, formats, copied, args.compute, kind is not None, in_blocks)
         models[kind] = ModelData.of(found.spec, profile.dtype, *what)
     if not models:
         raise errors[0]

@@ -108,4 +108,3 @@ def fixed_kernels():
     linear.use(machines.KERNELS)
     yield
     linear.use(machines.KERNELS)
-    linear.use_blocks(None)

@@ -38,7 +38,7 @@ class LoadedModel:
         layers: embedding, transformer blocks, head: the tensors of each.
         tokenizer: None if the model has none.
         formats: of the matrices in the checkpoint. Vectors do not count: they never stream.
-        compress_weight, compute: the arguments of `LLM`.
+        compress_weight, compute: the arguments of `LLM`; in_blocks: whether matmuls in int8 take 4 bits as stored.
     """
 
     name: str
@@ -50,6 +50,7 @@ class LoadedModel:
     formats: dict[str, Format]
     compress_weight: str | None = None
     compute: str = "exact"
+    in_blocks: bool = False
 
     @property
     def is_dummy(self) -> bool:

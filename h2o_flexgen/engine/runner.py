@@ -156,6 +156,7 @@ class Runner:
             source,
             self.progress,
             self.model.compute,
+            self.model.in_blocks,
         )
         self._placed = placed
 

@@ -11,19 +11,14 @@ from h2o_flexgen import __version__
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Int8
-from h2o_flexgen.kernels.linear import dtype_name, takes_as_stored
+from h2o_flexgen.kernels.linear import dtype_name
 from h2o_flexgen.kv_cache import layer_losses
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.policy import KVBudget
 
-#: settings that no option is named as, in words
-WORDS = {
-    "files": "the model's files or tokenizer",
-    "layers": "what the file of `kv_rule`'s option layers says",
-    "in_blocks": "how this CPU multiplies weights in 4 bits",
-}
+#: settings that are fingerprints of files, in words
+FILES = {"files": "the model's files or tokenizer", "layers": "what the file of `kv_rule`'s option layers says"}
 
 
 def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
@@ -37,7 +32,7 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         "compress_weight": llm.model.compress_weight,
         "compress_cache": llm.compress_cache,
         "compute": llm.model.compute,
-        "in_blocks": takes_blocks(llm) or None,
+        "in_blocks": llm.model.in_blocks or None,
         "kv_budget": budget.to_dict(longest_prompt) if isinstance(budget, KVBudget) else budget,
         "layers": layers and hashlib.sha256(repr(layers).encode()).hexdigest()[:16],  # the budget only names a file
         **{name: getattr(params, name) for name in sampling},
@@ -47,18 +42,12 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
     }
 
 
-def takes_blocks(llm: LLM) -> bool:
-    """Whether any weights are multiplied in blocks of 4 bits."""
-    formats = llm.model.formats.values() if llm.model.compute == "int8" else ()
-    return any(form != Int8() and takes_as_stored(form, llm.device.is_cuda) for form in formats)
-
-
 def changes(old: dict, new: dict) -> list[str]:
     """In words, which settings differ. Where the same model lies does not matter."""
     names = [name for name in new if old.get(name) != new[name]]
     if "files" not in names and "model" in names:
         names.remove("model")
-    return [WORDS.get(name) or f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in names]
+    return [FILES.get(name) or f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in names]
 
 
 def fingerprint(model: LoadedModel) -> str:

@@ -12,9 +12,10 @@ the bit.
     tiled    a loop compiled for this CPU (`tiles.py`), which reads W as it is stored, and makes floats of sums while
              these are in the CPU's cache
     floats   through fp32, a slice of W at a time: where no other can, and what tiles do not cover
-    stored   another compiled loop (`tiles4.py`), for a W in 4 bits as it is stored, whose elements are rounded less
-             than as codes of 8 bits with a scale a row
     packed   oneDNN's, on a W that was laid out for it beforehand, with codes + 128 in uint8: on signed ones it is slow
+
+A W in blocks of 4 bits has a compiled loop of its own (`tiles4.py`), which reads it as it is stored: its elements are
+rounded less there than as codes of 8 bits with a scale a row.
 
 All are tried out first, and timed by `kernels.linear`; where torch's are wrong or missing, floats take their place.
 """
@@ -73,7 +74,7 @@ class Int8Weight:
         return len(self.scale)
 
 
-#: a matrix for matmuls in int8; quantised ones are those that `takes_4_bits` allows
+#: a matrix for matmuls in int8; quantised ones are in blocks of 4 bits
 Weight = Int8Weight | Quantised
 #: one with its bias
 Layer = tuple[Weight, Tensor | None]

@@ -15,7 +15,7 @@ fp32. So each kernel is timed, once in a process or, kept with the profile, on a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import compress, cycle, product
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Blocks, Dense, Format, Int4, Int8, Quantised
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.int8 import Int8Weight, int8_linears
@@ -59,13 +60,12 @@ SECONDS_MOST = 0.2
 
 _HALVES = tuple(getattr(torch, name) for name in HALF_TYPES)
 _rates: KernelRates | None = None
-_takes_blocks: bool | None = None  # None: as the rates say
 
 
 def linear(
     x: Tensor, weight: Tensor | Quantised | Int8Weight, bias: Tensor | None = None, outliers: bool = True
 ) -> Tensor:
-    """`F.linear` by the fastest kernel; in int8 with an `Int8Weight`.
+    """`F.linear` by the fastest kernel; in int8 with an `Int8Weight`, and what is quantised to be multiplied so.
 
     Args:
         x: (..., I); weight: (O, I), as it is, from `pack`, or quantised; bias: (O,). All else of one dtype.
@@ -91,9 +91,7 @@ def linears(
 
 def _is_int8(weight: Tensor | Quantised | Int8Weight) -> bool:
     """Whether the kernels of `int8` take a weight as it is."""
-    if isinstance(weight, Quantised):
-        return weight.in_int8 and takes_as_stored(weight.format, weight.is_cuda)
-    return isinstance(weight, Int8Weight)
+    return isinstance(weight, Int8Weight) or (isinstance(weight, Quantised) and weight.in_blocks)
 
 
 def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, outliers: bool) -> Tensor:
@@ -121,21 +119,35 @@ def packs_int8() -> bool:
     return rates().packs(INT8) and int8.can_pack()
 
 
-def takes_as_stored(form: Format, cuda: bool = False) -> bool:
-    """Whether matmuls in int8 take a quantised matrix as it is stored: 8 bits with a scale a row, and on CPUs where
-    that is no slower blocks of 4 bits (`tiles4`)."""
-    if isinstance(form, Blocks) and form.bits == 4:
-        wanted = rates().takes_blocks() if _takes_blocks is None else _takes_blocks
-        return wanted and not cuda and int8.takes_blocks()
-    return form == Int8()
+def takes_in_blocks(formats: Iterable[Format], compute: str, cuda: bool, asked: bool | None = None) -> bool:
+    """Whether matmuls of a model with matrices in these formats take blocks of 4 bits as they are stored (`tiles4`): as
+    `asked`, or on CPUs where that is hardly slower.
+
+    Raises:
+        UserError: it is asked for, and this CPU cannot.
+    """
+    if compute != "int8" or cuda or asked is False or not any(map(_is_block, formats)):
+        return False
+    if asked and not int8.takes_blocks():
+        raise UserError("`in_blocks`: weights in 4 bits are multiplied as they are stored on CPUs with AVX2 only")
+    return int8.takes_blocks() and (asked or rates().takes_blocks())
 
 
-def matmul_format(form: Format, dtype: torch.dtype, compute: str, cuda: bool, is_head: bool = False) -> Format:
+def _is_block(form: Format) -> bool:
+    return isinstance(form, Blocks) and form.bits == 4 and form.group in (32, 64)
+
+
+def is_as_stored(form: Format, in_blocks: bool) -> bool:
+    """Whether matmuls in int8 take a quantised matrix as it is stored."""
+    return form == Int8() or (in_blocks and _is_block(form))
+
+
+def matmul_format(form: Format, dtype: torch.dtype, compute: str, in_blocks: bool, is_head: bool = False) -> Format:
     """Which `linear` is given, of a matrix that is kept in `form`: floats, or with `compute` "int8" codes if it is
     quantised; a head as it is, of which `linear` makes these a slice at a time."""
     if isinstance(form, Dense):
         return Dense(dtype)
-    if is_head or (compute == "int8" and takes_as_stored(form, cuda)):
+    if is_head or (compute == "int8" and is_as_stored(form, in_blocks)):
         return form
     return Int8() if compute == "int8" else Dense(dtype)
 
@@ -258,16 +270,21 @@ class KernelRates:
         return packed is not None and MARGIN * _seconds(packed) < self._unpacked_seconds(dtype)
 
     def takes_blocks(self) -> bool:
-        """Whether matmuls in int8 of many rows are not slower with weights in 4 bits as they are stored than with codes
-        of 8 bits, which must be made of them first."""
+        """Whether matmuls in int8 of many rows are at most MARGIN slower with weights in 4 bits as they are stored than
+        with codes of 8 bits, which must be made of them first."""
         if INT4 not in self.linear:
             return False
         best = {n: max(table[n] for table in self.linear[INT8].values()) for n in MANY}
         return _seconds(self.linear[INT4]["tiled"], MANY) < MARGIN * _seconds(best, MANY)
 
     def gains_by_int8(self, dtype: str) -> bool:
-        """Whether matmuls in int8 are clearly faster than in a float type, or were not measured."""
-        return INT8 not in self.linear or MARGIN * self._unpacked_seconds(INT8) < self._unpacked_seconds(dtype)
+        """Whether matmuls in int8, be it with weights in 4 bits as they are stored, are clearly faster than in a float
+        type, or were not measured."""
+        if INT8 not in self.linear:
+            return True
+        found = [self._unpacked_seconds(INT8)]
+        found += [_seconds(self.linear[INT4]["tiled"])] if self.takes_blocks() else []
+        return MARGIN * min(found) < self._unpacked_seconds(dtype)
 
     def is_slow(self, dtype: str) -> bool:
         """Whether attention in this 16-bit type is better computed in fp32."""
@@ -306,13 +323,6 @@ def use(rates: KernelRates | None) -> None:
     _rates = rates
     _chosen.cache_clear()
     _chosen_int8.cache_clear()
-
-
-def use_blocks(takes: bool | None) -> None:
-    """From now on take weights in blocks of 4 bits as they are stored, where this CPU can, or do not: as a job began.
-    None: as the rates say."""
-    global _takes_blocks
-    _takes_blocks = takes
 
 
 def are_known() -> bool:

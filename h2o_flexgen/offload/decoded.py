@@ -37,7 +37,7 @@ class Decoding(NamedTuple):
         layers: list[Layer],
         dtype: torch.dtype,
         compute: str,
-        cuda: bool,
+        in_blocks: bool,
         copies: bool = True,
     ) -> Decoding:
         """Into what matmuls read. For matmuls in int8 the embedding, in the first layer, stays as it is stored, since
@@ -45,7 +45,7 @@ class Decoding(NamedTuple):
         too."""
         quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
         kept = quantised.keys() & layers[0].shapes if compute == "int8" else set()
-        read = {name: matmul_format(form, dtype, compute, cuda) for name, form in quantised.items()}
+        read = {name: matmul_format(form, dtype, compute, in_blocks) for name, form in quantised.items()}
         found = {name: form if name in kept else read[name] for name, form in quantised.items()}
         tied = {short: t for short, t in layers[-1].streamed.items() if t[0] in kept and read[t[0]] != found[t[0]]}
         tied = tied if copies else {}

@@ -16,7 +16,7 @@ uses it, with all cores: a thread that converts beside compute costs it more tim
 stay as they are stored on every tier, unless all are decoded when they are loaded (`decoded.py`). Compute
 decodes a layer once for all batches, on either device. The head, which may be as large as many layers, is decoded by
 its matmul, a slice at a time. For matmuls in int8 (`compute`) codes of another format become codes of 8 bits, by layers
-and slices likewise; `Int8` is used as it is.
+and slices likewise; `Int8`, and with `in_blocks` blocks of 4 bits, are used as they are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Int8, Quantised, convert
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.int8 import Int8Weight
-from h2o_flexgen.kernels.linear import matmul_format, pack, packs, packs_int8
+from h2o_flexgen.kernels.linear import is_as_stored, matmul_format, pack, packs, packs_int8
 from h2o_flexgen.models.spec import Tensors
 from h2o_flexgen.offload.checkpoint import (
     Checkpoint,
@@ -139,7 +139,7 @@ class WeightStore:
         tiers: tier of every tensor by its name in the checkpoint.
         source: the checkpoint, or random weights.
         progress: show a bar while loading.
-        compute: "exact", or "int8" for matmuls in int8 with what is quantised.
+        compute: "exact", or "int8" for matmuls in int8 with what is quantised; in_blocks: 4 bits as they are stored.
 
     Raises:
         UserError: NaN or infinite elements in a tensor that is not on disk; a tensor that cannot be read; no memory.
@@ -155,8 +155,9 @@ class WeightStore:
         source: Checkpoint | DummyCheckpoint,
         progress: bool = True,
         compute: str = "exact",
+        in_blocks: bool = False,
     ):
-        self.compute = compute
+        self.compute, self.in_blocks = compute, in_blocks
         self.transport, self.device, self._queue = transport, transport.device, transport.queues["weights"]
         self.dtype, self.layers, self.gathered, self.tiers = dtype, layers, gathered, tiers
         self._source = source
@@ -189,7 +190,7 @@ class WeightStore:
 
     def _read(self, form: Format, is_head: bool) -> Format:
         """In which matmuls are given what is kept in `form`."""
-        return matmul_format(form, self.dtype, self.compute, self.device.is_cuda, is_head)
+        return matmul_format(form, self.dtype, self.compute, self.in_blocks, is_head)
 
     def _load(self, shapes: dict[str, Shape], source: Checkpoint | DummyCheckpoint, progress: bool) -> None:
         sizes = {name: self._form(name).nbytes(shape) for name, shape in shapes.items()}
@@ -293,7 +294,9 @@ class WeightStore:
                 at += aligned(tensor.nbytes)
             if self.compute == "int8" and isinstance(tensor, Quantised):
                 is_whole = read == Int8()
-                tensor = Int8Weight(*read.parts(tensor.raw, shape)) if is_whole else replace(tensor, in_int8=True)
+                in_blocks = is_as_stored(read, self.in_blocks)
+                kept = replace(tensor, in_int8=True, in_blocks=in_blocks)
+                tensor = Int8Weight(*read.parts(tensor.raw, shape)) if is_whole else kept
             found[short] = tensor
         return found
 

@@ -30,7 +30,7 @@ class ModelData:
         compress_cache: as for `LLM`.
         dummy: random weights, which are written to disk first.
         copy_bytes: of a copy of the checkpoint in the cache folder.
-        compute: "exact", or "int8" for matmuls in int8 with what is quantised.
+        compute: "exact", or "int8" for matmuls in int8 with what is quantised; in_blocks: 4 bits as they are stored.
         compressed: the formats were asked for, by `compress_weight`; else they are those of the checkpoint.
         decoding: how quantised matrices were decoded, if layers and formats are those after that.
     """
@@ -46,6 +46,7 @@ class ModelData:
     compress_cache: str | None = None
     compressed: bool = False
     decoding: Decoding | None = None
+    in_blocks: bool = False
 
     @classmethod
     def of(
@@ -59,6 +60,7 @@ class ModelData:
         copy_bytes: int = 0,
         compute: str = "exact",
         compressed: bool = False,
+        in_blocks: bool = False,
     ) -> ModelData:
         """`dtype` and `stored`: names of the type of the computation, and of that in the checkpoint, for matrices that
         `formats` does not name."""
@@ -66,14 +68,15 @@ class ModelData:
         types = {1: Dense(getattr(torch, dtype)), 2: Dense(getattr(torch, stored))}  # vectors are never streamed
         found = {name: types[min(2, len(shape))] for layer in layers for name, shape in layer.shapes.items()}
         found |= formats or {}
-        return cls(spec, layers, dtype, found, cuda, dummy, copy_bytes, compute, compressed=compressed)
+        how = dict(compressed=compressed, in_blocks=in_blocks)
+        return cls(spec, layers, dtype, found, cuda, dummy, copy_bytes, compute, **how)
 
     def decodings(self) -> list[ModelData]:
         """With the quantised matrices of the checkpoint decoded when they are loaded, the fastest way first. Empty if
-        there are none, or they are wanted as they are."""
+        there are none, they are wanted as they are, or matmuls read all as they are stored."""
         if self.compressed or all(map(self.is_dense, self.formats)):
             return []
-        model = (self.formats, self.layers, self.torch_dtype, self.compute, self.cuda)
+        model = (self.formats, self.layers, self.torch_dtype, self.compute, self.in_blocks)
         copied, shared = Decoding.of(*model), Decoding.of(*model, copies=False)
         as_stored = Decoding(self.layers, {name: self.formats[name] for name in shared.formats})
         ways = [way for way in ([copied] if copied == shared else [copied, shared]) if way != as_stored]
@@ -125,7 +128,7 @@ class ModelData:
 
     def read(self, name: str, is_head: bool = False) -> Format:
         """In which matmuls are given a matrix."""
-        return matmul_format(self.formats[name], self.torch_dtype, self.compute, self.cuda, is_head)
+        return matmul_format(self.formats[name], self.torch_dtype, self.compute, self.in_blocks, is_head)
 
     def read_as_kept(self, name: str) -> bool:
         """Whether matmuls read a matrix as it is in memory; of others they need floats, or codes of 8 bits."""

@@ -16,7 +16,7 @@ from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.formats import GGUF, Format, Int4, Int8, KVFormat, Quantised
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.int8 import Int8Weight
-from h2o_flexgen.kernels.linear import INT4, INT8, linear, pack, packs, packs_int8, takes_as_stored
+from h2o_flexgen.kernels.linear import INT4, INT8, linear, pack, packs, packs_int8
 from h2o_flexgen.kv_cache import MEASURED, CacheRule, KVLayout
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
@@ -129,7 +129,7 @@ def matmul_rates(
     if not device.is_cuda:
         kinds |= {"resident": (dtype, True)} if packs(dtype) else {}
         kinds |= {f"{INT8} resident": (INT8, True)} if packs_int8() else {}
-        kinds |= {INT4: (INT4, False)} if takes_as_stored(Int4(64)) else {}
+        kinds |= {INT4: (INT4, False)} if int8.takes_blocks() else {}
     shapes = _shapes(device, dtype, scale)
     found = {kind: {shape: {} for shape in shapes} for kind in kinds}
     for (kind, (type_, is_packed)), (out, width) in product(kinds.items(), shapes):
@@ -193,7 +193,7 @@ def _weights(
         form = Int4(64)
         nbytes = form.nbytes(shape)
         raws = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(1 + room // nbytes))
-        return [Quantised(form, raw, shape, in_int8=True) for raw in raws]
+        return [Quantised(form, raw, shape, in_blocks=True) for raw in raws]
     if dtype == INT8:
         codes = (
             torch.ones(shape, dtype=torch.int8, device=device.torch_device) for _ in range(1 + room // prod(shape))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from int8_oracle import activations, in_blocks
 from machines import kernels
 
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Dense, Int4, Int8, Quantised
 from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import int8_linear, int8_linears
@@ -37,7 +38,7 @@ def blocks(form, out: int, width: int, seed: int = 0) -> Quantised:
     count = 2 if form.has_minimum else 1
     raw[..., : 2 * count] = floats.half().view(torch.uint8)[..., : 2 * count]
     raw[0] = 0  # a row that is 0
-    return Quantised(form, raw.view(-1), (out, width), in_int8=True)
+    return Quantised(form, raw.view(-1), (out, width), in_int8=True, in_blocks=True)
 
 
 def expected(x: torch.Tensor, weight: Quantised, bias: torch.Tensor | None, outliers: bool = True) -> torch.Tensor:
@@ -131,28 +132,47 @@ def test_what_is_not_finite_shows(bad):
     assert not found[:, 3].isfinite().any() and torch.equal(found[:, others], good[:, others])
 
 
-def test_linear_takes_blocks_as_they_are_where_that_is_no_slower():
+def test_linear_takes_what_is_marked_so():
     weight, x = blocks(Int4(64), 90, 192), activations(width=192)
-    assert linear.takes_as_stored(Int4(64)) and not linear.takes_as_stored(Int4(64), cuda=True)
-    assert torch.equal(linear.linear(x, weight), int8_linear(x, weight))
-    as_floats = linear.linear(x, replace(weight, in_int8=False))
-    linear.use(kernels())
-    assert not linear.takes_as_stored(Int4(64)) and linear.takes_as_stored(Int8())
-    as_int8 = linear.linear(x, weight)
-    for other in (as_floats, as_int8):
-        assert not torch.equal(other, int8_linear(x, weight))
+    expected = int8_linear(x, weight)
+    linear.use(kernels())  # what was measured later changes nothing
+    assert torch.equal(linear.linear(x, weight), expected)
+    as_int8 = replace(weight, in_blocks=False)
+    for other in (as_int8, replace(as_int8, in_int8=False)):
+        assert not torch.equal(linear.linear(x, other), expected)
 
 
 def test_what_matmuls_are_given():
     fp32, q8 = torch.float32, GGUF["Q8_0"]
     given_of = [
         ("exact", False, {Int4(64): Dense(fp32), q8: Dense(fp32), Dense(torch.float16): Dense(fp32)}),
-        ("int8", False, {Int4(64): Int4(64), Int8(): Int8(), q8: Int8(), Dense(torch.float16): Dense(fp32)}),
-        ("int8", True, {Int4(64): Int8(), Int8(): Int8(), q8: Int8()}),
+        ("int8", True, {Int4(64): Int4(64), Int8(): Int8(), q8: Int8(), Dense(torch.float16): Dense(fp32)}),
+        ("int8", False, {Int4(64): Int8(), Int8(): Int8(), q8: Int8()}),
     ]
-    for compute, cuda, formats in given_of:
-        assert {form: linear.matmul_format(form, fp32, compute, cuda) for form in formats} == formats
+    for compute, taken, formats in given_of:
+        assert {form: linear.matmul_format(form, fp32, compute, taken) for form in formats} == formats
     assert linear.matmul_format(q8, fp32, "int8", False, is_head=True) == q8
+    assert linear.matmul_format(Int4(128), fp32, "int8", True) == Int8()  # one that the loop does not know
+
+
+def test_which_models_are_multiplied_so(monkeypatch):
+    some, none = [Int8(), Int4(64), Dense(torch.float32)], [Int8(), GGUF["Q8_0"]]
+    assert linear.takes_in_blocks(some, "int8", False) and linear.takes_in_blocks(some, "int8", False, True)
+    assert not linear.takes_in_blocks(none, "int8", False) and not linear.takes_in_blocks(some, "exact", False)
+    assert not linear.takes_in_blocks(some, "int8", True) and not linear.takes_in_blocks(some, "int8", False, False)
+    linear.use(kernels())
+    assert not linear.takes_in_blocks(some, "int8", False) and linear.takes_in_blocks(some, "int8", False, True)
+    monkeypatch.setattr(int8, "takes_blocks", lambda: False)
+    with pytest.raises(UserError, match="`in_blocks`: .* on CPUs with AVX2 only"):
+        linear.takes_in_blocks(some, "int8", False, True)
+
+
+def test_a_job_is_told_of_what_gains():
+    rates = kernels(blocks=True, bfloat16="native")
+    rates.linear["int8"] = {"native": dict.fromkeys(linear.ROWS, 1e11)}
+    assert rates.gains_by_int8("bfloat16")
+    del rates.linear["int4"]
+    assert not rates.gains_by_int8("bfloat16")
 
 
 @pytest.mark.parametrize("speed, takes", [(1.0, True), (0.95, True), (0.5, False)])

@@ -414,6 +414,21 @@ def test_blocks_of_4_bits_are_multiplied_as_they_are_stored(tmp_path):
     assert found[0] == found[1] == found[2]
 
 
+def test_rates_that_change_later_change_nothing(tmp_path):
+    """Another model in the process may bring those of a profile that is given."""
+    if not int8.takes_blocks():
+        pytest.skip("this CPU has no instructions for it")
+    model = quantised_llama(tmp_path, Type.Q4_0)
+    for first in (True, False):
+        linear.use(kernels(blocks=first))
+        for policy in (Policy(), Policy(percent=(50, 0, 100, 0, 100, 0))):
+            with LLM(str(model.folder), policy, compute="int8", device="cpu", dtype="float32", progress=False) as llm:
+                before = [text.token_logprobs for text in llm.score([[5, 9, 7]], 1)]
+                linear.use(kernels(blocks=not first))
+                assert [text.token_logprobs for text in llm.score([[5, 9, 7]], 1)] == before
+                linear.use(kernels(blocks=first))
+
+
 def test_a_tied_head_is_decoded_into_a_copy(tmp_path):
     """For matmuls in int8, where all is decoded when it is loaded; the rows of the embedding stay floats."""
     tied, name = quantised_llama(tmp_path, Type.Q4_0, tie_word_embeddings=True), "model.embed_tokens.weight"

@@ -63,18 +63,23 @@ def test_weights_that_stay_compute_at_the_packed_rate_and_the_others_do_not(perc
     assert s.candidate(policy).prediction.decode_seconds == pytest.approx(matmuls + rest, rel=0.01)
 
 
-@pytest.mark.parametrize("kind, unpacked", [("int8", 0), ("int4", 1)])
-def test_int8_matmuls_cost_their_own_rate_and_what_unpacking_takes(kind, unpacked):
+@pytest.mark.parametrize(
+    "kind, in_blocks, rate, unpacked", [("int8", False, 8e11, 0), ("int4", False, 4e11, 1), ("int4", True, 5e11, 0)]
+)
+def test_int8_matmuls_cost_their_own_rate_and_what_unpacking_takes(kind, in_blocks, rate, unpacked):
     int8 = {"int8": {(2048, 2048): {1: 4e11}}, "int8 resident": {(2048, 2048): {1: 8e11}}}
+    int8 |= {"int4": {(2048, 2048): {1: 5e11}}}
     profile = laptop(matmul=laptop().matmul | int8, unpack={4: 1e10}, decode={4: 1e9, 8: 1e9}, step_seconds=0.0)
     spec = named_spec("facebook/opt-1.3b")
     shapes = [layer.shapes for layer in family(spec.model_type).tensors(spec)]
-    model = ModelData.of(spec, "bfloat16", "bfloat16", False, True, compressed(kind, shapes), 0, "int8", True)
+    model = ModelData.of(
+        spec, "bfloat16", "bfloat16", False, True, compressed(kind, shapes), 0, "int8", True, in_blocks
+    )
     planner, workload = Planner({None: model}, Constraints(), profile), Workload((128,) * 8, 2)
     found = planner.choose(workload, NO_LIMITS, Policy(8, 1, ALL_GPU), None).prediction
     E, L, V = 2048, 24, 50272
     layer = 12 * E * E
-    matmuls = 2 * 8 * (L * layer / (4e11 if unpacked else 8e11) + V * E / 4e11) + unpacked * L * layer / 1e10
+    matmuls = 2 * 8 * (L * layer / rate + V * E / 4e11) + unpacked * L * layer / 1e10
     assert found.decode_seconds == pytest.approx(matmuls + L * 8 * 129 * 2 * E * 2 / 2e10, rel=0.01)
 
 

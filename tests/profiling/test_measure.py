@@ -51,7 +51,7 @@ def test_a_measured_profile_is_a_profile(tmp_path, dtype):
     assert profile.kernels == (None if dtype == torch.float32 else KERNELS)
     for kind, tables in profile.matmul.items():
         rows = {shape: list(rates) for shape, rates in tables.items()}
-        both = [1] if kind.startswith("int8") else [1, 512]  # every second one
+        both = [1] if kind.startswith("int") else [1, 512]  # every second one
         assert rows == {(64, 64): both, (256, 64): both, (1024, 64): [1]}  # a head takes few rows
     assert profile.unpack.keys() == profile.decode.keys() == {4, 8}
 
@@ -61,7 +61,7 @@ def test_resident_matrices_are_measured_packed_where_they_are(monkeypatch, packe
     monkeypatch.setattr(compute, "packs", lambda dtype: packed)
     monkeypatch.setattr(compute, "pack", lambda w: w)
     found = compute.matmul_rates(Device("cpu"), torch.bfloat16, TINY, 0.0)
-    assert found.keys() - {"int8", "int8 resident"} == ({"streamed", "resident"} if packed else {"streamed"})
+    assert found.keys() - {"int8", "int8 resident", "int4"} == ({"streamed", "resident"} if packed else {"streamed"})
 
 
 def test_matrices_that_memory_has_no_room_for_are_left_out(monkeypatch):
