@@ -110,6 +110,7 @@ def _tile_of_one(_, x, weight, sums, r, o, at):
     return types.void(x, weight, sums, *[types.int64] * 3), _build(x, 1)
 
 
+# `tiles4.multiply` has it too: after a change here, touch that file, for what numba keeps of it is dated by it alone
 @njit(nogil=True, inline="always")
 def scale_row(sums, k, columns, at, scale, kept, r, weight_scale, bias, first, n, total, out):
     """n elements of row r of the result, from `first` on: of row k of the sums and of the columns, both from `at` on.

@@ -129,13 +129,13 @@ class Rows:
         tiles, codes = compiled().tiles, self.codes.numpy()
         return codes.view(np.uint8) ^ tiles.OFFSET if tiles.CODES == np.uint8 else codes.astype(tiles.CODES)
 
-    def for_blocks(self, half: int) -> tuple[np.ndarray, np.ndarray]:
-        """The codes, and sums of them, as `tiles4` takes them, for blocks whose codes are `half` bytes."""
+    def for_blocks(self, group: int) -> tuple[np.ndarray, np.ndarray]:
+        """The codes, and sums of them, as `tiles4` takes them, for blocks of as many elements."""
         tiles4, (rows, width) = compiled().tiles4, self.codes.shape
         chunks = tiles4.padded(width // tiles4.CHUNK)
         codes, sums = np.zeros((rows, chunks * tiles4.CHUNK // 4), np.int32), np.zeros((rows, chunks), np.int16)
         words = self.codes.numpy().view(np.int32)
-        in_threads(lambda a, b: tiles4.arrange(words, half, a, b, codes, sums), rows, self.codes.numel())
+        in_threads(lambda a, b: tiles4.arrange(words, group // 2, a, b, codes, sums), rows, self.codes.numel())
         return codes.view(np.int8), sums
 
 
@@ -267,12 +267,12 @@ def tiled(x: Rows, layers: list[tuple[Weight, Tensor | None, Tensor]]) -> None:
     """As `multiply`, by compiled loops, whose threads share the outputs of all layers."""
     loops, jobs, count = compiled(), [], 0
     tall, shared = loops.tiles.TILE_OUT, [t.numpy() for t in (x.scale, x.kept, x.places)]
-    halves = {weight.format.group // 2 for weight, _, _ in layers if isinstance(weight, Quantised)}
-    in_order = {half: x.for_blocks(half) for half in halves}
+    groups = {weight.format.group for weight, _, _ in layers if isinstance(weight, Quantised)}
+    in_order = {group: x.for_blocks(group) for group in groups}
     for weight, bias, out in layers:
         last = _fp32(bias, weight).numpy()
         if isinstance(weight, Quantised):
-            codes = in_order[weight.format.group // 2]
+            codes = in_order[weight.format.group]
             work = partial(loops.tiles4.multiply, *codes, *shared, *weight.blocks(), last)
         else:
             arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale)]
