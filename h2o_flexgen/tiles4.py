@@ -229,6 +229,62 @@ def _whole(halves, begin, step, is_half, chunks, has_minimum, found, floats, sca
 
 
 @njit(nogil=True, cache=True)
+def _outliers(places, first, step, half):
+    """Where columns of x meet a row of the weight: in which chunk, at which byte, and how far the code is shifted."""
+    chunk, byte, shift = np.empty_like(places), np.empty_like(places), np.empty(len(places), np.uint8)
+    for u in range(len(places)):
+        group, inside = places[u] // (2 * half), places[u] % (2 * half)
+        chunk[u] = (group * half + inside % half) // CHUNK_BYTES
+        byte[u], shift[u] = first + group * step + inside % half, 4 * (inside // half)
+    return chunk, byte, shift
+
+
+@njit(nogil=True, cache=True)
+def _add_up(x, x_sums, places, weight, halves, stored, first, step, half, has_minimum, o, codes, totals, columns):
+    """codes @ weight.T of outputs `o` to `o` + n into totals (R, n) float32, and weight.T[places] into columns (U, n)
+    float32; n is at most _HEIGHT. `codes` (_HEIGHT, SEGMENT) is for those that are spread out, the others are those of
+    `multiply`."""
+    rows, (height, each) = len(x), (totals.shape[1], half // CHUNK_BYTES)
+    chunks = weight.shape[1] // step * each
+    tall = _ROWS if rows >= _ROWS else 1
+    scales, minima = np.empty((_HEIGHT, _SEGMENT_CHUNKS), np.int32), np.empty((_HEIGHT, _SEGMENT_CHUNKS), np.int16)
+    found, floats = np.empty((2, _SEGMENT_CHUNKS), np.int16), np.empty((2, _SEGMENT_CHUNKS), np.float32)
+    ones, sums = np.empty(_HEIGHT, np.float32), np.zeros((tall, _HEIGHT), np.int32)
+    outlier_chunk, byte, shift = _outliers(places, first, step, half)
+    totals[:], u_begin, u_end = 0, 0, 0
+    for chunk in range(0, chunks, _SEGMENT_CHUNKS):
+        few = min(_SEGMENT_CHUNKS, chunks - chunk)
+        strips, block = (few + LANES - 1) // LANES, chunk // each * step
+        if few < _SEGMENT_CHUNKS:
+            scales[:], minima[:] = 0, 0
+        while u_end < len(places) and outlier_chunk[u_end] < chunk + few:
+            u_end += 1
+        for n in range(height):
+            r = stored[o + n]
+            ones[n] = _whole(
+                halves[r], block // 2, step // 2, each - 1, few, has_minimum, found, floats, scales[n], minima[n]
+            )
+            for strip in range(strips):
+                for part in range(LANES // 8):
+                    _spread(weight, r, first + block, step, each - 1, codes, n, strip, part, few)
+            for u in range(u_begin, u_end):
+                code, at = weight[r, byte[u]] >> shift[u] & np.uint8(15), outlier_chunk[u] - chunk
+                whole = np.int32(np.int16(scales[n, at])) * np.int32(code) + np.int32(minima[n, at])
+                columns[u, n] = np.float32(whole) * ones[n]
+        for r in range(0, rows, tall):
+            top = min(r, rows - tall)
+            for n in range(0, height, TILE_OUT):
+                if tall == 1:
+                    _tile_of_one(x, x_sums, codes, scales, minima, sums, top, n, n, chunk // LANES, strips)
+                else:
+                    _tile(x, x_sums, codes, scales, minima, sums, top, n, n, chunk // LANES, strips)
+            for k in range(U(r - top), U(tall)):
+                for n in range(U(height)):
+                    totals[U(top) + k, n] += np.float32(sums[k, n]) * ones[n]
+        u_begin = u_end
+
+
+@njit(nogil=True, cache=True)
 def multiply(
     x,
     x_sums,
@@ -259,56 +315,14 @@ def multiply(
         has_minimum: in fp16 behind the scale; else it is the scale times -8.
         bias: (O,) float32; out: (R, O) floats.
     """
-    rows, each = len(x), half // CHUNK_BYTES
-    chunks = weight.shape[1] // step * each
-    tall = _ROWS if rows >= _ROWS else 1
-    codes = np.zeros((_HEIGHT, SEGMENT), np.uint8)
-    scales, minima = np.empty((_HEIGHT, _SEGMENT_CHUNKS), np.int32), np.empty((_HEIGHT, _SEGMENT_CHUNKS), np.int16)
-    found, floats = np.empty((2, _SEGMENT_CHUNKS), np.int16), np.empty((2, _SEGMENT_CHUNKS), np.float32)
-    ones = np.empty(_HEIGHT, np.float32)
-    sums, row = np.zeros((tall, _HEIGHT), np.int32), np.empty(_HEIGHT, np.float32)
-    no_scale = np.ones(len(bias), np.float32)  # the weight's are in the totals
-    totals, columns = np.empty((rows, _HEIGHT), np.float32), np.empty((len(places), _HEIGHT), np.float32)
-    # where outliers meet the weight: the chunk, and the byte of a row, whose upper code it may be
-    chunk_of, byte, shift = np.empty_like(places), np.empty_like(places), np.empty(len(places), np.uint8)
-    for u in range(len(places)):
-        group, inside = places[u] // (2 * half), places[u] % (2 * half)
-        chunk_of[u] = group * each + inside % half // CHUNK_BYTES
-        byte[u], shift[u] = first + group * step + inside % half, 4 * (inside // half)
+    row, no_scale = np.empty(_HEIGHT, np.float32), np.ones(len(bias), np.float32)  # the weight's are in the totals
+    totals, columns = np.empty((len(x), _HEIGHT), np.float32), np.empty((len(places), _HEIGHT), np.float32)
+    codes = np.empty((_HEIGHT, SEGMENT), np.uint8)
     for o in range(begin, end, _HEIGHT):
         height = min(_HEIGHT, end - o)
-        totals[:], u_begin, u_end = 0, 0, 0
-        for chunk in range(0, chunks, _SEGMENT_CHUNKS):
-            few = min(_SEGMENT_CHUNKS, chunks - chunk)
-            strips, block = (few + LANES - 1) // LANES, chunk // each * step
-            if few < _SEGMENT_CHUNKS:
-                scales[:], minima[:] = 0, 0
-            while u_end < len(places) and chunk_of[u_end] < chunk + few:
-                u_end += 1
-            for n in range(height):
-                r = stored[o + n]
-                ones[n] = _whole(
-                    halves[r], block // 2, step // 2, each - 1, few, has_minimum, found, floats, scales[n], minima[n]
-                )
-                for strip in range(strips):
-                    for part in range(LANES // 8):
-                        _spread(weight, r, first + block, step, each - 1, codes, n, strip, part, few)
-                for u in range(u_begin, u_end):
-                    code, at = weight[r, byte[u]] >> shift[u] & np.uint8(15), chunk_of[u] - chunk
-                    whole = np.int32(np.int16(scales[n, at])) * np.int32(code) + np.int32(minima[n, at])
-                    columns[u, n] = np.float32(whole) * ones[n]
-            for r in range(0, rows, tall):
-                top = min(r, rows - tall)
-                for n in range(0, height, TILE_OUT):
-                    if tall == 1:
-                        _tile_of_one(x, x_sums, codes, scales, minima, sums, top, n, n, chunk // LANES, strips)
-                    else:
-                        _tile(x, x_sums, codes, scales, minima, sums, top, n, n, chunk // LANES, strips)
-                for k in range(U(r - top), U(tall)):
-                    for n in range(U(_HEIGHT)):
-                        totals[U(top) + k, n] += np.float32(sums[k, n]) * ones[n]
-            u_begin = u_end
-        for r in range(rows):
+        few = totals[:, :height]
+        _add_up(x, x_sums, places, weight, halves, stored, first, step, half, has_minimum, o, codes, few, columns)
+        for r in range(len(x)):
             scale_row(totals, r, columns, 0, scale, kept, r, no_scale, bias, o, height, row, out)
 
 

@@ -245,7 +245,7 @@ def policies(draw):
     )
 
 
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@settings(max_examples=7, suppress_health_check=list(HealthCheck))
 @given(
     policy=policies(),
     name=st.sampled_from(["opt", "one_layer", "350m_style", "untied", "deep"]),

@@ -45,8 +45,7 @@ CASES = [
     ("opt", "disk", "snapkv", ""),
     ("opt", "disk", "h2o", INT8),
     ("llama", "ram", "vatp:first=4", ""),
-    ("llama", "ram", "full", INT4),
-    ("llama", "disk", "h2o", ""),
+    ("llama", "disk", "h2o", INT4),
     ("gguf", "ram", "full", "--compute int8"),
 ]
 
