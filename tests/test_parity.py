@@ -86,7 +86,7 @@ def small_segments(monkeypatch):
     monkeypatch.setattr(sizes, "SEGMENT", 6)
 
 
-#: the plainest OPT runs under all policies, each other model under half of these
+#: the plainest OPT runs under all policies, each other model under a third of these
 MODELS = [*zoo.FIRST.values(), "llama_groups_of_3_wide_heads_linear", "llama_groups_of_8_dynamic"]
 FEW = (
     "all_gpu",
@@ -108,8 +108,8 @@ def cases():
     """The plainest OPT with both caches, other models with one; caches and overlap take turns, so that each policy
     meets each."""
     for m, name in enumerate(MODELS):
-        for p, policy in enumerate(POLICIES if name == "opt" else FEW[m % 2 :: 2]):
-            turns = [(p, 0), (p + 1, 1)] if name == "opt" else [((m // 2 + p) // 2, (m // 2 + p) % 2)]
+        for p, policy in enumerate(POLICIES if name == "opt" else FEW[m % 3 :: 3]):
+            turns = [(p, 0), (p + 1, 1)] if name == "opt" else [((m // 3 + p) // 2, (m // 3 + p) % 2)]
             for overlap, cache in turns:
                 yield name, policy, overlap % 2 == 0, list(BUDGETS)[cache]
 

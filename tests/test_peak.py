@@ -42,7 +42,6 @@ INT8 = "--compress-weight int8 --compress-cache int8 --compute int8"
 INT4 = "--compress-weight int4 --compress-cache int4"
 CASES = [
     ("opt", "cache", "h2o", ""),
-    ("opt", "disk", "snapkv", ""),
     ("opt", "disk", "h2o", INT8),
     ("llama", "ram", "vatp:first=4", ""),
     ("llama", "disk", "h2o", INT4),
@@ -89,10 +88,9 @@ with LLM(sys.argv[1], Policy(4, 2, tuple(map(int, sys.argv[2:]))), KVBudget.from
 """
 
 
-@pytest.mark.parametrize("placement", ["ram", "disk"])
-def test_the_peak_of_a_session_stays_near_its_plan(tmp_path, placement):
+def test_the_peak_of_a_session_stays_near_its_plan(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 1024}))
-    argv = [sys.executable, "-c", SESSION, str(tmp_path), *PLACEMENTS[placement]]
+    argv = [sys.executable, "-c", SESSION, str(tmp_path), *PLACEMENTS["disk"]]
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     peak, planned, peak_disk, planned_disk = json.loads(done.stdout)

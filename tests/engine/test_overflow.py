@@ -50,22 +50,20 @@ def healthy_prompts(model, token, lengths, max_tokens, budget):
     return prompts
 
 
-@pytest.mark.parametrize(
-    "token, overlap, budget", [(7, True, (4, 4)), (0, False, None)], ids=["overlap-h2o", "token_0-no_overlap-full"]
-)
-@pytest.mark.parametrize(
-    "policy",
-    [
-        dict(percent=ALL_GPU, gpu_batch_size=3, num_gpu_batches=2),
-        dict(percent=ALL_CPU, gpu_batch_size=3, num_gpu_batches=2),
-        dict(percent=ALL_CPU, gpu_batch_size=3, num_gpu_batches=2, cpu_cache_compute=True),
-        dict(percent=ALL_DISK, gpu_batch_size=3, num_gpu_batches=2),
-        dict(percent=ALL_DISK, gpu_batch_size=12, prefill_tokens=24),
-        dict(percent=MIXED, gpu_batch_size=1, num_gpu_batches=3),
-    ],
-    ids=["gpu", "cpu", "cpu_attention", "disk", "disk_micro", "mixed_one_by_one"],
-)
-def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, policy, budget, token, overlap):
+POLICIES = {
+    "gpu": dict(percent=ALL_GPU, gpu_batch_size=3, num_gpu_batches=2),
+    "cpu": dict(percent=ALL_CPU, gpu_batch_size=3, num_gpu_batches=2),
+    "cpu_attention": dict(percent=ALL_CPU, gpu_batch_size=3, num_gpu_batches=2, cpu_cache_compute=True),
+    "disk": dict(percent=ALL_DISK, gpu_batch_size=3, num_gpu_batches=2),
+    "disk_micro": dict(percent=ALL_DISK, gpu_batch_size=12, prefill_tokens=24),
+    "mixed_one_by_one": dict(percent=MIXED, gpu_batch_size=1, num_gpu_batches=3),
+}
+
+
+@pytest.mark.parametrize("n, policy", [*enumerate(POLICIES)], ids=POLICIES)
+def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, n, policy):
+    """With H2O and with a full cache in turns."""
+    policy, (token, overlap, budget) = POLICIES[policy], [(7, True, (4, 4)), (0, False, None)][n % 2]
     monkeypatch.setattr(sizes, "SEGMENT", 4)
     model = poisoned(token)
     prompts = healthy_prompts(model, token, LENGTHS, 18, budget)

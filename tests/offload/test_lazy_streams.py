@@ -165,12 +165,10 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "budget"])
-@pytest.mark.parametrize("percent, cpu_compute, overlap", POLICIES, ids=str)
-def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(
-    lazy, tiny, percent, overlap, budget, cpu_compute
-):
-    model = tiny("opt")
+@pytest.mark.parametrize("n, policy", [*enumerate(POLICIES)], ids=str)
+def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(lazy, tiny, n, policy):
+    """With a full cache and with a budget in turns: each meets every tier."""
+    model, (percent, cpu_compute, overlap), budget = tiny("opt"), policy, [None, (4, 4)][n % 2]
     budgets = (None, None) if budget is None else budget
     lengths = [5, 17, 9, 30, 12, 22, 7]
     prompts = model.clear_cut_prompts(lengths, 12, [budgets])
