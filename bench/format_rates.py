@@ -52,8 +52,8 @@ def matmuls(out: int, width: int) -> list[dict]:
     codes, scale = torch.randint(-127, 128, (out, width), dtype=torch.int8), torch.rand(out)
     streamed, dense, found = Int8Weight(codes, scale), torch.randn(out, width), []
     packed, half = can_pack() and Int8Weight(pack(codes), scale), dense.bfloat16()
-    fours, form = torch.empty(Int4(64).nbytes((out, width)), dtype=torch.uint8), Int4(64)
-    form.encode(dense, fours)
+    fours = Int4(64).view(torch.empty(Int4(64).nbytes((out, width)), dtype=torch.uint8), (out, width))
+    fours.format.encode(dense, fours.raw)
     for count in ROWS:
         x = torch.randn(count, width)
         x[:, :LARGE_COLUMNS] *= LARGE
@@ -62,7 +62,7 @@ def matmuls(out: int, width: int) -> list[dict]:
             "_int_mm": partial(torch._int_mm, eights, codes.t()),
             **{name: partial(int8_linear, halves, streamed, kernel=name) for name in KERNELS},
             **({"packed": partial(int8_linear, halves, packed)} if packed else {}),
-            **({"int4": partial(int8_linear, halves, form.view(fours, (out, width)))} if takes_blocks() else {}),
+            **({"int4": partial(int8_linear, halves, fours)} if takes_blocks() else {}),
             "bf16": partial(torch.nn.functional.linear, halves, half),
             "fp32": partial(torch.nn.functional.linear, x, dense),
         }

@@ -322,8 +322,7 @@ class Quantised:
     def order(self) -> Tensor:
         """Which row of the matrix each stored row is: llama.cpp lays the two elements of a head that RoPE rotates
         together side by side, where a checkpoint has them half a head apart."""
-        rows, heads = torch.arange(self.shape[0]), self.format.heads
-        return rows.view(heads, 2, -1).transpose(1, 2).reshape(-1) if heads else rows
+        return _order(self.shape[0], self.format.heads)
 
     def take(self, ids: Tensor) -> Quantised:
         """Some of the rows, of a matrix without heads; `ids` (n,), on the same device."""
@@ -378,11 +377,15 @@ class Quantised:
             (codes.to_int8_by_loops if by_loops else codes.to_int8)(order[rows], *target)
 
 
-@lru_cache(maxsize=256)
-def _stored_rows(rows: int, heads: int) -> np.ndarray:
+def _order(count: int, heads: int) -> Tensor:
+    rows = torch.arange(count)
+    return rows.view(heads, 2, -1).transpose(1, 2).reshape(-1) if heads else rows
+
+
+@lru_cache(maxsize=256)  # a matmul of few rows takes less time than this
+def _stored_rows(count: int, heads: int) -> np.ndarray:
     """Which stored row each row of a matrix is: the inverse of `Quantised.order`."""
-    found = np.arange(rows)
-    return found.reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1) if heads else found
+    return _order(count, heads).argsort().numpy()
 
 
 def _by_heads(kernel, arrays: list[np.ndarray], x: Tensor, out: Tensor) -> None:

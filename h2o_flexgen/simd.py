@@ -19,6 +19,41 @@ IS_AVX512 = all(map(FEATURES.get, ("avx512vnni", "avx512vl", "avx512bw")))
 HAS_VNNI = IS_AVX512 or FEATURES.get("avxvnni")
 
 
+def call(builder, name, result, *args):
+    """Of an intrinsic function."""
+    kind = ir.FunctionType(result, [each.type for each in args])
+    return builder.call(builder.module.declare_intrinsic(name, (), kind), args)
+
+
+def multiply_pairs(builder, a, b):
+    """16 bits times 16 bits, neighbours added up in 32 (vpmaddwd)."""
+    name = {16: "llvm.x86.avx2.pmadd.wd", 32: "llvm.x86.avx512.pmaddw.d.512"}[a.type.count]
+    return call(builder, name, ir.VectorType(ir.IntType(32), a.type.count // 2), a, b)
+
+
+def add_codes(builder, total, unsigned, signed):
+    """To sums in 32 bits, products of four neighbours of 8 bits each (vpdpbusd)."""
+    # operands in int32, as LLVM has them up to 21; 22 has them in int8, and reads this form too
+    operands = [builder.bitcast(each, total.type) for each in (unsigned, signed)]
+    return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * total.type.count}", total.type, total, *operands)
+
+
+def loop(builder, step, end, totals, body):
+    """From 0 on in steps until `end`, once at least: body(n, totals) -> totals, which are vectors. Returns the last."""
+    i64, before, block = ir.IntType(64), builder.block, builder.append_basic_block()
+    builder.branch(block)
+    builder.position_at_end(block)
+    n, variables = builder.phi(i64), [builder.phi(total.type) for total in totals]
+    found, following = body(n, variables), builder.add(n, i64(step))
+    for variable, first, then in [(n, i64(0), following), *zip(variables, totals, found)]:
+        variable.add_incoming(first, before)
+        variable.add_incoming(then, block)
+    after = builder.append_basic_block()
+    builder.cbranch(builder.icmp_unsigned("<", following, end), block, after)
+    builder.position_at_end(after)
+    return found
+
+
 def lanes(builder, a, b, which):
     """Some lanes of 32 bits of two vectors, counted through both."""
     return builder.shuffle_vector(a, b, ir.VectorType(ir.IntType(32), len(which))(list(which)))

@@ -10,7 +10,7 @@ the sums of a tile become floats at once. oneDNN, whose operators torch has, lay
 from __future__ import annotations
 
 from functools import reduce
-from itertools import product, repeat
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,19 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from h2o_flexgen.floats import element
-from h2o_flexgen.simd import FEATURES, HAS_VNNI, IS_AVX512, TILE_OUT, addresses, lanes, pointer, store_sums
+from h2o_flexgen.simd import (
+    FEATURES,
+    HAS_VNNI,
+    IS_AVX512,
+    TILE_OUT,
+    add_codes,
+    addresses,
+    lanes,
+    loop,
+    multiply_pairs,
+    pointer,
+    store_sums,
+)
 
 U = np.uint64
 #: bytes of the weight that all rows of x meet before the next
@@ -45,17 +57,11 @@ CODES = np.dtype("uint8" if HAS_VNNI else "int16")
 
 def _add_products(builder, total, x, weight):
     """Sums (lanes) int32, and the products of x (inputs) int16 or uint8 with a weight (inputs) int8 among them."""
-    i32, count = ir.IntType(32), total.type.count
     if HAS_VNNI and x.type.element.width == 8:
-        # operands in int32, as LLVM has them up to 21; 22 has them in int8, and reads this form too
-        kind = ir.FunctionType(total.type, [total.type] * 3)
-        multiply = builder.module.declare_intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * count}", (), kind)
-        return builder.call(multiply, [total, *(builder.bitcast(each, total.type) for each in (x, weight))])
+        return add_codes(builder, total, x, weight)
     if FEATURES.get("avx2") and x.type.element.width == 16:
-        kind = ir.FunctionType(total.type, [x.type] * 2)
-        multiply = builder.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", (), kind)
-        return builder.add(total, builder.call(multiply, [x, builder.sext(weight, x.type)]))
-    wide, near = ir.VectorType(i32, x.type.count), x.type.count // count
+        return builder.add(total, multiply_pairs(builder, x, builder.sext(weight, x.type)))
+    wide, near = ir.VectorType(ir.IntType(32), x.type.count), x.type.count // total.type.count
     widen = builder.sext if x.type.element.width == 16 else builder.zext
     products = builder.mul(widen(x, wide), builder.sext(weight, wide))
     parts = [lanes(builder, products, products, range(n, x.type.count, near)) for n in range(near)]
@@ -71,24 +77,18 @@ def _build(x_kind, rows):
         kinds, (r, o, at) = signature.args[:3], args[3:]
         x, weight, sums = (context.make_array(kind)(context, builder, each) for kind, each in zip(kinds, args))
 
-        def load(address, element):
-            place = builder.add(address, builder.mul(i, i64(element.width // 8)))
-            return builder.load(pointer(builder, place, element, tile.inputs), align=element.width // 8)
-
         x_rows, weight_rows = addresses(builder, x, r, rows), addresses(builder, weight, o, TILE_OUT)
-        before, loop, after = builder.block, *(builder.append_basic_block() for _ in range(2))
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        nothing = ir.VectorType(i32, tile.lanes)(None)
-        i, totals = builder.phi(i64), [builder.phi(nothing.type) for _ in range(rows * TILE_OUT)]
-        pairs = product([load(row, code) for row in x_rows], [load(row, i8) for row in weight_rows])
-        added = [_add_products(builder, total, *pair) for total, pair in zip(totals, pairs)]
-        following = builder.add(i, i64(tile.inputs))
-        for variable, first, then in [(i, i64(0), following), *zip(totals, repeat(nothing), added)]:
-            variable.add_incoming(first, before)
-            variable.add_incoming(then, loop)
-        builder.cbranch(builder.icmp_unsigned("<", following, builder.extract_value(x.shape, 1)), loop, after)
-        builder.position_at_end(after)
+
+        def products(i, totals):
+            def load(address, element):
+                place = builder.add(address, builder.mul(i, i64(element.width // 8)))
+                return builder.load(pointer(builder, place, element, tile.inputs), align=element.width // 8)
+
+            pairs = product([load(row, code) for row in x_rows], [load(row, i8) for row in weight_rows])
+            return [_add_products(builder, total, *pair) for total, pair in zip(totals, pairs)]
+
+        nothing = [ir.VectorType(i32, tile.lanes)(None)] * (rows * TILE_OUT)
+        added = loop(builder, tile.inputs, builder.extract_value(x.shape, 1), nothing, products)
         store_sums(builder, added, sums, at, rows)
 
     return build

@@ -19,7 +19,20 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from h2o_flexgen.floats import bits_of, float_of, from_bits
-from h2o_flexgen.simd import FEATURES, HAS_VNNI, IS_AVX512, TILE_OUT, addresses, lanes, pointer, store_sums
+from h2o_flexgen.simd import (
+    FEATURES,
+    HAS_VNNI,
+    IS_AVX512,
+    TILE_OUT,
+    add_codes,
+    addresses,
+    call,
+    lanes,
+    loop,
+    multiply_pairs,
+    pointer,
+    store_sums,
+)
 from h2o_flexgen.tiles import scale_row
 
 U = np.uint64
@@ -43,34 +56,20 @@ _HEIGHT = 64
 _AHEAD = 4
 #: a scale as a tile takes it: of each pair of sums in 16 bits, or of one in 32
 _IS_PAIR = not HAS_VNNI
-#: chunks whose minima are multiplied at once
-_MINIMA = 2 * LANES
+#: numbers of 16 bits in a register, and so chunks whose minima are multiplied at once
+_PAIRS = 2 * LANES
 
 
 def padded(chunks: int) -> int:
     """Chunks of a row of x, with those that are 0."""
-    return -(-chunks // _MINIMA) * _MINIMA
-
-
-def _call(builder, name, result, *args):
-    kind = ir.FunctionType(result, [each.type for each in args])
-    return builder.call(builder.module.declare_intrinsic(name, (), kind), args)
-
-
-def _multiply_pairs(builder, a, b):
-    """Of 16 bits, into sums of 32."""
-    name = "llvm.x86.avx512.pmaddw.d.512" if IS_AVX512 else "llvm.x86.avx2.pmadd.wd"
-    return _call(builder, name, ir.VectorType(ir.IntType(32), LANES), a, b)
+    return -(-chunks // _PAIRS) * _PAIRS
 
 
 def _add_products(builder, total, weight, x):
     """Codes (4 * LANES) uint8 times int8, added to sums of chunks, which are None before the first."""
-    i16, i32 = ir.IntType(16), ir.IntType(32)
     if HAS_VNNI:
-        kind = ir.VectorType(i32, LANES)
-        operands = [builder.bitcast(each, kind) for each in (weight, x)]
-        return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", kind, total or kind(None), *operands)
-    products = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(i16, 2 * LANES), weight, x)
+        return add_codes(builder, total or ir.VectorType(ir.IntType(32), LANES)(None), weight, x)
+    products = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(ir.IntType(16), _PAIRS), weight, x)
     return builder.add(total, products) if total else products
 
 
@@ -87,31 +86,16 @@ def _build(rows):
         )
         x, x_sums = (
             [builder.add(row, builder.mul(strip, i64(size))) for row in found]
-            for found, size in ((x, STRIP), (x_sums, 2 * LANES))
+            for found, size in ((x, STRIP), (x_sums, _PAIRS))
         )
 
         def load(row, place, element, count):
             return builder.load(pointer(builder, builder.add(row, place), element, count), align=1)
 
-        def loop(step, totals, body):
-            """Strips from 0 on, `step` at once: body(strip, totals) -> totals."""
-            before, block = builder.block, builder.append_basic_block()
-            builder.branch(block)
-            builder.position_at_end(block)
-            n, variables = builder.phi(i64), [builder.phi(ir.VectorType(i32, LANES)) for _ in totals]
-            found, following = body(n, variables), builder.add(n, i64(step))
-            for variable, first, then in [(n, i64(0), following), *zip(variables, totals, found)]:
-                variable.add_incoming(first, before)
-                variable.add_incoming(then, block)
-            after = builder.append_basic_block()
-            builder.cbranch(builder.icmp_unsigned("<", following, strips), block, after)
-            builder.position_at_end(after)
-            return found
-
         def minima(n, totals):
-            place = builder.mul(n, i64(2 * LANES))
-            pairs = product(*([load(row, place, i16, 2 * LANES) for row in each] for each in (x_sums, minimum)))
-            return [builder.add(total, _multiply_pairs(builder, *pair)) for total, pair in zip(totals, pairs)]
+            place = builder.mul(n, i64(_PAIRS))
+            pairs = product(*([load(row, place, i16, _PAIRS) for row in each] for each in (x_sums, minimum)))
+            return [builder.add(total, multiply_pairs(builder, *pair)) for total, pair in zip(totals, pairs)]
 
         def codes(n, totals):
             sums, start = [None] * len(totals), builder.mul(n, i64(STRIP))
@@ -119,13 +103,14 @@ def _build(rows):
                 place = builder.add(start, i64(register * 4 * LANES))
                 pairs = product(*([load(row, place, i8, 4 * LANES) for row in each] for each in (x, weight)))
                 sums = [_add_products(builder, total, w, each) for total, (each, w) in zip(sums, pairs)]
-            place, kind = builder.mul(n, i64(4 * LANES)), (i16, 2 * LANES) if _IS_PAIR else (i32, LANES)
+            place, kind = builder.mul(n, i64(4 * LANES)), (i16, _PAIRS) if _IS_PAIR else (i32, LANES)
             scales = [load(row, place, *kind) for row in scale] * rows
-            times = _multiply_pairs if _IS_PAIR else ir.IRBuilder.mul
+            times = multiply_pairs if _IS_PAIR else ir.IRBuilder.mul
             return [builder.add(total, times(builder, *pair)) for total, *pair in zip(totals, sums, scales)]
 
-        totals = loop(2, [ir.VectorType(i32, LANES)(None)] * (rows * TILE_OUT), minima)
-        store_sums(builder, loop(1, totals, codes), arrays[5], at, rows)
+        nothing = [ir.VectorType(i32, LANES)(None)] * (rows * TILE_OUT)
+        totals = loop(builder, 1, strips, loop(builder, 2, strips, nothing, minima), codes)
+        store_sums(builder, totals, arrays[5], at, rows)
 
     return build
 
@@ -157,13 +142,10 @@ def _spread(_, weight, row, begin, step, is_half, codes, o, strip, part, chunks)
 
     def build(context, builder, signature, args):
         begin, step, is_half, strip, part, chunks = (args[n] for n in (2, 3, 4, 7, 8, 9))
-        source, target = (
-            addresses(builder, context.make_array(signature.args[n])(context, builder, args[n]), args[row], 1)[0]
-            for n, row in ((0, 1), (5, 6))
-        )
+        rows, spread = (context.make_array(signature.args[n])(context, builder, args[n]) for n in (0, 5))
+        (source,), (target,) = addresses(builder, rows, args[1], 1), addresses(builder, spread, args[6], 1)
         first, found = builder.add(builder.mul(strip, i64(LANES)), builder.mul(part, i64(8))), []
-        row_bytes = builder.extract_value(context.make_array(weight)(context, builder, args[0]).strides, 0)
-        ahead = builder.mul(row_bytes, i64(_AHEAD))
+        ahead = builder.mul(builder.extract_value(rows.strides, 0), i64(_AHEAD))
         for n in range(8):
             chunk = builder.add(first, i64(n))
             chunk = builder.select(builder.icmp_unsigned("<", chunk, chunks), chunk, i64(0))
@@ -173,7 +155,7 @@ def _spread(_, weight, row, begin, step, is_half, codes, o, strip, part, chunks)
             found.append(builder.load(pointer(builder, address, i32, 4), align=1))
             if n in (0, 3, 7):  # each line of a CPU's cache, of 64 bytes
                 far = builder.inttoptr(builder.add(address, ahead), ir.IntType(8).as_pointer())
-                _call(builder, "llvm.prefetch.p0i8", ir.VoidType(), far, *map(i32, (0, 3, 1)))
+                call(builder, "llvm.prefetch.p0i8", ir.VoidType(), far, *map(i32, (0, 3, 1)))
         # a transposition of 8 chunks of 4 words
         wide = [lanes(builder, found[n], found[n + 4], range(8)) for n in range(4)]
         (a, b), (c, d) = (
@@ -240,24 +222,26 @@ def _outliers(places, first, step, half):
 
 
 @njit(nogil=True, cache=True)
-def _add_up(x, x_sums, places, weight, halves, stored, first, step, half, has_minimum, o, codes, totals, columns):
-    """codes @ weight.T of outputs `o` to `o` + n into totals (R, n) float32, and weight.T[places] into columns (U, n)
-    float32; n is at most _HEIGHT. `codes` (_HEIGHT, SEGMENT) is for those that are spread out, the others are those of
-    `multiply`."""
-    rows, (height, each) = len(x), (totals.shape[1], half // CHUNK_BYTES)
+def _sums(
+    x, x_sums, outliers, weight, halves, stored, first, step, half, has_minimum, o, height, codes, totals, columns
+):
+    """codes @ weight.T of `height` outputs from `o` on, _HEIGHT at most, into the first columns of totals (R, _HEIGHT)
+    float32, and what `outliers`, from `_outliers`, meet into those of columns (U, _HEIGHT) float32. `codes` (_HEIGHT,
+    SEGMENT) is for those of the weight; the others are those of `multiply`."""
+    rows, each = len(x), half // CHUNK_BYTES
     chunks = weight.shape[1] // step * each
     tall = _ROWS if rows >= _ROWS else 1
     scales, minima = np.empty((_HEIGHT, _SEGMENT_CHUNKS), np.int32), np.empty((_HEIGHT, _SEGMENT_CHUNKS), np.int16)
     found, floats = np.empty((2, _SEGMENT_CHUNKS), np.int16), np.empty((2, _SEGMENT_CHUNKS), np.float32)
     ones, sums = np.empty(_HEIGHT, np.float32), np.zeros((tall, _HEIGHT), np.int32)
-    outlier_chunk, byte, shift = _outliers(places, first, step, half)
+    outlier_chunk, byte, shift = outliers
     totals[:], u_begin, u_end = 0, 0, 0
     for chunk in range(0, chunks, _SEGMENT_CHUNKS):
         few = min(_SEGMENT_CHUNKS, chunks - chunk)
         strips, block = (few + LANES - 1) // LANES, chunk // each * step
         if few < _SEGMENT_CHUNKS:
             scales[:], minima[:] = 0, 0
-        while u_end < len(places) and outlier_chunk[u_end] < chunk + few:
+        while u_end < len(byte) and outlier_chunk[u_end] < chunk + few:
             u_end += 1
         for n in range(height):
             r = stored[o + n]
@@ -318,10 +302,26 @@ def multiply(
     row, no_scale = np.empty(_HEIGHT, np.float32), np.ones(len(bias), np.float32)  # the weight's are in the totals
     totals, columns = np.empty((len(x), _HEIGHT), np.float32), np.empty((len(places), _HEIGHT), np.float32)
     codes = np.empty((_HEIGHT, SEGMENT), np.uint8)
+    outliers = _outliers(places, first, step, half)
     for o in range(begin, end, _HEIGHT):
         height = min(_HEIGHT, end - o)
-        few = totals[:, :height]
-        _add_up(x, x_sums, places, weight, halves, stored, first, step, half, has_minimum, o, codes, few, columns)
+        _sums(
+            x,
+            x_sums,
+            outliers,
+            weight,
+            halves,
+            stored,
+            first,
+            step,
+            half,
+            has_minimum,
+            o,
+            height,
+            codes,
+            totals,
+            columns,
+        )
         for r in range(len(x)):
             scale_row(totals, r, columns, 0, scale, kept, r, no_scale, bias, o, height, row, out)
 

@@ -108,3 +108,15 @@ def fixed_kernels():
     linear.use(machines.KERNELS)
     yield
     linear.use(machines.KERNELS)
+
+
+@pytest.fixture
+def fast_blocks():
+    """Matmuls in int8 take weights in blocks of 4 bits as they are stored; tests skip on CPUs that cannot."""
+    import machines
+
+    from h2o_flexgen.kernels import int8, linear
+
+    if not int8.takes_blocks():
+        pytest.skip("this CPU has no instructions for it")
+    linear.use(machines.kernels(blocks=True))

@@ -8,12 +8,11 @@ import pytest
 import torch
 import zoo
 from int8_oracle import patch
-from machines import kernels
 from test_compressed_weights import PLACES, models  # noqa: F401  a fixture
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels import int8, linear
+from h2o_flexgen.kernels import int8
 from h2o_flexgen.offload import weights
 
 #: of log-probabilities: an element that is rounded to another code, since it differed in its last bit, changes them so
@@ -43,9 +42,7 @@ def logprobs(model, text: list[int], prompt_len: int = 4) -> list[float]:
 def kind(request):
     """How weights are compressed: "blocks" is int4 on a CPU that multiplies it as it is stored."""
     if request.param == "blocks":
-        if not int8.takes_blocks():
-            pytest.skip("this CPU has no instructions for it")
-        linear.use(kernels(blocks=True))
+        request.getfixturevalue("fast_blocks")
     return request.param
 
 

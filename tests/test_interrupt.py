@@ -61,7 +61,7 @@ def handled():
     take_over()
 
 
-@pytest.mark.parametrize("number, step", list(zip(STOPPING, ("prefill 2/", "token "))))
+@pytest.mark.parametrize("number, step", list(zip(STOPPING, ("prefill 2/", "token ", "token "))))
 def test_each_signal_stops_a_job(job, tmp_path, number, step):
     process = job()
     read_until(process, f"block 1/2 {step}")

@@ -396,20 +396,18 @@ def _calls() -> dict[tuple, tuple[Callable, int]]:
     matrices = [torch.ones(INT8_SHAPE, dtype=torch.int8) for _ in range(INT8_MATRICES)]
     # native is what others must beat; floats are for where tiles are not
     kernels = [name for name in int8.KERNELS if int8.is_exact(name) or name == "native"]
-    weights = {name: matrices for name in kernels if name != "floats" or "tiled" not in kernels}
-    weights |= {"packed": [int8.pack(codes) for codes in matrices]} if int8.can_pack() else {}
     scale = torch.ones(INT8_SHAPE[0])
-    for rows, (name, codes) in product(ROWS, weights.items()):
-        x, turns = torch.ones(rows, INT8_SHAPE[1], dtype=torch.int8), cycle(Int8Weight(c, scale) for c in codes)
-        call = partial(_multiply_next, x, turns, name, torch.empty(rows, INT8_SHAPE[0]))
-        calls[INT8, name, rows] = call, 2 * rows * matrices[0].numel()
-    if int8.takes_blocks():
-        form, count = Int4(64), 2 * INT8_MATRICES  # half as large
+    eights = [Int8Weight(codes, scale) for codes in matrices]
+    weights = {(INT8, name): eights for name in kernels if name != "floats" or "tiled" not in kernels}
+    if int8.can_pack():
+        weights[INT8, "packed"] = [Int8Weight(int8.pack(codes), scale) for codes in matrices]
+    if int8.takes_blocks():  # half as large
+        form, count = Int4(64), 2 * INT8_MATRICES
         raws = [torch.ones(form.nbytes(INT8_SHAPE), dtype=torch.uint8) for _ in range(count)]
-        for rows in ROWS:
-            x, turns = torch.ones(rows, INT8_SHAPE[1], dtype=torch.int8), cycle(form.view(r, INT8_SHAPE) for r in raws)
-            call = partial(_multiply_next, x, turns, "tiled", torch.empty(rows, INT8_SHAPE[0]))
-            calls[INT4, "tiled", rows] = call, 2 * rows * matrices[0].numel()
+        weights[INT4, "tiled"] = [form.view(raw, INT8_SHAPE) for raw in raws]
+    for rows, ((kind, name), turn) in product(ROWS, weights.items()):
+        x, out = torch.ones(rows, INT8_SHAPE[1], dtype=torch.int8), torch.empty(rows, INT8_SHAPE[0])
+        calls[kind, name, rows] = partial(_multiply_next, x, cycle(turn), name, out), 2 * rows * matrices[0].numel()
     for dtype in (*_HALVES, torch.float32):
         q = torch.full(ATTENTION_SHAPE, 0.1, dtype=dtype)
         call = partial(torch.bmm, q, q.transpose(1, 2))

@@ -292,11 +292,10 @@ class WeightStore:
                 source, tensor = tensor, read.view(self._converted[at:], shape)
                 _convert(tensor, source)
                 at += aligned(tensor.nbytes)
-            if self.compute == "int8" and isinstance(tensor, Quantised):
-                is_whole = read == Int8()
-                in_blocks = is_as_stored(read, self.in_blocks)
-                kept = replace(tensor, in_int8=True, in_blocks=in_blocks)
-                tensor = Int8Weight(*read.parts(tensor.raw, shape)) if is_whole else kept
+            if self.compute == "int8" and read == Int8():
+                tensor = Int8Weight(*read.parts(tensor.raw, shape))
+            elif self.compute == "int8" and isinstance(tensor, Quantised):
+                tensor = replace(tensor, in_int8=True, in_blocks=is_as_stored(read, self.in_blocks))
             found[short] = tensor
         return found
 

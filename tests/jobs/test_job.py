@@ -235,10 +235,8 @@ def test_other_matmuls_are_another_setting(job, out):
     assert code == 2 and "--compute 'exact', now 'int8'" in last_line(err)
 
 
-def test_weights_in_4_bits_are_multiplied_as_when_the_job_began(job, out, monkeypatch):
+def test_weights_in_4_bits_are_multiplied_as_when_the_job_began(job, out, monkeypatch, fast_blocks):
     """Though what was measured on this machine is not what it was; on another that cannot, the job does not go on."""
-    if not int8.takes_blocks():
-        pytest.skip("this CPU has no instructions for it")
     options = ("--compress-weight", "int4", "--compute", "int8")
     for first in (False, True):
         linear.use(kernels(blocks=first))

@@ -18,15 +18,9 @@ from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import int8_linear, int8_linears
 
 tiles4 = pytest.importorskip("h2o_flexgen.tiles4")
+pytestmark = pytest.mark.usefixtures("fast_blocks")
 FORMATS = [GGUF["Q4_0"], GGUF["Q4_1"], Int4(32), Int4(64)]
 every_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.group}")
-
-
-@pytest.fixture(autouse=True)
-def fast_blocks():
-    if not int8.takes_blocks():
-        pytest.skip("this CPU has no instructions for it")
-    linear.use(kernels(blocks=True))
 
 
 def blocks(form, out: int, width: int, seed: int = 0) -> Quantised:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Int8, Quantised
-from h2o_flexgen.kernels import int8, linear
+from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile, in_place
 from h2o_flexgen.models.registry import family, read_spec, spec_of
@@ -398,11 +398,8 @@ def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
     assert found[0] == found[1] == found[2] and found[3] == found[4] and found[0] != found[3]
 
 
-def test_blocks_of_4_bits_are_multiplied_as_they_are_stored(tmp_path):
+def test_blocks_of_4_bits_are_multiplied_as_they_are_stored(tmp_path, fast_blocks):
     """Where that is no slower: then they are decoded nowhere, not even a head that is tied."""
-    if not int8.takes_blocks():
-        pytest.skip("this CPU has no instructions for it")
-    linear.use(kernels(blocks=True))
     tied, found = quantised_llama(tmp_path, Type.Q4_0, tie_word_embeddings=True), []
     for policy in (Policy(), Policy(percent=(50, 0, 100, 0, 100, 0)), "auto"):
         with LLM(str(tied.folder), policy, compute="int8", device="cpu", dtype="float32", progress=False) as llm:
@@ -414,10 +411,8 @@ def test_blocks_of_4_bits_are_multiplied_as_they_are_stored(tmp_path):
     assert found[0] == found[1] == found[2]
 
 
-def test_rates_that_change_later_change_nothing(tmp_path):
+def test_rates_that_change_later_change_nothing(tmp_path, fast_blocks):
     """Another model in the process may bring those of a profile that is given."""
-    if not int8.takes_blocks():
-        pytest.skip("this CPU has no instructions for it")
     model = quantised_llama(tmp_path, Type.Q4_0)
     for first in (True, False):
         linear.use(kernels(blocks=first))
