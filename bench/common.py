@@ -69,7 +69,7 @@ def save(name: str, data: dict) -> Path:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    print(f"wrote docs/benchmarks/{path.name}")
+    print(f"wrote {path}")
     return path
 
 
@@ -79,7 +79,7 @@ def stored(name: str) -> dict:
     try:
         return json.loads(path.read_text()) if path.exists() else {}
     except ValueError as e:
-        sys.exit(f"error: docs/benchmarks/{path.name} is damaged ({e}): restore it, or move it away")
+        sys.exit(f"error: {path} is damaged ({e}): restore it, or move it away")
 
 
 def random_prompts(count: int, length: int) -> list[list[int]]:

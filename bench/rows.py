@@ -44,6 +44,7 @@ OURS = {
     "ours, H2O": System("ours", H2O),
     "ours, H2O + int8": System("ours", f"{H2O} {INT8} --compress-weight int8 --compress-cache int8"),
     "ours, H2O + int4": System("ours", f"{H2O} --compress-weight int4 --compress-cache int4"),
+    "ours, H2O + int4, int8 matmuls": System("ours", f"{H2O} {INT8} --compress-weight int4 --compress-cache int4"),
 }
 #: the column of those that add int8 or int4 to what is stored
 QUANTISED = "ours, 8 or 4 bits"

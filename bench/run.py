@@ -7,8 +7,9 @@ All systems run the same job (a random checkpoint, lengths), each run in a proce
 page cache included, after the page cache was dropped; loading is not counted. Systems take turns. Peers run with the
 settings that docs/benchmarks/peer_settings.json says are best, with the figures that showed it; a trial (--batch,
 --option) adds a figure of 8 tokens, and is taken if it is the fastest. Medians go to
-docs/benchmarks/throughput_ROW.json after every run. Checkpoints, the peers' environment and llama.cpp are made once and
-stay in the folder `bench` of H2O_FLEXGEN_HOME (default: of the user's cache folder). Needs root for the cgroup.
+docs/benchmarks/throughput_ROW.json after every run; --folder names one there for another kind of machine, with peer
+settings of its own. Checkpoints, the peers' environment and llama.cpp are made once and stay in the folder `bench` of
+H2O_FLEXGEN_HOME (default: of the user's cache folder). Needs root for the cgroup.
 """
 
 from __future__ import annotations
@@ -174,9 +175,8 @@ def summarise(runs: list[dict], gen_len: int) -> dict:
     return found
 
 
-def setting(name: str, system: str) -> dict:
+def setting(name: str, row: Row, system: str) -> dict:
     """The batch of a system in a row, its options, and its output tokens where they are fewer than the row's."""
-    row = ROWS[name]
     if row.systems[system].is_ours:
         return {"batch": row.prompts}
     found = common.stored("peer_settings")["rows"].get(name, {}).get(system)
@@ -229,6 +229,8 @@ def main() -> None:
     parser.add_argument("--system", action="append", help="only this one (may be given again)")
     parser.add_argument("--runs", type=int, help="of every system (default: the row's)")
     parser.add_argument("--quick", action="store_true", help="one run of every system; results in quick_throughput_ROW")
+    parser.add_argument("--prompts", type=int, help="of our job (default: the row's)")
+    parser.add_argument("--folder", default="", help="of docs/benchmarks, for results and peers' settings")
     parser.add_argument("--batch", type=int, help="try a batch with one peer")
     parser.add_argument("--option", action="append", default=[], help="likewise, as share=0.15 or attention=eager")
     parser.add_argument("--list", action="store_true", help="print the rows")
@@ -241,7 +243,8 @@ def main() -> None:
         parser.error("name a ROW (--list)")
     if args.runs is not None and args.runs < 1:
         parser.error("--runs takes a number from 1")
-    row = ROWS[args.row]
+    common.RESULTS /= args.folder
+    row = replace(ROWS[args.row], prompts=args.prompts or ROWS[args.row].prompts)
     names = [s for s in row.systems if args.system is None or s in args.system]
     is_trial = args.batch is not None or bool(args.option)
     if len(names) < len(args.system or [0]):
@@ -259,14 +262,14 @@ def main() -> None:
         runner = Runner(row, common.data_folder(), scratch)
         if is_trial:
             trial = {"batch": args.batch, "options": dict(map(parse_option, args.option))}
-            trial["batch"] = args.batch or setting(args.row, names[0])["batch"]
+            trial["batch"] = args.batch or setting(args.row, row, names[0])["batch"]
             found = runner.run(names[0], trial | {"gen_len": min(TRIAL, row.gen_len)})
             record_trial(args.row, names[0], trial, found)
             return
         file = f"{'quick_' * args.quick}{file_name(args.row)}"
         if args.quick:
             (common.RESULTS / f"{file}.json").unlink(missing_ok=True)
-        settings = {name: setting(args.row, name) for name in names}
+        settings = {name: setting(args.row, row, name) for name in names}
         data = run_row(runner, args.row, settings, 1 if args.quick else args.runs or row.runs, file)
     from bench.tables import throughput_details, where
 

@@ -72,9 +72,9 @@ def cap_text(job: dict) -> str:
 # the comparison
 
 
-def rows_measured() -> list[dict]:
-    """The results of all rows but those that try the benchmark."""
-    found = [stored(file_name(name)) for name in ROWS if not name.startswith("tiny ")]
+def rows_measured(folder: str = "") -> list[dict]:
+    """The results of all rows but those that try the benchmark, of one machine: `folder` is "" or ends with "/"."""
+    found = [stored(folder + file_name(name)) for name in ROWS if not name.startswith("tiny ")]
     return [data for data in found if data]
 
 
@@ -442,13 +442,14 @@ FILES = {"prediction": "search_machine", "decoding": "format_rates_avx2", "cache
 
 def table(name: str) -> str:
     """Raises KeyError for a name that is no table's."""
-    if name in OF_ROWS:
-        return OF_ROWS[name](rows_measured())
+    folder, slash, base = name.rpartition("/")
+    if base in OF_ROWS:
+        return OF_ROWS[base](rows_measured(folder + slash))
     file = FILES.get(name, name)
     data = stored(file)
     if not data:
         return f"(not measured yet: docs/benchmarks/{file}.json)"
-    if name == "peer_settings":
+    if base == "peer_settings":
         return peer_settings(data)
     for kind in (quality, summaries):
         if name.startswith(f"{kind.__name__}_"):

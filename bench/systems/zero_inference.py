@@ -2,7 +2,7 @@
 
 The model is made under `zero.Init`, and parameters are filled one after the other from the shards: plain
 `from_pretrained` peaks at twice the checkpoint. transformers' own initialisation is off: it would ask for a 4th buffer.
-Options: "threads" and "buffers" of its NVMe swapper; "offload" ("cpu" or "nvme"); "attention".
+Options: "threads" and "buffers" of its NVMe swapper; "offload" ("cpu" or "nvme"); "attention"; "dtype".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(job: Job) -> dict:
     keep = HfDeepSpeedConfig(settings)  # transformers looks at it as long as it lives
     with no_initialisation():  # transformers makes the model under `zero.Init` by these settings
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, job.dtype), attn_implementation=job.options.get("attention", "sdpa")
+            config, dtype=getattr(torch, dtype_of(job)), attn_implementation=job.options.get("attention", "sdpa")
         )
     fill(model, Path(job.model))
     engine, *_ = deepspeed.initialize(model=model, config=settings)
@@ -49,6 +49,10 @@ def run(job: Job) -> dict:
     del keep
     on_nvme = settings["zero_optimization"]["offload_param"]["device"] == "nvme"
     return result | {"lowest_tier": "disk" if on_nvme else "RAM"}
+
+
+def dtype_of(job: Job) -> str:
+    return job.options.get("dtype", job.dtype)
 
 
 def zero_settings(job: Job, config) -> dict:
@@ -61,8 +65,8 @@ def zero_settings(job: Job, config) -> dict:
     return {
         "train_batch_size": 1,
         "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": job.dtype == "bfloat16"},
-        "fp16": {"enabled": job.dtype == "float16"},
+        "bf16": {"enabled": dtype_of(job) == "bfloat16"},
+        "fp16": {"enabled": dtype_of(job) == "float16"},
         "zero_optimization": {
             "stage": 3,
             "offload_param": offload,

@@ -102,7 +102,7 @@ def test_a_trial_adds_its_figure_and_becomes_the_setting_if_it_is_the_fastest(re
         run.record_trial(NAME, "Accelerate", {"batch": batch, "options": {"share": 0.5}}, found)
     rates = {"8 share 0.5": 512.0, "16 share 0.5": 819.2, "32 share 0.5": "died"}
     assert common.stored("peer_settings")["rows"][NAME]["Accelerate"]["tried"] == rates
-    assert run.setting(NAME, "Accelerate") == {"batch": 16, "options": {"share": 0.5}}
+    assert run.setting(NAME, ROWS[NAME], "Accelerate") == {"batch": 16, "options": {"share": 0.5}}
 
 
 @pytest.mark.parametrize("name", list(ROWS))
@@ -110,7 +110,7 @@ def test_every_row_has_settings_of_its_peers_and_flags_that_exist(name, monkeypa
     monkeypatch.undo()
     row = ROWS[name]
     for system, what in row.systems.items():
-        assert run.setting(name, system)["batch"] >= 1
+        assert run.setting(name, row, system)["batch"] >= 1
         module = importlib.import_module(f"bench.systems.{what.module}")
         assert hasattr(module, "run") != (hasattr(module, "command") and hasattr(module, "result"))
         assert column(system) in tables.COLUMNS
