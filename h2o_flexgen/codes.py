@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.threads import compiled, float_array, in_threads
+from h2o_flexgen.loops.threads import compiled, float_array, in_threads
 
 #: of codes in int8: -127 to 127, and below this largest element rows count as 0
 MOST, LEAST = 127, 1e-30
@@ -45,7 +45,7 @@ class Codes(NamedTuple):
 
     def decode_by_loops(self, order: Tensor, out: Tensor) -> None:
         """Write the floats into the rows `order` of `out`, of any float type, by compiled loops."""
-        self._in_loops(compiled().to_floats, order, out.shape[1], float_array(out))
+        self._in_loops(compiled().codes.to_floats, order, out.shape[1], float_array(out))
 
     def to_int8(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale for each row (O,), by torch's
@@ -58,7 +58,7 @@ class Codes(NamedTuple):
 
     def to_int8_by_loops(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """The same by compiled loops."""
-        self._in_loops(compiled().to_int8, order, codes.shape[1], codes.numpy(), scale.numpy())
+        self._in_loops(compiled().codes.to_int8, order, codes.shape[1], codes.numpy(), scale.numpy())
 
     def _in_loops(self, kernel, order: Tensor, width: int, *targets) -> None:
         """A compiled loop over rows, shared among all threads."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.codes import MOST, Codes, quantise_rows
-from h2o_flexgen.threads import compiled, float_array, in_threads
+from h2o_flexgen.loops.threads import compiled, float_array, in_threads
 
 Shape = tuple[int, ...]
 
@@ -116,11 +116,11 @@ class Dense(Format):
 
     def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
         """As `Blocks.dots`, of keys (n, S, D) in 16 bits."""
-        _by_heads(compiled().dots, [float_array(stored)], q, out)
+        _by_heads(compiled().attention.dots, [float_array(stored)], q, out)
 
     def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
         """As `Blocks.mix`, of values in 16 bits."""
-        _by_heads(compiled().mix, [float_array(stored)], p, out)
+        _by_heads(compiled().attention.mix, [float_array(stored)], p, out)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,9 @@ class Blocks(Format):
             # torch's threads would go on waiting for work, on the cores that those of the decoder need
             scale, minimum = torch.empty(2, *raw.shape[:2])
             blocks, rest = raw.numpy().view(np.int16), (np.float32(centre), scale.numpy(), minimum.numpy())
-            in_threads(lambda a, b: loops.scales(blocks, a, b, self.has_minimum, *rest), len(raw), len(raw) * width)
+            in_threads(
+                lambda a, b: loops.codes.scales(blocks, a, b, self.has_minimum, *rest), len(raw), len(raw) * width
+            )
         else:
             scale = raw[..., :2].view(torch.float16)[..., 0].float()
             minimum = raw[..., 2:4].view(torch.float16)[..., 0].float() if self.has_minimum else scale * centre
@@ -204,9 +206,8 @@ class Blocks(Format):
         loops = None if x.is_cuda else compiled()
         if loops is not None:
             array, halves = float_array(x), raw.numpy().view(np.int16)
-            encode, codes = (
-                (loops.encode4, raw.numpy()) if self.has_minimum else (loops.encode8, raw.view(torch.int8).numpy())
-            )
+            encode = loops.codes.encode4 if self.has_minimum else loops.codes.encode8
+            codes = raw.numpy() if self.has_minimum else raw.view(torch.int8).numpy()
             in_threads(lambda a, b: encode(array, a, b, halves, codes), len(x), x.numel())
             return
         x = x.float()
@@ -234,11 +235,11 @@ class Blocks(Format):
 
     def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
         """Queries (n, G, D) times keys in 8 bits (n, S, W) into `out` (n, G, S), by compiled loops in fp32."""
-        self._attend(compiled().dots8, q, stored, out)
+        self._attend(compiled().attention.dots8, q, stored, out)
 
     def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
         """Values (n, S, W) with the weights (n, G, S), summed into `out` (n, G, D), by compiled loops in fp32."""
-        self._attend(compiled().mix8 if self.bits == 8 else compiled().mix4, p, stored, out)
+        self._attend(compiled().attention.mix8 if self.bits == 8 else compiled().attention.mix4, p, stored, out)
 
     def _attend(self, kernel, x: Tensor, stored: Tensor, out: Tensor) -> None:
         codes = stored.view(torch.int8) if self.bits == 8 else stored

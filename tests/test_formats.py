@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_flexgen import formats, threads
+from h2o_flexgen import formats
 from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Blocks, Dense, Int4, Int8
+from h2o_flexgen.loops import threads
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPE = (24, 192)

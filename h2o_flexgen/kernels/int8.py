@@ -33,8 +33,8 @@ from torch import Tensor
 
 from h2o_flexgen.codes import MOST, quantise_rows
 from h2o_flexgen.formats import Int4, Quantised
+from h2o_flexgen.loops.threads import compiled, float_array, in_threads
 from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
-from h2o_flexgen.threads import compiled, float_array, in_threads
 
 #: an outlier is more than this many times the mean absolute value of its row
 TIMES = 8.0
@@ -147,11 +147,11 @@ def quantise(x: Tensor, outliers: bool = True) -> Rows:
     (rows, width), array = x.shape, float_array(x)
     codes, limit, largest = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows), torch.empty(rows)
     out, few, found = [t.numpy() for t in (codes, limit, largest)], FEW if outliers else 0, []
-    in_threads(lambda a, b: found.append(loops.quantise(array, TIMES, few, a, b, *out)), rows, x.numel())
+    in_threads(lambda a, b: found.append(loops.codes.quantise(array, TIMES, few, a, b, *out)), rows, x.numel())
     places = torch.from_numpy(np.any(found, axis=0)).nonzero()[:, 0]
     kept = torch.empty(rows, len(places))
     if len(places):
-        loops.outliers(array, limit.numpy(), places.numpy(), kept.numpy())
+        loops.codes.outliers(array, limit.numpy(), places.numpy(), kept.numpy())
     return Rows(codes, largest / MOST, kept, places)
 
 

@@ -83,7 +83,7 @@ def test_layers_share_the_threads(monkeypatch):
     sizes, x = (90, 4, 3, 300, 5), activations(width=192)
     layers = [(weights(out, 192)[1], torch.randn(out) if out % 2 else None) for out in sizes]
     expected = [int8_linear(x, *layer) for layer in layers]
-    monkeypatch.setattr("h2o_flexgen.threads.SMALL", -1)
+    monkeypatch.setattr("h2o_flexgen.loops.threads.SMALL", -1)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
         found = int8.int8_linears(x, layers, kernel="tiled")
@@ -112,11 +112,11 @@ def test_every_kernel_gives_the_same_to_the_bit(kernel, width, monkeypatch):
 def test_tiles_are_the_same_in_any_codes(codes, rows, width, out, monkeypatch):
     """In each of three threads, with outputs and rows left over and several blocks of the weight; without instructions
     for `uint8` those of others do its work."""
-    tiles = pytest.importorskip("h2o_flexgen.tiles")
+    tiles = pytest.importorskip("h2o_flexgen.loops.tiles")
     (_, weight), x, bias = weights(out, width), activations(rows, width), torch.randn(out)
     expected = int8_linear(x, weight, bias)
     monkeypatch.setattr(tiles, "CODES", np.dtype(codes))
-    monkeypatch.setattr("h2o_flexgen.threads.SMALL", -1)
+    monkeypatch.setattr("h2o_flexgen.loops.threads.SMALL", -1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert int8.may_tile(weight.codes.shape)
     assert torch.equal(int8_linear(x, weight, bias, kernel="tiled"), expected)
@@ -125,7 +125,7 @@ def test_tiles_are_the_same_in_any_codes(codes, rows, width, out, monkeypatch):
 @pytest.mark.parametrize("codes", ["int16", "uint8"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_tiles_add_up_the_largest_codes(codes, sign, monkeypatch):
-    tiles = pytest.importorskip("h2o_flexgen.tiles")
+    tiles = pytest.importorskip("h2o_flexgen.loops.tiles")
     monkeypatch.setattr(tiles, "CODES", np.dtype(codes))
     x, weight = torch.full((5, 16384), sign * 127).to(torch.int8), torch.full((6, 16384), 127, dtype=torch.int8)
     out = torch.empty(5, 6, dtype=torch.float64)
@@ -135,7 +135,7 @@ def test_tiles_add_up_the_largest_codes(codes, sign, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_tiles_are_compiled_before_they_are_used(dtype):
-    tiles = pytest.importorskip("h2o_flexgen.tiles")
+    tiles = pytest.importorskip("h2o_flexgen.loops.tiles")
     int8.prepare(dtype)
     known = len(tiles.multiply.signatures)
     int8_linear(activations(width=192).to(dtype), weights(width=192)[1], kernel="tiled")

@@ -18,8 +18,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from h2o_flexgen.floats import bits_of, float_of, from_bits
-from h2o_flexgen.simd import (
+from h2o_flexgen.loops.floats import bits_of, float_of, from_bits
+from h2o_flexgen.loops.simd import (
     FEATURES,
     HAS_VNNI,
     IS_AVX512,
@@ -33,7 +33,7 @@ from h2o_flexgen.simd import (
     pointer,
     store_sums,
 )
-from h2o_flexgen.tiles import scale_row
+from h2o_flexgen.loops.tiles import scale_row
 
 U = np.uint64
 #: whether this CPU has the instructions

@@ -1,4 +1,4 @@
-"""Runs compiled loops (`loops.py`, `tiles.py`) on all cores, or says that there are none."""
+"""Runs compiled loops on all cores, or says that there are none."""
 
 from __future__ import annotations
 
@@ -48,14 +48,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 @cache
 def compiled():
-    """The compiled loops; None without numba, which follows new versions of Python months later, where it finds no
-    folder to keep what it compiles, and on CPUs that do not convert fp16 (those of PCs before 2012)."""
+    """The package `loops` with all its modules; None without numba, which follows new versions of Python months later,
+    where it finds no folder to keep what it compiles, and on CPUs that do not convert fp16 (those of PCs before
+    2012)."""
     try:
         from llvmlite.binding import get_host_cpu_features
 
         if machine() == "x86_64" and not get_host_cpu_features().get("f16c"):
             return None
         from h2o_flexgen import loops
+        from h2o_flexgen.loops import attention, codes, tiles, tiles4  # noqa: F401, `loops` has them from now on
     except (ImportError, RuntimeError):
         return None
     return loops

@@ -18,8 +18,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from h2o_flexgen.floats import element
-from h2o_flexgen.simd import (
+from h2o_flexgen.loops.floats import element
+from h2o_flexgen.loops.simd import (
     FEATURES,
     HAS_VNNI,
     IS_AVX512,
