@@ -1,6 +1,8 @@
 # Sourced by the other scripts: a virtual environment in .venv with the package, what its tests need, and the demo model.
 # PYTHON names the interpreter, if it is not python3.
 set -eu
+# bytecode of what is imported is kept, or every process would compile PyTorch's sources anew, for seconds
+unset PYTHONDONTWRITEBYTECODE
 root=$(cd "$(dirname "$0")/.." && pwd)
 ready=$root/.venv/ready
 if [ ! -e "$ready" ] || [ "$root/pyproject.toml" -nt "$ready" ] || [ "$root/constraints.txt" -nt "$ready" ] || [ "$root/scripts/setup.sh" -nt "$ready" ]; then

@@ -141,7 +141,7 @@ def tiny_row(tmp_path, monkeypatch):
     monkeypatch.setattr(run.Runner, "prepare", lambda self, job: None)
     flags = "--dtype float32 --hh-ratio {hh_ratio:g} --percent 0 0 100 0 100 0"
     both = {"transformers": System("transformers"), "ours, H2O": System("ours", flags)}
-    row = Row("tiny", None, 8, 4, 6, both, runs=1, limit=60)
+    row = Row("tiny", None, 8, 4, 6, both, runs=1, limit=300)
     (tmp_path / "scratch").mkdir()
     return run.Runner(row, tmp_path / "data", tmp_path / "scratch")
 
