@@ -74,9 +74,11 @@ class CacheRule:
         self, spec: ModelSpec, form: KVFormat, batches: Sequence[tuple[int, int]], gen_len: int
     ) -> dict[tuple[int, int], KVLayout]:
         """The KV blocks of every (layer, batch); of each batch the sequences, and the tokens of the longest prompt."""
-        rules = [self.in_layer(layer) for layer in range(spec.layers)]
-        made = {rule: [rule.layout(spec, form, *batch, gen_len) for batch in batches] for rule in dict.fromkeys(rules)}
-        return {(layer, k): layout for layer, rule in enumerate(rules) for k, layout in enumerate(made[rule])}
+        rules, found = [self.in_layer(layer) for layer in range(spec.layers)], {}
+        for rule in dict.fromkeys(rules):
+            made = {batch: rule.layout(spec, form, *batch, gen_len) for batch in set(batches)}
+            found[rule] = [made[batch] for batch in batches]
+        return {(layer, k): layout for layer, rule in enumerate(rules) for k, layout in enumerate(found[rule])}
 
     @property
     def slot_fields(self) -> tuple[tuple[str, torch.dtype], ...]:

@@ -43,14 +43,16 @@ class KVBytes(NamedTuple):
 
 def kv_bytes(layouts: dict[Key, KVLayout], tiers: dict[Key, str], overlap: bool, cuda: bool) -> KVBytes:
     """`layouts` and `tiers` as for `KVStore`."""
-    blocks = Counter((layouts[key], tier) for key, tier in tiers.items())
+    alike = {id(layout): layout for layout in layouts.values()}  # few: thousands of layouts take long to compare
+    counts = Counter((id(layouts[key]), tier) for key, tier in tiers.items())
+    blocks = [(alike[n], tier, count) for (n, tier), count in counts.items()]
     total = dict.fromkeys(TIERS, 0)
-    for (layout, tier), count in blocks.items():
+    for layout, tier, count in blocks:
         total[tier] += count * (file_bytes(layout) if tier == "disk" else layout.kv_bytes)
         total["gpu" if tier == "gpu" else "cpu"] += count * layout.meta_bytes
         total["cpu"] += count * slots_bytes(layout) if tier == "disk" else 0
-    staged = [layout for layout, tier in blocks if tier != "gpu"]
-    on_disk = [layout for layout, tier in blocks if tier == "disk"]
+    staged = [layout for layout, tier, _ in blocks if tier != "gpu"]
+    on_disk = [layout for layout, tier, _ in blocks if tier == "disk"]
     kv = aligned(max((x.kv_bytes for x in staged), default=0))
     file = max(map(file_bytes, on_disk), default=0)
     return KVBytes(

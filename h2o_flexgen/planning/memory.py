@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.formats import Dense, decode_bytes
+from h2o_flexgen.formats import decode_bytes
 from h2o_flexgen.offload.activations import activation_bytes
 from h2o_flexgen.offload.kv_store import kv_bytes
-from h2o_flexgen.offload.weights import largest_layer, staging_bytes
+from h2o_flexgen.offload.weights import largest_layer
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
@@ -134,40 +134,26 @@ def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: R
 
 
 def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: bool) -> None:
-    tensors = {name: shape for layer in shapes.layers for name, shape in layer.shapes.items()}
-    nbytes = dict.fromkeys(TIERS, 0)
-    for name, shape in tensors.items():
-        tier = placement.weights[name]
+    tiers, tensors, nbytes = placement.weights, shapes.tensor_bytes, dict.fromkeys(TIERS, 0)
+    for name, each in tensors.items():
         # on disk each tensor of random weights begins a page (`DummyCheckpoint.on_disk`)
-        nbytes[tier] += aligned(shapes.stored_bytes(name, shape)) if tier == "disk" else shapes.nbytes(name, shape)
+        nbytes[tiers[name]] += aligned(each.stored) if tiers[name] == "disk" else each.memory
     plan.add("gpu", "weights", nbytes["gpu"])
     plan.add("cpu", "weights", nbytes["cpu"])
     if shapes.dummy:  # a real checkpoint is on disk already
         plan.add("disk", "random weights", nbytes["disk"])
     plan.add("disk", "compressed weights", shapes.copy_bytes)
 
-    dtype, cuda, head = shapes.torch_dtype, shapes.cuda, shapes.streamed[-1]
-    buffers = largest_layer(
-        [
-            staging_bytes(
-                placement.weights[name], shapes.formats[name], shape, dtype, cuda, shapes.read(name, layer is head)
-            )
-            for name, shape in layer.items()
-        ]
-        for layer in shapes.streamed
-    )
+    buffers = largest_layer([tensors[name].staging[tiers[name]] for name in layer] for layer in shapes.streamed)
     count = double_buffers(overlap)
     plan.add("gpu", "weight staging buffers", count * buffers.device)
     plan.add("cpu", "weight host buffers", count * buffers.host)
     plan.add("gpu", "weight conversion", buffers.converted)
     if shapes.cuda:  # a copy to CUDA changes the dtype there
-        converted = [
-            shapes.stored_bytes(name, shape)
-            for name, shape in tensors.items()
-            if placement.weights[name] == "disk" and shapes.is_dense(name) and shapes.formats[name] != Dense(dtype)
-        ]
-        plan.add("gpu", "weight conversion", max(converted, default=0))
-    plan.add("gpu", "decoding of weights", decode_bytes(map(shapes.formats.get, tensors), dtype, cuda))
+        retyped = [each.retyped for name, each in tensors.items() if tiers[name] == "disk"]
+        plan.add("gpu", "weight conversion", max(retyped, default=0))
+    formats = map(shapes.formats.get, tensors)
+    plan.add("gpu", "decoding of weights", decode_bytes(formats, shapes.torch_dtype, shapes.cuda))
 
 
 def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int]) -> None:

@@ -10,10 +10,12 @@ out, and the result is that of the whole grid. (A last block that is not full is
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
 
+import numpy as np
 import pulp
 
 from h2o_flexgen.errors import PlanError, UserError
@@ -23,7 +25,7 @@ from h2o_flexgen.planning.cost import CostModel, Part, Prediction, batches_of
 from h2o_flexgen.planning.memory import SEARCHED_ADVICE, Plan, Resources, plan_policy
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
-from h2o_flexgen.planning.traffic import Flows, Offloaded, Traffic
+from h2o_flexgen.planning.traffic import Flows, Offloaded
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import KINDS, TIERS, Policy
 from h2o_flexgen.sizes import Workload, batch_sizes, double_buffers, kv_buffers, wal_rows
@@ -37,6 +39,9 @@ _GIB = 2.0**-30
 _ROUNDS, _MOVES = 8, 24
 #: of placements that take equally long, that which moves least: what a second of traffic that hides counts
 _TIE = 1e-3
+
+#: fractions of each of KINDS on TIERS: numbers, or variables of a linear program
+Placed = list
 
 
 @dataclass(frozen=True)
@@ -166,33 +171,48 @@ class Search:
 
     # bounds
 
-    def _phases(self, policy: Policy, part: Part) -> list[tuple[int, Flows]]:
-        """[(how often, what runs at the same time)] of a block's prefill and decode, as if all layers were one."""
+    def _phases(self, policy: Policy) -> Callable[[Placed], list[tuple[int, Flows]]]:
+        """Of a placement, [(how often, what runs at the same time)] of a block's prefill and decode, as if all layers
+        were one."""
         batches = batches_of(policy, self.workload.prompt_lens[: policy.block_size])
-        phases = []
-        for steps, layer_flows, head in self.cost.phases(batches):
-            flows = layer_flows(policy, batches, part)
-            phases.append((steps, flows._replace(compute=flows.compute + head)))
-        return phases
+        L, phases = self.shapes.spec.layers, self.cost.phases(batches)
+        blocks = L * sum(size for size, _ in batches)
+
+        def of(x: Placed) -> list[tuple[int, Flows]]:
+            weights, kv, activations = (
+                Offloaded(total * cpu, total * disk)
+                for total, (_, cpu, disk) in zip((self.cost.streamed_bytes, blocks, blocks), x)
+            )
+            part = Part(weights, x[0][1] + x[0][2], kv, activations, L)
+            flows = [layer_flows(policy, batches, part) for _, layer_flows, _ in phases]
+            return [(n, each._replace(compute=each.compute + head)) for (n, _, head), each in zip(phases, flows)]
+
+        return of
 
     def bound(self, policy: Policy) -> float:
-        """Seconds per prompt that no placement can undercut: the compute of each phase, the weights that the device has
-        no room for, what neither device nor RAM has room for. Infinite if there is no room or no time at all."""
-        cost, shapes, limits = self.cost, self.shapes, self.resources.limits
-        count, W, stored = min(policy.block_size, self.num_prompts), cost.streamed_bytes, min(1.0, shapes.stored_ratio)
-        slot = shapes.spec.layers * count * shapes.kv.row_bytes
-        device = limits["gpu"] - self._fixed_bytes(policy)
-        ram = device + limits["cpu"] if shapes.cuda else device
-        on_disk = slot * shapes.kv.slots + (W * stored if shapes.dummy else 0) - limits["disk"]
-        if device < 0 or on_disk > ram:
-            return inf
-        everything, seconds = Part(layers=shapes.spec.layers), 0.0  # resident
-        decoded = cost.cache_state(self.workload.longest).read
-        for (times, flows), slots in zip(self._phases(policy, everything), (0, min(decoded, shapes.kv.slots))):
-            read = stored * max(0, W + slot * slots - ram)
-            moved = Traffic(disk_to_cpu=read, cpu_to_gpu=max(0, W - device) if shapes.cuda else 0)
-            seconds += times * max(flows._replace(weights=moved).bounds(self.profile.links, policy.overlap))
-        return seconds / count if seconds <= self.max_latency else inf
+        """Seconds per prompt that no placement can undercut; infinite if there is no room, or no time at all.
+
+        What memory has no room for must move to a lower tier. For each reason why a phase takes its time, the bound
+        is what those moves come to that cost it least.
+        """
+        lower, in_all = (TIERS[1:], ("gpu", "cpu")) if self.shapes.cuda else (TIERS[2:], ("ram",))
+        rooms = [("gpu",), in_all, (*in_all, "disk")]
+        resident = [_on("gpu")] * len(KINDS)
+        moves = [[_on(tier) if k == kind else _on("gpu") for k in KINDS] for kind in KINDS for tier in lower]
+        x = np.array([resident, *moves]).transpose(1, 2, 0)  # all at once
+        memory, phases = self._memory(policy)(x, 1), self._phases(policy)(x)
+        spread, shape = partial(np.broadcast_to, shape=x.shape[2:]), (len(KINDS), len(lower))
+        needed = np.array([spread(sum(memory[tier] for tier in room)) for room in rooms]).T
+        bounds = [flows.bounds(self.profile.links, policy.overlap) for _, flows in phases]
+        seconds = np.array([list(map(spread, each)) for each in bounds]).transpose(2, 0, 1)
+        freed = (needed[0] - needed[1:]).reshape(*shape, len(rooms))
+        costs = (seconds[1:] - seconds[0]).reshape(*shape, *seconds[0].shape)
+        least = seconds[0] + costs.min(axis=1).clip(max=0).sum(axis=0)  # what gains time is moved in any case
+        limits = [sum(self.resources.limits[tier] for tier in room) for room in rooms]
+        more = [_least(needed[0, n] - limit, freed[..., n], costs.clip(min=0)) for n, limit in enumerate(limits)]
+        longest = (least + np.max(more, axis=0)).max(axis=1)
+        block = sum(times * s for (times, _), s in zip(phases, longest))
+        return block / min(policy.block_size, self.num_prompts) if block <= self.max_latency else inf
 
     # the linear program
 
@@ -221,7 +241,7 @@ class Search:
     def relaxed(self, policy: Policy, limits: dict[str, int], to_beat: float = inf) -> tuple[int, ...] | None:
         """Percentages that minimise the seconds of a block, by linear programming; None if nothing fits, or if it takes
         more than `to_beat` seconds per prompt."""
-        cost, shapes, L = self.cost, self.shapes, self.shapes.spec.layers
+        shapes = self.shapes
         lp = pulp.LpProblem("policy", pulp.LpMinimize)
         x = [[pulp.LpVariable(f"{kind}_{tier}", 0, 1) for tier in TIERS] for kind in KINDS]
         holds_head = pulp.LpVariable("holds_head", cat=pulp.LpBinary)
@@ -230,14 +250,10 @@ class Search:
             lp += pulp.lpSum(fractions) == 1
             if not shapes.cuda:  # the cpu tier would be a second copy in the same RAM
                 lp += fractions[1] == 0
-        for tier, needed in self._memory(policy, x, holds_head).items():
+        for tier, needed in self._memory(policy)(x, holds_head).items():
             lp += needed * _GIB <= limits[tier] * _GIB
         count = min(policy.block_size, self.num_prompts)
-        totals = (cost.streamed_bytes, L * count, L * count)
-        weights, kv, activations = (
-            Offloaded(cpu=total * cpu, disk=total * disk) for total, (_, cpu, disk) in zip(totals, x)
-        )
-        phases = self._phases(policy, Part(weights, x[0][1] + x[0][2], kv, activations, L))
+        phases = self._phases(policy)(x)
         seconds = [pulp.LpVariable(f"seconds_{n}", 0) for n in range(len(phases))]
         for longest, (_, flows) in zip(seconds, phases):
             for bound in flows.bounds(self.profile.links, policy.overlap):
@@ -261,31 +277,31 @@ class Search:
             percent += [gpu, int(cpu) if disk > 0 else 100 - gpu]
         return tuple(percent)
 
-    def _memory(self, policy: Policy, x: list[list], holds_head) -> dict[str, float]:
-        """Bytes needed of each tier that has a limit, at most what the plan says; `x`: fractions of KINDS on TIERS;
-        `holds_head`: 1 if the device holds the vocabulary head, else 0."""
+    def _memory(self, policy: Policy) -> Callable[[Placed, float], dict[str, float]]:
+        """Of a placement, and of 1 if the device holds the vocabulary head, else 0: bytes needed of each tier that has
+        a limit, at most what the plan says."""
         shapes, kv, W = self.shapes, self.shapes.kv, self.cost.streamed_bytes
         count = min(policy.block_size, self.num_prompts)
         blocks = shapes.spec.layers * count
         KV, A = blocks * (kv.kv_bytes + kv.meta_bytes), count * self.workload.longest * self.cost.hidden_bytes
-        (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = x
-        gpu = self._fixed_bytes(policy) + wg * W + cg * KV + ag * A
-        # staging buffers, as large as an average layer, or the head where it streams, and as a KV block
+        fixed, process = self._fixed_bytes(policy), self._process_bytes(policy) if shapes.cuda else 0
+        # staging buffers: as large as an average layer, or the head where it streams, and as a KV block
         layer, head = W / (shapes.spec.layers + 2), self._head_bytes
-        gpu += double_buffers(policy.overlap) * (layer * (wc + wd) + max(0, head - layer) * (1 - holds_head))
-        gpu += (
-            kv_buffers(policy.overlap, False)
-            * (min(count, policy.gpu_batch_size) * shapes.most_slots * kv.row_bytes)
-            * (cc + cd)
-        )
-        cpu = wc * W + cc * KV + cd * (blocks * kv.meta_bytes) + ac * A
-        if shapes.cuda:
-            cpu += self._process_bytes(policy)
-        disk = cd * (blocks * (kv.slots + wal_rows(kv.segments)) * kv.row_bytes) + ad * A
-        if shapes.dummy:
-            disk += wd * (shapes.stored_ratio * W)
-        needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
-        return {tier: needed[tier] for tier in self.resources.limits}
+        sequences = min(count, policy.gpu_batch_size)
+        staged = kv_buffers(policy.overlap, False) * sequences * shapes.most_slots * kv.row_bytes
+
+        def of(x: Placed, holds_head: float) -> dict[str, float]:
+            (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = x
+            gpu = fixed + wg * W + cg * KV + ag * A + (cc + cd) * staged
+            gpu += double_buffers(policy.overlap) * (layer * (wc + wd) + max(0, head - layer) * (1 - holds_head))
+            cpu = process + wc * W + cc * KV + cd * (blocks * kv.meta_bytes) + ac * A
+            disk = cd * (blocks * (kv.slots + wal_rows(kv.segments)) * kv.row_bytes) + ad * A
+            if shapes.dummy:
+                disk += wd * (shapes.stored_ratio * W)
+            needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
+            return {tier: needed[tier] for tier in self.resources.limits}
+
+        return of
 
     def _fixed_bytes(self, policy: Policy) -> int:
         """What the device holds whatever the placement of weights and cache."""
@@ -346,6 +362,33 @@ class Search:
                 f"{fastest.prediction.block_seconds:.1f} s; raise `max_latency` or shorten the output"
             )
         return fastest
+
+
+def _on(tier: str) -> tuple[float, ...]:
+    """Fractions on TIERS."""
+    return tuple(float(each == tier) for each in TIERS)
+
+
+def _least(short: float, freed: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """The cost of freeing so many bytes by the moves that cost least: a fractional knapsack.
+
+    Args:
+        freed: (kinds, tiers), bytes that are freed if all of a kind moves to a tier.
+        costs: (kinds, tiers, phases, reasons), seconds of that, not below 0.
+
+    Returns:
+        (phases, reasons), infinite if all moves together do not free as much.
+    """
+    most = freed.max(axis=1).clip(min=0)
+    if most.sum() < short:
+        return np.full(costs.shape[2:], inf)
+    rates = np.full(costs.shape, inf)
+    np.divide(costs, freed[..., None, None], out=rates, where=freed[..., None, None] > 0)
+    rates = rates.min(axis=1)
+    order = np.argsort(rates, axis=0)
+    rates, most = np.take_along_axis(rates, order, axis=0), most[order]
+    moved = (short - (most.cumsum(axis=0) - most)).clip(0, most)
+    return np.multiply(rates, moved, out=np.zeros_like(rates), where=moved > 0).sum(axis=0)
 
 
 def _solve(lp: pulp.LpProblem) -> None:

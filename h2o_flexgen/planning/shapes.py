@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,24 @@ from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.spec import Layer, ModelSpec
 from h2o_flexgen.offload.decoded import Decoding
+from h2o_flexgen.offload.weights import StagingBytes, staging_bytes
+from h2o_flexgen.policy import TIERS
 from h2o_flexgen.sizes import Workload
+
+
+class TensorBytes(NamedTuple):
+    """The bytes of a tensor.
+
+    Attributes:
+        memory: on the gpu and cpu tiers; stored: in the checkpoint.
+        staging: of its place in a staging buffer, by its tier.
+        retyped: of the copy of what is stored that CUDA makes to change its type.
+    """
+
+    memory: int
+    stored: int
+    staging: dict[str, StagingBytes]
+    retyped: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,7 @@ class ModelData:
         """Bytes of an element in the computation."""
         return getattr(torch, self.dtype).itemsize
 
-    @property
+    @cached_property
     def streamed(self) -> list[dict[str, tuple[int, ...]]]:
         """{name: shape} per layer of what is needed whole (the embedding only gathers rows)."""
         return [layer.streamed_shapes for layer in self.layers]
@@ -111,13 +129,24 @@ class ModelData:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @cached_property
+    def tensor_bytes(self) -> dict[str, TensorBytes]:
+        """By name, of all tensors."""
+        found, dtype, head = {}, self.torch_dtype, self.streamed[-1]
+        for name, shape in (item for layer in self.layers for item in layer.shapes.items()):
+            form, read = self.formats[name], self.read(name, name in head)
+            stored, other = form.nbytes(shape), isinstance(form, Dense) and form != Dense(dtype)
+            staging = {tier: staging_bytes(tier, form, shape, dtype, self.cuda, read) for tier in TIERS}
+            found[name] = TensorBytes(in_memory(form, dtype).nbytes(shape), stored, staging, stored * other)
+        return found
+
     def nbytes(self, name: str, shape: tuple[int, ...]) -> int:
         """Of a tensor on the gpu and cpu tiers."""
-        return _bytes_in_memory(self.formats[name], self.torch_dtype, shape)
+        return self.tensor_bytes[name].memory
 
     def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int:
         """Of a tensor in the checkpoint."""
-        return self.formats[name].nbytes(shape)
+        return self.tensor_bytes[name].stored
 
     def is_dense(self, name: str) -> bool:
         return isinstance(self.formats[name], Dense)
@@ -183,8 +212,3 @@ class Shapes(ModelData):
     def kv_bytes(self) -> int:
         """Of a sequence in all layers."""
         return sum(layout.kv_bytes + layout.meta_bytes for layout in self.layouts([1]).values())
-
-
-@lru_cache(maxsize=4096)  # a search asks for the tensors of equal layers thousands of times
-def _bytes_in_memory(form: Format, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return in_memory(form, dtype).nbytes(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from machines import T4, laptop, search
 
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.planning.budget import BudgetPoint, budget_choices, largest_free, size_budget
+from h2o_flexgen.planning.search import Search
 from h2o_flexgen.policy import KVBudget, Policy
 
 few = settings(max_examples=5)
@@ -63,13 +65,25 @@ def test_what_is_picked_fits_and_beats_a_grid_of_placements(job):
 def test_the_linear_program_is_a_lower_bound(job, pair):
     """No placement of the pair takes fewer seconds than the relaxation allows."""
     s = search(**job)
-    for percent in ((100, 0, 100, 0, 100, 0), (50, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0), (0, 0, 50, 0, 100, 0)):
-        c = s.candidate(Policy(*pair, percent))
+    percents = [(100, 0, 100, 0, 100, 0), (50, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0), (0, 0, 50, 0, 100, 0)]
+    if s.shapes.cuda:
+        percents += [(0, 100, 0, 100, 0, 100), (30, 70, 20, 70, 0, 50), (0, 50, 100, 0, 100, 0)]
+    for percent, on_cpu in product(percents, (False, True)[: 1 + s.shapes.cuda]):
+        c = s.candidate(Policy(*pair, percent, cpu_cache_compute=on_cpu))
         if c.plan.missing():
             continue
         seconds = s.score(c)[1] * (1 + 1e-6)
         assert s.bound(c.policy) <= seconds
         assert s.relaxed(c.policy, s.resources.limits, seconds) is not None
+
+
+@pytest.mark.parametrize("profile", [laptop(), T4])
+def test_few_pairs_reach_the_solver(profile):
+    """The bound is near the program's own, which takes many times as long."""
+    s, solved = search(profile=profile, prompts=200, gpu=3, hh_ratio=0.2, gen_len=64), []
+    s.relaxed = lambda policy, *args: solved.append(policy) or Search.relaxed(s, policy, *args)
+    s.best()
+    assert len(set(solved)) < len(list(s.pairs())) / 4
 
 
 @pytest.mark.parametrize(
