@@ -172,11 +172,13 @@ AIMS = [
 
 
 def aims(rows: list[dict]) -> str:
-    """How far the factors that were aimed at were reached."""
+    """How far the factors that were aimed at were reached, where both systems came to their end."""
     by_name, lines = {data["row"]: data for data in rows}, []
     for row, ours, other, aim in AIMS:
-        data = by_name[row]
-        reached = [data["systems"][name]["tokens_per_s"]["median"] for name in (ours, other)]
+        data = by_name.get(row, {"systems": {}})
+        reached = [data["systems"].get(name, {}).get("tokens_per_s", {}).get("median") for name in (ours, other)]
+        if None in reached:
+            continue
         cap = f"{cap_text(data['job'])} cap".replace("none", "no")
         lines.append([f"{job_text(data['job'])}, {cap}", ours, other, f"{aim}x", f"{reached[0] / reached[1]:.1f}x"])
     return markdown(["job", "system", "over", "aim", "reached"], lines)
