@@ -209,7 +209,7 @@ def record_trial(row: str, system: str, trial: dict, found: dict) -> None:
 def run_row(runner: Runner, name: str, settings: dict[str, dict], runs: int, file: str) -> dict:
     """Runs of all systems, in turns; their medians, which go to `file` after every run."""
     row, known = runner.row, {}
-    if (old := common.stored(file)) and set(settings) < set(old["systems"]):
+    if (old := common.stored(file)) and set(settings) < set(row.systems):
         here = common.origin()
         if differ := [key for key in ("machine", "versions") if old[key] != here[key]]:
             sys.exit(f"error: {file}.json is of another {' and '.join(differ)}: run all systems, or --quick")

@@ -130,9 +130,8 @@ class LLM:
         self.model.in_blocks = takes_in_blocks(self.model.formats.values(), compute, cuda, in_blocks)
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
-        for form in cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
-            if not cuda:
-                prepare_cache(form, self.dtype)
+        for form in () if cuda else cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
+            prepare_cache(form, self.dtype)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
         name, how = dtype_name(self.dtype), dict(compute=compute, in_blocks=self.model.in_blocks)
         how |= dict(formats=self.model.formats, dummy=self.model.is_dummy, copy_bytes=self.model.source.copy_bytes)
