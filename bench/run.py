@@ -179,7 +179,7 @@ def setting(name: str, row: Row, system: str) -> dict:
     """The batch of a system in a row, its options, and its output tokens where they are fewer than the row's."""
     if row.systems[system].is_ours:
         return {"batch": row.prompts}
-    found = common.stored("peer_settings")["rows"].get(name, {}).get(system)
+    found = common.stored("peer_settings").get("rows", {}).get(name, {}).get(system)
     if found is None:
         sys.exit(f"error: peer_settings.json has no batch for {system} in {name}: try one with --batch")
     return {key: found[key] for key in ("batch", "options", "gen_len") if key in found}
@@ -197,7 +197,7 @@ def parse_option(text: str) -> tuple[str, object]:
 def record_trial(row: str, system: str, trial: dict, found: dict) -> None:
     """Add a figure to the settings of a peer, which become those of the trial if none was faster."""
     data = common.stored("peer_settings")
-    known = data["rows"].setdefault(row, {}).setdefault(system, {})
+    known = data.setdefault("rows", {}).setdefault(row, {}).setdefault(system, {})
     tried = known.setdefault("tried", {})
     text = setting_text({key: trial[key] for key in ("batch", "options")}).removeprefix("batch ")
     tried[text] = "died" if "failed" in found else round(speed(found, ROWS[row].gen_len), 2)
@@ -241,9 +241,10 @@ def main() -> None:
         return
     if args.row is None:
         parser.error("name a ROW (--list)")
-    if args.runs is not None and args.runs < 1:
-        parser.error("--runs takes a number from 1")
+    if any(count is not None and count < 1 for count in (args.runs, args.prompts)):
+        parser.error("--runs and --prompts take a number from 1")
     common.RESULTS /= args.folder
+    common.RESULTS.mkdir(parents=True, exist_ok=True)
     row = replace(ROWS[args.row], prompts=args.prompts or ROWS[args.row].prompts)
     names = [s for s in row.systems if args.system is None or s in args.system]
     is_trial = args.batch is not None or bool(args.option)

@@ -116,7 +116,7 @@ def sizes(model: ModelData, stored: str) -> dict:
     """Of a model most of whose weights are of the type `stored`, as plain data."""
     spec = model.spec
     shapes = {name: shape for layer in model.layers for name, shape in layer.shapes.items()}
-    count, nbytes = sum(map(prod, shapes.values())), sum(model.stored_bytes(*tensor) for tensor in shapes.items())
+    count, nbytes = sum(map(prod, shapes.values())), sum(map(model.stored_bytes, shapes))
     names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "positions")
     found = {"family": spec.model_type, "parameters": count} | {name: getattr(spec, name) for name in names}
     return found | {"stored_dtype": stored, "weight_bytes": nbytes}

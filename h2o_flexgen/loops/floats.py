@@ -1,5 +1,5 @@
-"""Floats of 16, 32 and 64 bits in compiled loops, whose arrays `threads.float_array` makes:
-numba has no type for those of 16 bits.
+"""Floats of 16, 32 and 64 bits in compiled loops, whose arrays `threads.float_array` makes: numba has
+no type for those of 16 bits.
 
 What numba keeps of a loop is dated by the file of that loop alone: after a change here, touch those that use it.
 """

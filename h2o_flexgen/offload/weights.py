@@ -66,7 +66,7 @@ class StagingBytes(NamedTuple):
     converted: int = 0  # of weights as matmuls read them that come in another format
 
 
-@lru_cache(maxsize=4096)  # a search asks for the tensors of equal layers thousands of times
+@lru_cache(maxsize=4096)  # layers are alike, and a search counts them for each KV budget and format
 def staging_bytes(
     tier: str,
     form: Format,

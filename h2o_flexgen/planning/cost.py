@@ -141,7 +141,7 @@ class CostModel:
         # of decoder layers and head; the few that some embeddings have count with the first layer
         embedding, first, *others = ({n: s for n, s in x.items() if len(s) > 1} for x in shapes.streamed)
         self._matrices = [embedding | first, *others]
-        self._layer_bytes = [sum(shapes.nbytes(*tensor) for tensor in layer.items()) for layer in self._matrices]
+        self._layer_bytes = [sum(map(shapes.nbytes, layer)) for layer in self._matrices]
         self.streamed_bytes = sum(self._layer_bytes)
         # a table whose rows are looked up is not packed, nor is what must be decoded or unpacked
         gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
@@ -299,7 +299,7 @@ class CostModel:
         """The time of a job, and of its first block. `prompt_lens`: the longest first."""
         N, size = len(prompt_lens), min(policy.block_size, len(prompt_lens))
         weights = [
-            _offloaded((placement.weights[name], self.shapes.nbytes(name, shape)) for name, shape in layer.items())
+            _offloaded((placement.weights[name], self.shapes.nbytes(name)) for name in layer)
             for layer in self._matrices
         ]
         known = {}

@@ -34,11 +34,13 @@ class Placement:
         policy: Policy,
         layers: list[dict[str, tuple[int, ...]]],
         batches: int,
-        nbytes: Callable[[str, tuple[int, ...]], int] = lambda name, shape: prod(shape),
+        nbytes: Callable[[str], int] | None = None,
     ) -> Placement:
         """`layers`: {name: shape} of everything each layer needs, embedding first, head last; `nbytes`: of a tensor in
-        memory, or anything in proportion to that."""
-        matrices = [{n: nbytes(n, s) for n, s in layer.items() if len(s) > 1} for layer in layers]
+        memory, or anything in proportion to that; by default its elements."""
+        matrices = [
+            {n: prod(s) if nbytes is None else nbytes(n) for n, s in layer.items() if len(s) > 1} for layer in layers
+        ]
         weights = {n: "gpu" for layer in layers for n, s in layer.items() if len(s) == 1}
         weights |= place_weights(matrices, policy.fractions("weights"))
         blocks = [(layer, k) for layer in range(len(layers) - 2) for k in range(batches)]

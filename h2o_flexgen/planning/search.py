@@ -10,7 +10,7 @@ out, and the result is that of the whole grid. (A last block that is not full is
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
@@ -40,7 +40,7 @@ _ROUNDS, _MOVES = 8, 24
 #: of placements that take equally long, that which moves least: what a second of traffic that hides counts
 _TIE = 1e-3
 
-#: fractions of each of KINDS on TIERS: numbers, or variables of a linear program
+#: fractions of each of KINDS on TIERS: numbers, arrays of several placements, or variables of a linear program
 Placed = list
 
 
@@ -105,10 +105,10 @@ class Search:
         # the plan must hold for the longest prompts; the search takes all to be as long
         self.workload = replace(workload, prompt_lens=(workload.longest,) * self.num_prompts)
         self.cost = CostModel(profile, shapes, workload.gen_len)
-        matrices = {n: s for layer in shapes.layers for n, s in layer.shapes.items() if len(s) > 1}
-        self._head_bytes = max(shapes.nbytes(*matrix) for matrix in shapes.streamed[-1].items())
+        matrices = {n for layer in shapes.layers for n, s in layer.shapes.items() if len(s) > 1}
+        self._head_bytes = max(map(shapes.nbytes, shapes.streamed[-1]))
         #: of all weights, with which a policy places the head on the device (`placement.place_weights`)
-        self._head_share = self._head_bytes / sum(shapes.nbytes(*matrix) for matrix in matrices.items())
+        self._head_share = self._head_bytes / sum(map(shapes.nbytes, matrices))
         self.max_latency = inf if constraints.max_latency is None else constraints.max_latency
         self._seen: dict[Policy, Candidate] = {}
 
@@ -171,36 +171,32 @@ class Search:
 
     # bounds
 
-    def _phases(self, policy: Policy) -> Callable[[Placed], list[tuple[int, Flows]]]:
-        """Of a placement, [(how often, what runs at the same time)] of a block's prefill and decode, as if all layers
-        were one."""
+    def _phases(self, policy: Policy, x: Placed) -> list[tuple[int, Flows]]:
+        """[(how often, what runs at the same time)] of a block's prefill and decode, as if all layers were one."""
         batches = batches_of(policy, self.workload.prompt_lens[: policy.block_size])
-        L, phases = self.shapes.spec.layers, self.cost.phases(batches)
+        L, W, found = self.shapes.spec.layers, self.cost.streamed_bytes, []
         blocks = L * sum(size for size, _ in batches)
-
-        def of(x: Placed) -> list[tuple[int, Flows]]:
-            weights, kv, activations = (
-                Offloaded(total * cpu, total * disk)
-                for total, (_, cpu, disk) in zip((self.cost.streamed_bytes, blocks, blocks), x)
-            )
-            part = Part(weights, x[0][1] + x[0][2], kv, activations, L)
-            flows = [layer_flows(policy, batches, part) for _, layer_flows, _ in phases]
-            return [(n, each._replace(compute=each.compute + head)) for (n, _, head), each in zip(phases, flows)]
-
-        return of
+        weights, kv, activations = (
+            Offloaded(total * cpu, total * disk) for total, (_, cpu, disk) in zip((W, blocks, blocks), x)
+        )
+        part = Part(weights, x[0][1] + x[0][2], kv, activations, L)
+        for steps, layer_flows, head in self.cost.phases(batches):
+            flows = layer_flows(policy, batches, part)
+            found.append((steps, flows._replace(compute=flows.compute + head)))
+        return found
 
     def bound(self, policy: Policy) -> float:
         """Seconds per prompt that no placement can undercut; infinite if there is no room, or no time at all.
 
-        What memory has no room for must move to a lower tier. For each reason why a phase takes its time, the bound
-        is what those moves come to that cost it least.
+        What does not fit in memory moves to a lower tier. For each reason why a phase takes its time, the bound counts
+        the moves that cost it least.
         """
         lower, in_all = (TIERS[1:], ("gpu", "cpu")) if self.shapes.cuda else (TIERS[2:], ("ram",))
         rooms = [("gpu",), in_all, (*in_all, "disk")]
         resident = [_on("gpu")] * len(KINDS)
         moves = [[_on(tier) if k == kind else _on("gpu") for k in KINDS] for kind in KINDS for tier in lower]
         x = np.array([resident, *moves]).transpose(1, 2, 0)  # all at once
-        memory, phases = self._memory(policy)(x, 1), self._phases(policy)(x)
+        memory, phases = self._memory(policy, x, 1), self._phases(policy, x)
         spread, shape = partial(np.broadcast_to, shape=x.shape[2:]), (len(KINDS), len(lower))
         needed = np.array([spread(sum(memory[tier] for tier in room)) for room in rooms]).T
         bounds = [flows.bounds(self.profile.links, policy.overlap) for _, flows in phases]
@@ -250,10 +246,10 @@ class Search:
             lp += pulp.lpSum(fractions) == 1
             if not shapes.cuda:  # the cpu tier would be a second copy in the same RAM
                 lp += fractions[1] == 0
-        for tier, needed in self._memory(policy)(x, holds_head).items():
+        for tier, needed in self._memory(policy, x, holds_head).items():
             lp += needed * _GIB <= limits[tier] * _GIB
         count = min(policy.block_size, self.num_prompts)
-        phases = self._phases(policy)(x)
+        phases = self._phases(policy, x)
         seconds = [pulp.LpVariable(f"seconds_{n}", 0) for n in range(len(phases))]
         for longest, (_, flows) in zip(seconds, phases):
             for bound in flows.bounds(self.profile.links, policy.overlap):
@@ -277,31 +273,28 @@ class Search:
             percent += [gpu, int(cpu) if disk > 0 else 100 - gpu]
         return tuple(percent)
 
-    def _memory(self, policy: Policy) -> Callable[[Placed, float], dict[str, float]]:
-        """Of a placement, and of 1 if the device holds the vocabulary head, else 0: bytes needed of each tier that has
-        a limit, at most what the plan says."""
+    def _memory(self, policy: Policy, x: Placed, holds_head: float) -> dict[str, float]:
+        """Bytes needed of each tier that has a limit, at most what the plan says; `holds_head`: 1 if the device holds
+        the vocabulary head, else 0."""
         shapes, kv, W = self.shapes, self.shapes.kv, self.cost.streamed_bytes
         count = min(policy.block_size, self.num_prompts)
         blocks = shapes.spec.layers * count
         KV, A = blocks * (kv.kv_bytes + kv.meta_bytes), count * self.workload.longest * self.cost.hidden_bytes
-        fixed, process = self._fixed_bytes(policy), self._process_bytes(policy) if shapes.cuda else 0
+        (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = x
+        gpu = self._fixed_bytes(policy) + wg * W + cg * KV + ag * A
         # staging buffers: as large as an average layer, or the head where it streams, and as a KV block
         layer, head = W / (shapes.spec.layers + 2), self._head_bytes
-        sequences = min(count, policy.gpu_batch_size)
-        staged = kv_buffers(policy.overlap, False) * sequences * shapes.most_slots * kv.row_bytes
-
-        def of(x: Placed, holds_head: float) -> dict[str, float]:
-            (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = x
-            gpu = fixed + wg * W + cg * KV + ag * A + (cc + cd) * staged
-            gpu += double_buffers(policy.overlap) * (layer * (wc + wd) + max(0, head - layer) * (1 - holds_head))
-            cpu = process + wc * W + cc * KV + cd * (blocks * kv.meta_bytes) + ac * A
-            disk = cd * (blocks * (kv.slots + wal_rows(kv.segments)) * kv.row_bytes) + ad * A
-            if shapes.dummy:
-                disk += wd * (shapes.stored_ratio * W)
-            needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
-            return {tier: needed[tier] for tier in self.resources.limits}
-
-        return of
+        gpu += double_buffers(policy.overlap) * (layer * (wc + wd) + max(0, head - layer) * (1 - holds_head))
+        staged = min(count, policy.gpu_batch_size) * shapes.most_slots * kv.row_bytes
+        gpu += kv_buffers(policy.overlap, False) * staged * (cc + cd)
+        cpu = wc * W + cc * KV + cd * (blocks * kv.meta_bytes) + ac * A
+        if shapes.cuda:
+            cpu += self._process_bytes(policy)
+        disk = cd * (blocks * (kv.slots + wal_rows(kv.segments)) * kv.row_bytes) + ad * A
+        if shapes.dummy:
+            disk += wd * (shapes.stored_ratio * W)
+        needed = {"gpu": gpu, "cpu": cpu, "disk": disk, "ram": gpu + cpu}
+        return {tier: needed[tier] for tier in self.resources.limits}
 
     def _fixed_bytes(self, policy: Policy) -> int:
         """What the device holds whatever the placement of weights and cache."""
@@ -370,7 +363,7 @@ def _on(tier: str) -> tuple[float, ...]:
 
 
 def _least(short: float, freed: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """The cost of freeing so many bytes by the moves that cost least: a fractional knapsack.
+    """The least cost of freeing `short` bytes: a fractional knapsack.
 
     Args:
         freed: (kinds, tiers), bytes that are freed if all of a kind moves to a tier.

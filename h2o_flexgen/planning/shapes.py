@@ -140,11 +140,11 @@ class ModelData:
             found[name] = TensorBytes(in_memory(form, dtype).nbytes(shape), stored, staging, stored * other)
         return found
 
-    def nbytes(self, name: str, shape: tuple[int, ...]) -> int:
+    def nbytes(self, name: str) -> int:
         """Of a tensor on the gpu and cpu tiers."""
         return self.tensor_bytes[name].memory
 
-    def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int:
+    def stored_bytes(self, name: str) -> int:
         """Of a tensor in the checkpoint."""
         return self.tensor_bytes[name].stored
 
@@ -181,8 +181,8 @@ class ModelData:
     @cached_property
     def stored_ratio(self) -> float:
         """Bytes in the checkpoint per byte in memory, of what streams."""
-        tensors = [item for layer in self.streamed for item in layer.items()]
-        return sum(self.stored_bytes(*t) for t in tensors) / sum(self.nbytes(*t) for t in tensors)
+        names = [name for layer in self.streamed for name in layer]
+        return sum(map(self.stored_bytes, names)) / sum(map(self.nbytes, names))
 
 
 @dataclass(frozen=True, kw_only=True)
