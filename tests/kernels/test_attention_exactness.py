@@ -194,6 +194,8 @@ class Repeats(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
+        if "empty" in str(function):
+            made.zero_()  # else it holds what lay there before, which may be a K of an earlier test
         for x in made if isinstance(made, (tuple, list)) else [made]:
             if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes() > self.most * x.itemsize:
                 if x.numel() > self.most and bool((x.abs() >= self.MARK - 1).all()):
