@@ -11,9 +11,10 @@ import zoo
 from cli_tools import FP32, write_prompts
 from machines import laptop, planner_of
 
-from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError, formats, plan
+from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError, plan
 from h2o_flexgen.compression import cache_format
 from h2o_flexgen.kv_cache import RULES, make_rule
+from h2o_flexgen.loops import threads
 from h2o_flexgen.models.registry import read_spec
 from h2o_flexgen.planning.budget import BudgetPoint, largest_free
 from h2o_flexgen.planning.memory import Resources
@@ -132,7 +133,7 @@ def test_without_the_compiled_loops_the_tokens_are_the_same(model, monkeypatch):
     budget = (*SLOTS, "h2o", "int4")
     prompts = model().clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
     expected = [t.tokens for t in model().references(prompts, MAX_TOKENS, *budget)]
-    monkeypatch.setattr(formats, "compiled", lambda: None)
+    monkeypatch.setattr(threads, "compiled", lambda: None)
     with opened(model(), "int4", KVBudget.from_size(*SLOTS, "h2o"), **PLACES["mixed"]) as llm:
         assert tokens(llm, prompts) == expected
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_flexgen import formats
 from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Blocks, Dense, Int4, Int8
+from h2o_flexgen.formats import matrix as matrix_module
 from h2o_flexgen.loops import threads
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -25,9 +25,9 @@ def decoder(request, monkeypatch):
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr(formats, "compiled", lambda: None)
+        monkeypatch.setattr(threads, "compiled", lambda: None)
     for name in ("PART", "BUFFERED_PART"):
-        monkeypatch.setattr(formats, name, 5 * SHAPE[1])  # several parts
+        monkeypatch.setattr(matrix_module, name, 5 * SHAPE[1])  # several parts
 
 
 def matrix(shape=SHAPE, seed=0) -> torch.Tensor:
@@ -225,5 +225,5 @@ def test_compiled_loops_encode_as_torch_does(monkeypatch, form, dtype):
         return out
 
     compiled = coded()
-    monkeypatch.setattr(formats, "compiled", lambda: None)
+    monkeypatch.setattr(threads, "compiled", lambda: None)
     torch.testing.assert_close(compiled, coded(), rtol=0, atol=0, equal_nan=True)

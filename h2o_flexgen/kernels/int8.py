@@ -31,8 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.codes import MOST, quantise_rows
 from h2o_flexgen.formats import Int4, Quantised
+from h2o_flexgen.formats.codes import MOST, quantise_rows
 from h2o_flexgen.loops.threads import compiled, float_array, in_threads
 from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from h2o_flexgen import interrupts
 from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Dense, Format, Quantised, convert, encode_parts
+from h2o_flexgen.formats import Dense, Format, Quantised, convert
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.models.spec import Layer
@@ -127,7 +127,7 @@ class Checkpoint:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for name, form in formats.items():
                 buffer = torch.empty(sizes[name], dtype=torch.uint8)
-                encode_parts(form, shapes[name], _decoded_parts(self.find(name), io), buffer)
+                form.encode_parts(shapes[name], _decoded_parts(self.find(name), io), buffer)
                 if not form.view(buffer, shapes[name]).is_finite():
                     raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
                 yield name, buffer
@@ -292,7 +292,7 @@ class DummyCheckpoint:
         step, buffer = min(rows, POOL // width), torch.empty(form.nbytes((rows, width)), dtype=torch.uint8)
         begins = range(0, rows, step)
         parts = ((at, self._random(name, min(step, rows - at) * width).view(-1, width)) for at in begins)
-        encode_parts(form, (rows, width), parts, buffer)
+        form.encode_parts((rows, width), parts, buffer)
         return buffer
 
 

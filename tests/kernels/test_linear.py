@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import kernels
 
-from h2o_flexgen import formats
 from h2o_flexgen.kernels import attention, int8, linear
+from h2o_flexgen.loops import threads
 
 pytest_plugins = ["cli_tools"]
 
@@ -109,7 +109,7 @@ def test_attention_over_a_prompt_is_that_of_float32(slow, dtype, T):
 
 
 def test_attention_over_a_cache_in_fp16_is_that_of_float32(monkeypatch):
-    monkeypatch.setattr(formats, "compiled", lambda: None)
+    monkeypatch.setattr(threads, "compiled", lambda: None)
     dtype = torch.float16
     q, k, v = torch.randn(2, 3, 1, 8).to(dtype), *torch.randn(2, 2, 3, 9, 8).to(dtype)
     empty = torch.rand(2, 3, 9) < 0.3

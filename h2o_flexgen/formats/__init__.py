@@ -1,0 +1,21 @@
+"""How the elements of a tensor lie in bytes, one format a file. Only this package and the loops know bits.
+
+    Dense(dtype)        floats
+    Int8()              of a matrix: int8 codes, one fp32 scale for each row
+    Int4(group)         blocks along a row: fp16 scale and minimum of a group, then its codes of 4 bits (as Q4_1)
+    Q8_0, Q4_0, Q4_1    GGUF's blocks of 32 elements, as they lie in the file
+
+A code stands for code * scale + minimum. Scale and minimum are of a row, or of a group of neighbours in a row, so that
+rows can be read and decoded alone.
+"""
+
+from h2o_flexgen.formats.base import Format, Shape
+from h2o_flexgen.formats.blocks import GGUF, Blocks, Int4
+from h2o_flexgen.formats.cache import KVFormat
+from h2o_flexgen.formats.dense import Dense, convert
+from h2o_flexgen.formats.int8 import Int8
+from h2o_flexgen.formats.matrix import Quantised, decode_bytes
+from h2o_flexgen.formats.prepare import prepare, prepare_cache
+
+__all__ = ["GGUF", "Blocks", "Dense", "Format", "Int4", "Int8", "KVFormat", "Quantised", "Shape"]
+__all__ += ["convert", "decode_bytes", "prepare", "prepare_cache"]

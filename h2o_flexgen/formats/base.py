@@ -1,0 +1,91 @@
+"""What a format is: how the elements of a tensor lie in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o_flexgen.formats.codes import Codes
+from h2o_flexgen.formats.matrix import Quantised
+from h2o_flexgen.loops.threads import in_threads
+
+Shape = tuple[int, ...]
+
+
+class Format:
+    """Of the tensors of one kind.
+
+    Attributes:
+        name: for people and files.
+        dtype: of the bytes as they are moved: a float type, or uint8.
+        alignment: of the address of the first byte.
+        heads: of queries or keys whose rows are in llama.cpp's order (`Quantised.order`); 0 for any other tensor.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.uint8
+    alignment: int = 1
+    heads: int = 0
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        """A tensor is one or several arrays, one after the other: bytes of a row of `width` elements in each."""
+        raise NotImplementedError
+
+    def nbytes(self, shape: Shape) -> int:
+        """Of a tensor."""
+        return prod(shape[:-1]) * sum(self.row_bytes(shape[-1]))
+
+    def arrays(self, shape: Shape) -> list[tuple[int, int]]:
+        """[(offset, bytes of a row)] of each array of a tensor."""
+        sizes = self.row_bytes(shape[-1])
+        return list(zip(accumulate((prod(shape[:-1]) * size for size in sizes), initial=0), sizes))
+
+    def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
+        """Rows `begin` to `end` of the matrix in a buffer, for a decoder."""
+        raise NotImplementedError
+
+    def view(self, buffer: Tensor, shape: Shape) -> Tensor | Quantised:
+        """The tensor whose bytes begin a buffer (uint8, aligned)."""
+        return Quantised(self, buffer[: self.nbytes(shape)], shape)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        """Write a float tensor into a buffer of its bytes (uint8, aligned)."""
+        raise NotImplementedError
+
+    def encode_parts(self, shape: Shape, parts: Iterable[tuple[int, Tensor]], buffer: Tensor) -> None:
+        """Write a matrix into a buffer of its bytes, part by part: (first row, rows)."""
+        for begin, part in parts:
+            encoded = torch.empty(self.nbytes(tuple(part.shape)), dtype=torch.uint8)
+            self.encode(part, encoded)
+            for (offset, size), (at, _) in zip(self.arrays(shape), self.arrays(tuple(part.shape))):
+                nbytes = len(part) * size
+                buffer[offset + begin * size :][:nbytes] = encoded[at : at + nbytes]
+
+    def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
+        """Write the tensor in a buffer into `out`, of any float type, on the same device."""
+        self.view(buffer, shape).decode(out)
+
+    # vectors of a cache
+
+    def stored(self, x: Tensor) -> Tensor:
+        """Floats x (..., D) as a cache stores them: (..., W) of `dtype`, each vector by itself."""
+        return x
+
+    def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """What `stored` stands for: (..., D)."""
+        return stored.to(dtype)
+
+
+def by_heads(kernel, arrays: list[np.ndarray], x: Tensor, out: Tensor) -> None:
+    """A compiled loop over the heads of a cache, shared among all threads."""
+    size, arrays = arrays[-1].size, [*arrays, x.numpy(), out.numpy()]
+
+    def part(begin: int, end: int) -> None:
+        kernel(*(each[begin:end] for each in arrays))
+
+    in_threads(part, len(out), size)

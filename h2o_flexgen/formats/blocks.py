@@ -1,0 +1,132 @@
+"""Rows cut into blocks of 8 or 4 bits: ours of 4 bits, those of GGUF files, and vectors of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o_flexgen.formats.base import Format, Shape, by_heads
+from h2o_flexgen.formats.codes import MOST, Codes
+from h2o_flexgen.formats.matrix import Quantised
+from h2o_flexgen.loops import threads
+from h2o_flexgen.loops.threads import float_array, in_threads
+
+#: elements of a cache that are encoded at once: what stays in a CPU's cache, or is worth a GPU's kernels
+ENCODED_PART = {"cpu": 1 << 16, "cuda": 1 << 20}
+
+
+@dataclass(frozen=True)
+class Blocks(Format):
+    """Each row is cut into groups of neighbours, each a block: its scale in fp16, its minimum in fp16 if it has one,
+    and its codes. Of 4 bits the first half of a group are the lower ones of its bytes. Without a minimum the codes are
+    centred: those of 4 bits stand for code - 8.
+
+    The types Q8_0, Q4_0 and Q4_1 of GGUF; https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h."""
+
+    name: str
+    bits: int
+    group: int
+    has_minimum: bool
+    heads: int = 0
+
+    alignment = 2
+
+    @property
+    def _head(self) -> int:
+        """Bytes of a block before its codes."""
+        return 4 if self.has_minimum else 2
+
+    @property
+    def _block(self) -> int:
+        return self._head + self.group * self.bits // 8
+
+    @property
+    def layout(self) -> tuple[int, int, int, bool]:
+        """Of 4 bits: bytes of a row before its first codes, from those of one block to the next, and of the codes of a
+        block; whether there are minima."""
+        return self._head, self._block, self.group // 2, self.has_minimum
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        return (width // self.group * self._block,)
+
+    def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
+        rows, width = shape
+        raw = buffer[: self.nbytes(shape)].view(rows, width // self.group, self._block)[begin:end]
+        centre, loops = -8.0 if self.bits == 4 else 0.0, None if raw.is_cuda else threads.compiled()
+        if loops is not None:
+            # torch's threads would go on waiting for work, on the cores that those of the decoder need
+            scale, minimum = torch.empty(2, *raw.shape[:2])
+            blocks, rest = raw.numpy().view(np.int16), (np.float32(centre), scale.numpy(), minimum.numpy())
+            in_threads(
+                lambda a, b: loops.codes.scales(blocks, a, b, self.has_minimum, *rest), len(raw), len(raw) * width
+            )
+        else:
+            scale = raw[..., :2].view(torch.float16)[..., 0].float()
+            minimum = raw[..., 2:4].view(torch.float16)[..., 0].float() if self.has_minimum else scale * centre
+        codes = raw.view(len(raw), -1)
+        return Codes(codes if self.bits == 4 else codes.view(torch.int8), scale, minimum, self._head, self._block)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        """Of 4 bits with a minimum, and of 8 bits without; the others come from files."""
+        raw, x = buffer[: self.nbytes(tensor.shape)].view(-1, self._block), tensor.reshape(-1, self.group).contiguous()
+        loops = None if x.is_cuda else threads.compiled()
+        if loops is not None:
+            array, halves = float_array(x), raw.numpy().view(np.int16)
+            encode = loops.codes.encode4 if self.has_minimum else loops.codes.encode8
+            codes = raw.numpy() if self.has_minimum else raw.view(torch.int8).numpy()
+            in_threads(lambda a, b: encode(array, a, b, halves, codes), len(x), x.numel())
+            return
+        x = x.float()
+        least, most = x.aminmax(dim=-1, keepdim=True)
+        if not self.has_minimum:
+            scale = (torch.maximum(most, -least) / MOST).half()
+            raw[..., :2].view(torch.float16).copy_(scale)
+            raw[..., 2:].view(torch.int8).copy_(x.div(scale.float()).nan_to_num_(0.0).round_().clamp_(-MOST, MOST))
+            return
+        scale, least = ((most - least) / 15).half(), least.half()
+        raw[..., :2].view(torch.float16).copy_(scale)
+        raw[..., 2:4].view(torch.float16).copy_(least)
+        q = x.sub(least.float()).div_(scale.float()).nan_to_num_(0.0).round_().clamp_(0, 15).to(torch.uint8)
+        low, high = q.split(self.group // 2, dim=-1)
+        raw[..., 4:].copy_(low | (high << 4))
+
+    def stored(self, x: Tensor) -> Tensor:
+        vectors = x.reshape(-1, x.shape[-1])
+        found = torch.empty(len(vectors), *self.row_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
+        by_loops = not x.is_cuda and threads.compiled() is not None  # which need no buffers
+        step = max(1, (vectors.numel() if by_loops else ENCODED_PART[x.device.type]) // x.shape[-1])
+        for few, target in zip(vectors.split(step), found.split(step)):
+            self.encode(few, target.view(-1))
+        return found.view(*x.shape[:-1], -1)
+
+    def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
+        """Queries (n, G, D) times keys in 8 bits (n, S, W) into `out` (n, G, S), by compiled loops in fp32."""
+        self._attend(threads.compiled().attention.dots8, q, stored, out)
+
+    def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
+        """Values (n, S, W) with the weights (n, G, S), summed into `out` (n, G, D), by compiled loops in fp32."""
+        loops = threads.compiled().attention
+        self._attend(loops.mix8 if self.bits == 8 else loops.mix4, p, stored, out)
+
+    def _attend(self, kernel, x: Tensor, stored: Tensor, out: Tensor) -> None:
+        codes = stored.view(torch.int8) if self.bits == 8 else stored
+        by_heads(kernel, [stored.view(torch.int16).numpy(), codes.numpy()], x, out)
+
+    def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        width = stored.shape[-1] // self._block * self.group
+        out = torch.empty(*stored.shape[:-1], width, dtype=dtype, device=stored.device)
+        rows = out.numel() // width
+        Quantised(self, stored.reshape(-1), (rows, width)).decode(out.view(rows, width))
+        return out
+
+
+def Int4(group: int) -> Blocks:  # noqa: N802  a format, as the others
+    """Codes of 4 bits with scale and minimum for each group of 64 or 32 inputs: 4.5 or 5 bits an element."""
+    return Blocks("int4", 4, group, True)
+
+
+#: by GGUF's names
+GGUF = {f.name: f for f in (Blocks("Q8_0", 8, 32, False), Blocks("Q4_0", 4, 32, False), Blocks("Q4_1", 4, 32, True))}

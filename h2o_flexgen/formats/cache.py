@@ -1,0 +1,37 @@
+"""How K and V lie in a cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.formats.base import Format
+from h2o_flexgen.formats.dense import Dense
+from h2o_flexgen.loops import threads
+
+
+class KVFormat(NamedTuple):
+    """Of K and of V in a cache."""
+
+    k: Format
+    v: Format
+
+    @classmethod
+    def dense(cls, dtype: torch.dtype) -> KVFormat:
+        """Floats."""
+        return cls(Dense(dtype), Dense(dtype))
+
+    @property
+    def is_dense(self) -> bool:
+        return isinstance(self.k, Dense)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `dots` and `mix` can be had."""
+        return threads.compiled() is not None and self.k.dtype in (torch.uint8, torch.bfloat16, torch.float16)
+
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, as `Format.stored`."""
+        return self.k.stored(k), self.v.stored(v)

@@ -1,0 +1,60 @@
+"""Floats as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.formats.base import Format, Shape, by_heads
+from h2o_flexgen.loops import threads
+from h2o_flexgen.loops.threads import float_array
+
+
+@dataclass(frozen=True)
+class Dense(Format):
+    """Floats as they are."""
+
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def alignment(self) -> int:
+        return self.dtype.itemsize
+
+    def row_bytes(self, width: int) -> tuple[int, ...]:
+        return (width * self.dtype.itemsize,)
+
+    def view(self, buffer: Tensor, shape: Shape) -> Tensor:
+        return buffer[: self.nbytes(shape)].view(self.dtype).view(shape)
+
+    def encode(self, tensor: Tensor, buffer: Tensor) -> None:
+        self.view(buffer, tensor.shape).copy_(tensor)
+
+    def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
+        convert(out, self.view(buffer, shape))
+
+    def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
+        """As `Blocks.dots`, of keys (n, S, D) in 16 bits."""
+        by_heads(threads.compiled().attention.dots, [float_array(stored)], q, out)
+
+    def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
+        """As `Blocks.mix`, of values in 16 bits."""
+        by_heads(threads.compiled().attention.mix, [float_array(stored)], p, out)
+
+
+#: elements that `convert` turns from fp16 into bf16 at once, through fp32
+_CONVERT_ELEMENTS = 1 << 18
+
+
+def convert(dst: Tensor, src: Tensor) -> None:
+    """Copy to another dtype or device on the compute device, with all threads; both contiguous, of the same shape."""
+    if dst.dtype == src.dtype or torch.float32 in (dst.dtype, src.dtype):
+        dst.copy_(src)
+        return
+    for target, part in zip(dst.view(-1).split(_CONVERT_ELEMENTS), src.view(-1).split(_CONVERT_ELEMENTS)):
+        target.copy_(part.float())  # twice as fast as directly between fp16 and bf16

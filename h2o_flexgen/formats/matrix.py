@@ -1,0 +1,133 @@
+"""A matrix as it is stored, and how it is decoded a part at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o_flexgen.formats.codes import Codes
+from h2o_flexgen.loops import threads
+
+if TYPE_CHECKING:
+    from h2o_flexgen.formats.base import Format, Shape
+
+#: elements that are decoded at once: by threads, and where that takes buffers of several times their size
+PART, BUFFERED_PART = 1 << 24, 1 << 22
+
+
+@dataclass
+class Quantised:
+    """A matrix (O, I) as it is stored.
+
+    Attributes:
+        raw: its bytes (uint8), on any device.
+        in_int8: whether its matmul is one in int8; in_blocks: with its codes as they are.
+    """
+
+    format: Format
+    raw: Tensor
+    shape: Shape
+    in_int8: bool = False
+    in_blocks: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.raw.nbytes
+
+    @property
+    def height(self) -> int:
+        """Its rows, O."""
+        return self.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.raw.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.raw.is_cuda
+
+    @property
+    def order(self) -> Tensor:
+        """Which row of the matrix each stored row is: llama.cpp lays the two elements of a head that RoPE rotates
+        together side by side, where a checkpoint has them half a head apart."""
+        return _order(self.shape[0], self.format.heads)
+
+    def take(self, ids: Tensor) -> Quantised:
+        """Some of the rows, of a matrix without heads; `ids` (n,), on the same device."""
+        arrays = self.format.arrays(self.shape)
+        rows = [self.raw[at : at + self.shape[0] * size].view(-1, size)[ids] for at, size in arrays]
+        return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
+
+    def blocks(self) -> tuple:
+        """Of a matrix in blocks of 4 bits on the CPU, what `tiles4.multiply` reads: its bytes twice, which stored row
+        each one is, and how a row lies in bytes."""
+        raw = self.raw.view(self.shape[0], -1).numpy()
+        return raw, raw.view(np.int16), _stored_rows(self.shape[0], self.format.heads), *self.format.layout
+
+    def is_finite(self) -> bool:
+        parts = self._parts(0, self.shape[0], BUFFERED_PART)
+        return all(bool(x.isfinite().all()) for _, codes in parts for x in (codes.scale, codes.minimum))
+
+    def _parts(self, begin: int, count: int, size: int) -> Iterator[tuple[slice, Codes]]:
+        """Of `count` rows from `begin` on, some `size` elements at once: (which of these rows, their codes)."""
+        step = max(1, size // self.shape[1])
+        for at in range(0, count, step):
+            end = min(at + step, count)
+            yield slice(at, end), self.format.codes(self.raw, self.shape, begin + at, begin + end)
+
+    def decode(self, out: Tensor, begin: int = 0) -> None:
+        """Write rows from `begin` on into `out`, (rows, I) contiguous, of any float type, on the same device; of a
+        matrix with `heads` all of them."""
+        by_loops, has_heads = not out.is_cuda and threads.compiled() is not None, self.format.heads > 0
+        order = self.order[: len(out)] if by_loops or has_heads else None
+        for rows, codes in self._parts(begin, len(out), PART if by_loops else BUFFERED_PART):
+            if by_loops:
+                codes.decode_by_loops(order[rows], out)
+                continue
+            part = torch.empty_like(out[rows]) if has_heads else out[rows]
+            codes.decode(part)
+            if has_heads:
+                out[order[rows].to(out.device)] = part
+
+    def into(self, out: Tensor | Quantised, begin: int = 0) -> None:
+        """Write as many rows as `out` has, from `begin` on, into it, as `decode` or `to_int8`."""
+        if isinstance(out, Quantised):
+            self.to_int8(out, begin)
+        else:
+            self.decode(out, begin)
+
+    def to_int8(self, out: Quantised, begin: int = 0) -> None:
+        """Write rows from `begin` on into `out`, in `Int8` on the same device, as `Codes.to_int8`; of a matrix with
+        `heads` all of them."""
+        by_loops = not self.is_cuda and threads.compiled() is not None
+        order, target = self.order[: out.shape[0]], out.format.parts(out.raw, out.shape)
+        for rows, codes in self._parts(begin, len(order), PART if by_loops else BUFFERED_PART):
+            (codes.to_int8_by_loops if by_loops else codes.to_int8)(order[rows], *target)
+
+
+def _order(count: int, heads: int) -> Tensor:
+    rows = torch.arange(count)
+    return rows.view(heads, 2, -1).transpose(1, 2).reshape(-1) if heads else rows
+
+
+@lru_cache(maxsize=256)  # a matmul of few rows takes less time than this
+def _stored_rows(count: int, heads: int) -> np.ndarray:
+    """Which stored row each row of a matrix is: the inverse of `Quantised.order`."""
+    return _order(count, heads).argsort().numpy()
+
+
+def decode_bytes(formats: Iterable[Format], dtype: torch.dtype, cuda: bool) -> int:
+    """What decoding takes besides its result in `dtype`: codes and floats of a part, these twice where they become
+    codes of 8 bits, and of a matrix with heads also the part before its rows are in order. Compiled loops take
+    scales and minima only, which are not counted."""
+    quantised = [form for form in formats if form.dtype == torch.uint8]
+    if not quantised or (not cuda and threads.compiled()):
+        return 0
+    return BUFFERED_PART * (9 + dtype.itemsize * any(form.heads for form in quantised))
