@@ -25,7 +25,7 @@ from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.evaluation.passages import Passage, passages_of, read_source
 from h2o_flexgen.evaluation.settings import make_settings, measure_each
 from h2o_flexgen.files import read_json, rounded, to_json, write_text
-from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.kv_cache.mean import MeanAttentionCache
 from h2o_flexgen.kv_cache.rule import FixedRule

@@ -15,7 +15,7 @@ from statistics import median
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, cli
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.files import rounded, to_json, write_text
-from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import RULES
 
 #: sequences, tokens of their prompts, and decode steps that are timed

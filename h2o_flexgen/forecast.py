@@ -11,8 +11,7 @@ import torch
 
 from h2o_flexgen.compression import compressed
 from h2o_flexgen.engine.model import DUMMY, prepare_loops
-from h2o_flexgen.formats import Format
-from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.formats import Format, dtype_name
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_spec, stored_dtype

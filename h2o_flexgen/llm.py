@@ -18,8 +18,8 @@ from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import prepare_cache
-from h2o_flexgen.kernels.linear import dtype_name, takes_in_blocks
+from h2o_flexgen.formats import dtype_name, prepare_cache
+from h2o_flexgen.kernels.linear import takes_in_blocks
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root

@@ -169,7 +169,7 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
     from h2o_flexgen.evaluation import compare, perplexity, summaries
     from h2o_flexgen.evaluation.passages import passages_of
     from h2o_flexgen.evaluation.settings import allowed
-    from h2o_flexgen.kernels.linear import dtype_name
+    from h2o_flexgen.formats import dtype_name
 
     if args.task == "compare":
         items, errors = [llm.admit(sources[0].text, args.gen_len)], []

@@ -136,7 +136,7 @@ def make_budget(args: argparse.Namespace) -> KVBudget | None:
 
 def describe(llm, session, is_full: bool) -> dict:
     """What the report says of a session before it has done anything."""
-    from h2o_flexgen.kernels.linear import dtype_name
+    from h2o_flexgen.formats import dtype_name
 
     choice, dtype = session.choice, dtype_name(llm.dtype)
     found = {"model": llm.model.name, "device": str(llm.device), "dtype": dtype}

@@ -38,7 +38,7 @@ from bench.rates import disk_rate, matmul_rate  # noqa: E402
 from bench.systems.ours import policy_text  # noqa: E402
 from bench.systems.transformers import load, time_generate  # noqa: E402
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams  # noqa: E402
-from h2o_flexgen.kernels.linear import can_pack, pack  # noqa: E402
+from h2o_flexgen.kernels.exact import can_pack, pack  # noqa: E402
 from h2o_flexgen.models import opt  # noqa: E402
 from h2o_flexgen.models.registry import family, named_config, named_spec  # noqa: E402
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from h2o_flexgen.kernels.linear import HALF_TYPES, ROWS, KernelRates
+from h2o_flexgen.kernels.rates import HALF_TYPES, ROWS, KernelRates
 from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.models.registry import named_spec
 from h2o_flexgen.planning.memory import Resources

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.stores import Stores
-from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.transport import Transport

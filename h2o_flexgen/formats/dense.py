@@ -20,7 +20,7 @@ class Dense(Format):
 
     @property
     def name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     @property
     def alignment(self) -> int:
@@ -58,3 +58,8 @@ def convert(dst: Tensor, src: Tensor) -> None:
         return
     for target, part in zip(dst.view(-1).split(_CONVERT_ELEMENTS), src.view(-1).split(_CONVERT_ELEMENTS)):
         target.copy_(part.float())  # twice as fast as directly between fp16 and bf16
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from h2o_flexgen import __version__
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import layer_losses
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.source import weight_files

@@ -17,7 +17,7 @@ the bit.
 A W in blocks of 4 bits has a compiled loop of its own (`tiles4.py`), which reads it as it is stored: its elements are
 rounded less there than as codes of 8 bits with a scale a row.
 
-All are tried out first, and timed by `kernels.linear`; where torch's are wrong or missing, floats take their place.
+All are tried out first, and timed by `kernels.timing`; where torch's are wrong or missing, floats take their place.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.files import cache_root, converted
-from h2o_flexgen.kernels.linear import dtype_name
+from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.models.gguf import GGUFFile
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.policy import gib

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.kernels.linear import dtype_name, rates
+from h2o_flexgen.formats import dtype_name
+from h2o_flexgen.kernels.linear import rates
 from h2o_flexgen.offload import memory
 from h2o_flexgen.sizes import PAGE, aligned
 

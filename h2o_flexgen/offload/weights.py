@@ -36,8 +36,9 @@ from h2o_flexgen.compression import in_memory
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Int8, Quantised, convert
 from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels.exact import pack
 from h2o_flexgen.kernels.int8 import Int8Weight
-from h2o_flexgen.kernels.linear import is_as_stored, matmul_format, pack, packs, packs_int8
+from h2o_flexgen.kernels.linear import is_as_stored, matmul_format, packs, packs_int8
 from h2o_flexgen.models.spec import Tensors
 from h2o_flexgen.offload.checkpoint import (
     Checkpoint,

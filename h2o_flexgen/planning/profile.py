@@ -9,7 +9,7 @@ from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_json
-from h2o_flexgen.kernels.linear import HALF_TYPES, KernelRates
+from h2o_flexgen.kernels.rates import HALF_TYPES, KernelRates
 from h2o_flexgen.kv_cache import MEASURED
 from h2o_flexgen.policy import TIERS
 

@@ -15,8 +15,10 @@ from torch import Tensor
 from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.formats import GGUF, Format, Int4, Int8, KVFormat, Quantised
 from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels.exact import pack
 from h2o_flexgen.kernels.int8 import Int8Weight
-from h2o_flexgen.kernels.linear import INT4, INT8, linear, pack, packs, packs_int8
+from h2o_flexgen.kernels.linear import linear, packs, packs_int8
+from h2o_flexgen.kernels.rates import INT4, INT8
 from h2o_flexgen.kv_cache import MEASURED, CacheRule, KVLayout
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device

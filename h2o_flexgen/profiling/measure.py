@@ -13,8 +13,9 @@ from zlib import crc32
 import torch
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kernels import linear
-from h2o_flexgen.kernels.linear import KernelRates, dtype_name
+from h2o_flexgen.kernels.rates import KernelRates
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.profile import Profile

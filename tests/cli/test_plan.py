@@ -12,7 +12,7 @@ from machines import KERNELS, laptop
 
 from h2o_flexgen import flex_opt, plan
 from h2o_flexgen.kernels.int8 import may_tile
-from h2o_flexgen.kernels.linear import ROWS
+from h2o_flexgen.kernels.rates import ROWS
 from h2o_flexgen.offload import memory
 from h2o_flexgen.policy import GIB
 

@@ -16,6 +16,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Dense, Int4, Int8, Quantised
 from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import int8_linear, int8_linears
+from h2o_flexgen.kernels.rates import ROWS
 
 tiles4 = pytest.importorskip("h2o_flexgen.loops.tiles4")
 pytestmark = pytest.mark.usefixtures("fast_blocks")
@@ -163,7 +164,7 @@ def test_which_models_are_multiplied_so(monkeypatch):
 
 def test_a_job_is_told_of_what_gains():
     rates = kernels(blocks=True, bfloat16="native")
-    rates.linear["int8"] = {"native": dict.fromkeys(linear.ROWS, 1e11)}
+    rates.linear["int8"] = {"native": dict.fromkeys(ROWS, 1e11)}
     assert rates.gains_by_int8("bfloat16")
     del rates.linear["int4"]
     assert not rates.gains_by_int8("bfloat16")
@@ -172,5 +173,5 @@ def test_a_job_is_told_of_what_gains():
 @pytest.mark.parametrize("speed, takes", [(1.0, True), (0.95, True), (0.5, False)])
 def test_the_rates_of_many_rows_decide(speed, takes):
     rates = kernels(blocks=True)
-    rates.linear["int4"]["tiled"] = {n: 8e11 * speed if n >= 32 else 1e9 for n in linear.ROWS}
+    rates.linear["int4"]["tiled"] = {n: 8e11 * speed if n >= 32 else 1e9 for n in ROWS}
     assert rates.takes_blocks() == takes

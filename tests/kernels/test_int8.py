@@ -16,6 +16,7 @@ from machines import kernels
 from h2o_flexgen.formats import GGUF, Int4, Int8
 from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import FEW, TIMES, Int8Weight, int8_linear
+from h2o_flexgen.kernels.rates import ROWS
 from h2o_flexgen.sizes import slice_rows
 
 WIDTH, OUT = 200, 90
@@ -206,7 +207,7 @@ def test_linear_takes_such_a_weight():
 
 def test_the_rates_choose_the_kernel_by_rows():
     rates = kernels()
-    fast, slow = {n: 2e12 for n in linear.ROWS}, {n: 1e12 if n < 100 else 3e12 for n in linear.ROWS}
+    fast, slow = {n: 2e12 for n in ROWS}, {n: 1e12 if n < 100 else 3e12 for n in ROWS}
     rates.linear["int8"] = {"native": slow, "turned": fast}
     linear.use(rates)
     assert [linear._chosen_int8(rows) for rows in (1, 30, 128, 2000)] == ["turned"] * 2 + ["native"] * 2
@@ -215,8 +216,8 @@ def test_the_rates_choose_the_kernel_by_rows():
 def test_packing_is_chosen_by_the_rates():
     for packs in (True, False):
         rates = kernels()
-        rows = {n: 1e12 for n in linear.ROWS}
-        rates.linear["int8"] = {"native": rows, "packed": {n: 2e12 if packs else 5e11 for n in linear.ROWS}}
+        rows = {n: 1e12 for n in ROWS}
+        rates.linear["int8"] = {"native": rows, "packed": {n: 2e12 if packs else 5e11 for n in ROWS}}
         linear.use(rates)
         assert linear.packs_int8() == (packs and int8.can_pack())
     del rates.linear["int8"]  # as in older profiles

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import kernels
 
-from h2o_flexgen.kernels.linear import HALF_TYPES, MARGIN, MIX, ROWS, KernelRates
+from h2o_flexgen.kernels.rates import HALF_TYPES, MARGIN, MIX, ROWS, KernelRates
 
 rates = st.floats(1e9, 1e13)
 tables = st.fixed_dictionaries({n: rates for n in ROWS})

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import kernels
 
-from h2o_flexgen.kernels import attention, int8, linear
+from h2o_flexgen.formats import dtype_name
+from h2o_flexgen.kernels import attention, exact, int8, linear, timing
+from h2o_flexgen.kernels.rates import KernelRates
 from h2o_flexgen.loops import threads
 
 pytest_plugins = ["cli_tools"]
@@ -55,9 +57,9 @@ def test_widening_any_slices_gives_the_matmul(shape, width, out, dtype, bias, li
     b = torch.randn(out, generator=generator).to(dtype) if bias else None
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("WIDEN_BYTES", "WIDEN_ROWS", "LEFT_ROWS"), limits):
-            patch.setattr(linear, name, value)
+            patch.setattr(exact, name, value)
         before = x.clone(), w.clone()
-        got = linear.widened(x, w, b)
+        got = exact.widened(x, w, b)
     assert got.shape == (*shape, out) and got.dtype == dtype and got.is_contiguous()
     assert_rounded(got, matmul_in_fp64(x, w, b))
     assert torch.equal(x, before[0]) and torch.equal(w, before[1])
@@ -65,7 +67,7 @@ def test_widening_any_slices_gives_the_matmul(shape, width, out, dtype, bias, li
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 256, 257, 512, 513, 1100])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", linear.KERNELS)
+@pytest.mark.parametrize("name", exact.KERNELS)
 def test_every_kernel_gives_the_matmul_at_any_rows(name, dtype, rows):
     use_kernel(name)
     x, w, b = torch.randn(rows, 70).to(dtype), torch.randn(300, 70).to(dtype), torch.randn(300).to(dtype)
@@ -74,17 +76,17 @@ def test_every_kernel_gives_the_matmul_at_any_rows(name, dtype, rows):
 
 def test_the_rates_that_are_given_choose_the_kernel(monkeypatch):
     called = []
-    for name in linear.KERNELS:
-        monkeypatch.setitem(linear.KERNELS, name, lambda x, w, b, name=name: called.append(name))
+    for name in exact.KERNELS:
+        monkeypatch.setitem(exact.KERNELS, name, lambda x, w, b, name=name: called.append(name))
     x, w = torch.ones(4, 8).bfloat16(), torch.ones(8, 8).bfloat16()
-    for name in linear.KERNELS:
+    for name in exact.KERNELS:
         use_kernel(name)
         linear.linear(x, w)
-    assert called == list(linear.KERNELS)
+    assert called == list(exact.KERNELS)
 
 
 def test_float32_is_always_torchs_own(monkeypatch):
-    monkeypatch.setattr(linear, "KERNELS", {})
+    monkeypatch.setattr(exact, "KERNELS", {})
     x, w = torch.randn(9, 5), torch.randn(7, 5)
     assert torch.equal(linear.linear(x, w), F.linear(x, w))
 
@@ -166,9 +168,9 @@ def test_other_default_types_change_nothing():
 
 @pytest.fixture
 def small_matrices(monkeypatch):
-    monkeypatch.setattr(linear, "FEW_ROWS_SHAPE", (48, 32))
-    monkeypatch.setattr(linear, "MANY_ROWS_SHAPE", (32, 32))
-    monkeypatch.setattr(linear, "ATTENTION_SHAPE", (2, 8, 4))
+    monkeypatch.setattr(timing, "FEW_ROWS_SHAPE", (48, 32))
+    monkeypatch.setattr(timing, "MANY_ROWS_SHAPE", (32, 32))
+    monkeypatch.setattr(timing, "ATTENTION_SHAPE", (2, 8, 4))
 
 
 def test_every_kernel_that_runs_here_is_measured(small_matrices):
@@ -177,10 +179,10 @@ def test_every_kernel_that_runs_here_is_measured(small_matrices):
     assert ("int4" in found.linear) == int8.takes_blocks()
     assert set(found.linear["int8"]) - {"packed"} == {*int8.KERNELS} - {"floats" if int8.is_exact("tiled") else "tiled"}
     for dtype in HALVES:
-        packed = {"packed"} if linear.can_pack(dtype) else set()
-        assert set(found.linear[linear.dtype_name(dtype)]) == {*linear.KERNELS, *packed}
+        packed = {"packed"} if exact.can_pack(dtype) else set()
+        assert set(found.linear[dtype_name(dtype)]) == {*exact.KERNELS, *packed}
     assert set(found.linear["float32"]) == {"native"}
-    assert linear.KernelRates.from_dict(json.loads(json.dumps(asdict(found)))) == found
+    assert KernelRates.from_dict(json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_a_kernel_that_is_far_too_slow_is_not_timed_with_more_rows(small_matrices, monkeypatch):
@@ -192,7 +194,7 @@ def test_a_kernel_that_is_far_too_slow_is_not_timed_with_more_rows(small_matrice
         return int8.native(codes, weight)
 
     monkeypatch.setitem(int8.SUMS, "turned", slow)
-    monkeypatch.setattr(linear, "INT8_SHAPE", (32, 32))
+    monkeypatch.setattr(timing, "INT8_SHAPE", (32, 32))
     rates = linear.measure().linear["int8"]["turned"]
     assert max(called) == 32 and rates[32] == rates[128] == rates[512]
 
@@ -222,7 +224,7 @@ def test_fp32_needs_no_measuring(monkeypatch):
 
 
 def packing(dtype):
-    return pytest.mark.skipif(not linear.can_pack(dtype), reason=f"this CPU or torch does not pack {dtype}")
+    return pytest.mark.skipif(not exact.can_pack(dtype), reason=f"this CPU or torch does not pack {dtype}")
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=packing(dtype)) for dtype in HALVES])
@@ -232,7 +234,7 @@ def packing(dtype):
 def test_a_packed_matrix_gives_the_matmul(rows, out, width, bias, dtype):
     x, w = torch.randn(*rows, width).to(dtype), torch.randn(out, width).to(dtype)
     b = torch.randn(out).to(dtype) if bias else None
-    found = linear.linear(x, linear.pack(w), b)
+    found = linear.linear(x, exact.pack(w), b)
     assert found.shape == (*rows, out) and found.is_contiguous()
     torch.testing.assert_close(found.double(), matmul_in_fp64(x, w, b), rtol=2 * torch.finfo(dtype).eps, atol=0.1)
 
@@ -248,7 +250,7 @@ def test_only_matrices_that_stay_and_are_multiplied_are_packed(model, monkeypatc
 
     linear.use(kernels(packed=("bfloat16",)))
     packed = []
-    monkeypatch.setattr(weights, "pack", lambda w: packed.append(tuple(w.shape)) or linear.pack(w))
+    monkeypatch.setattr(weights, "pack", lambda w: packed.append(tuple(w.shape)) or exact.pack(w))
     policy = Policy(2, 1, (*percent, 100, 0, 100, 0))
     with LLM(str(model), policy, device="cpu", dtype=dtype, progress=False) as llm:
         llm.generate([[5, 6, 7]])
@@ -260,8 +262,8 @@ def test_a_torch_without_the_operators_does_not_pack(monkeypatch):
     def none(weight):
         raise AttributeError("no such operator")
 
-    linear.can_pack.cache_clear()
-    monkeypatch.setattr(linear, "pack", none)
+    exact.can_pack.cache_clear()
+    monkeypatch.setattr(exact, "pack", none)
     linear.use(kernels(packed=("bfloat16",)))
     assert not linear.packs(torch.bfloat16)
-    linear.can_pack.cache_clear()
+    exact.can_pack.cache_clear()

@@ -10,6 +10,7 @@ from machines import kernels, laptop
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
+from h2o_flexgen.kernels.rates import ROWS
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.profiling import machine, measure
 
@@ -87,7 +88,7 @@ def test_the_stored_type_counts(measured):
 @pytest.mark.parametrize("rate, warns", [(1e11, True), (2e11, True), (4e11, False)])
 def test_int8_that_gains_nothing_is_told(measured, caplog, rate, warns):
     rates = kernels(bfloat16="native")
-    rates.linear["int8"] = {"native": dict.fromkeys(linear.ROWS, rate)}
+    rates.linear["int8"] = {"native": dict.fromkeys(ROWS, rate)}
     linear.use(rates)
     assert measure.job_dtype(CPU, "auto", compute="int8") == torch.bfloat16
     assert ("no faster than in bfloat16: leave out `compute` int8" in caplog.text) == warns
