@@ -27,8 +27,8 @@ from h2o_flexgen.evaluation.settings import make_settings, measure_each
 from h2o_flexgen.files import read_json, rounded, to_json, write_text
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import RULES
+from h2o_flexgen.kv_cache.fixed_rule import FixedRule
 from h2o_flexgen.kv_cache.mean import MeanAttentionCache
-from h2o_flexgen.kv_cache.rule import FixedRule
 from h2o_flexgen.kv_cache.smoothed import SmoothedCache
 from h2o_flexgen.kv_cache.value_norm import ValueNormCache
 

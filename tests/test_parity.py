@@ -7,7 +7,7 @@ import zoo
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
 from h2o_flexgen.kv_cache import FullCache
-from h2o_flexgen.kv_cache.rule import FixedRule
+from h2o_flexgen.kv_cache.fixed_rule import FixedRule
 from h2o_flexgen.models.registry import read_spec
 from h2o_flexgen.sizes import wal_rows
 

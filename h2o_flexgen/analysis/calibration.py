@@ -28,8 +28,9 @@ from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.attention import causal_attention, causal_attention_with_scores
 from h2o_flexgen.kv_cache import layer_losses, rule_for
+from h2o_flexgen.kv_cache.budget_rule import BudgetRule
 from h2o_flexgen.kv_cache.layers import LayerLosses
-from h2o_flexgen.kv_cache.rule import BudgetRule, Tokens
+from h2o_flexgen.kv_cache.rule import Tokens
 from h2o_flexgen.models.parts import Attend
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget

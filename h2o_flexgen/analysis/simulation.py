@@ -14,7 +14,8 @@ from torch import Tensor
 
 from h2o_flexgen.analysis.attention import mix, probabilities
 from h2o_flexgen.analysis.model import LayerModel
-from h2o_flexgen.kv_cache.rule import FixedRule, Tokens
+from h2o_flexgen.kv_cache.fixed_rule import FixedRule
+from h2o_flexgen.kv_cache.rule import Tokens
 from h2o_flexgen.progress import bar
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kv_cache.budget_rule import NO_OPTIONS, BudgetRule
 from h2o_flexgen.kv_cache.decayed import DecayedCache
 from h2o_flexgen.kv_cache.full import FullCache, NoCache
 from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache, HeavyOnlyCache
@@ -13,7 +14,7 @@ from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.mean import MeanAttentionCache
 from h2o_flexgen.kv_cache.random import RandomCache
 from h2o_flexgen.kv_cache.recent import RecentCache, SinkCache
-from h2o_flexgen.kv_cache.rule import NO_OPTIONS, BudgetRule, CacheRule
+from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.kv_cache.smoothed import SmoothedCache
 from h2o_flexgen.kv_cache.snapkv import SnapKVCache
 from h2o_flexgen.kv_cache.sparse_transformer import (

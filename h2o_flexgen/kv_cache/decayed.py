@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from h2o_flexgen.kv_cache.rule import FixedRule
+from h2o_flexgen.kv_cache.fixed_rule import FixedRule
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h2o_flexgen.kv_cache.rule import FixedRule
+from h2o_flexgen.kv_cache.fixed_rule import FixedRule
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from h2o_flexgen.kv_cache.rule import FixedRule, Tokens
+from h2o_flexgen.kv_cache.fixed_rule import FixedRule
+from h2o_flexgen.kv_cache.rule import Tokens
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen.kv_cache.budget_rule import BudgetRule
 from h2o_flexgen.kv_cache.full import FullCache
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.kv_cache.rule import BudgetRule, Tokens
+from h2o_flexgen.kv_cache.rule import Tokens
 from h2o_flexgen.sizes import full_segments
 
 

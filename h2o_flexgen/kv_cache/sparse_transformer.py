@@ -17,7 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv_cache.rule import FixedRule, Tokens
+from h2o_flexgen.kv_cache.fixed_rule import FixedRule
+from h2o_flexgen.kv_cache.rule import Tokens
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from analysis_tools import resident
 from h2o_flexgen import LLM, KVBudget, Policy
 from h2o_flexgen.analysis.simulation import masked_logprobs, simulate
 from h2o_flexgen.kv_cache import RULES, make_rule, rule_for
-from h2o_flexgen.kv_cache.rule import FixedRule
+from h2o_flexgen.kv_cache.fixed_rule import FixedRule
 from h2o_flexgen.sizes import Workload
 
 #: one query head per KV head and several, RoPE for whole heads and for parts
