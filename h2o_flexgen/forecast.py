@@ -18,9 +18,9 @@ from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_sp
 from h2o_flexgen.models.source import find_model, is_downloaded, load_tokenizer, model_name, weight_files
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.checkpoint import dummy_dtype
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
+from h2o_flexgen.offload.dummy import dummy_dtype
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.profiling.measure import job_dtype, load_or_measure

@@ -19,7 +19,8 @@ from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, load_tokenizer, model_name
 from h2o_flexgen.models.spec import Layer, ModelSpec
-from h2o_flexgen.offload.checkpoint import Checkpoint, DummyCheckpoint
+from h2o_flexgen.offload.checkpoint import Checkpoint
+from h2o_flexgen.offload.dummy import DummyCheckpoint
 
 #: the path that stands for random weights
 DUMMY = "_DUMMY_"

@@ -1,24 +1,18 @@
-"""Where weights come from: a checkpoint, whose safetensors and GGUF's blocks are read in place and whose other files
-are converted once; or random ones of a named size, for measuring without a checkpoint."""
+"""The weights of a model: safetensors and GGUF's blocks are read in place, other files are converted once."""
 
 from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from h2o_flexgen import interrupts
 from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Quantised, convert
@@ -26,47 +20,12 @@ from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.offload.convert import bins_to_safetensors, gguf_to_safetensors, made_once
-from h2o_flexgen.offload.device import as_numpy, copy
+from h2o_flexgen.offload.device import as_numpy
 from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.progress import bar
-from h2o_flexgen.sizes import PAGE, aligned
+from h2o_flexgen.offload.stored import Stored, parts_of, rows_of
 
-#: elements that are read at once where a tensor must be converted or checked
-PART = 1 << 22
 #: names that safetensors has for the dtypes of weights
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-#: standard deviation of random weights, as OPT starts training with
-STD = 0.02
-#: elements that all random tensors share, since drawing 60 GB of them would take many minutes
-POOL = 1 << 22
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: `nbytes` bytes from `offset`, row-major."""
-
-    file: File
-    offset: int
-    shape: tuple[int, ...]
-    format: Format | str  # what is no float has safetensors' name of its dtype, and is never read
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the bytes as they are moved."""
-        return self.format.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.format.nbytes(self.shape)
-
-    def equals(self, other: Stored) -> bool:
-        """Whether the two are alike in shape, format and every byte."""
-        if (self.shape, self.format) != (other.shape, other.format):
-            return False
-        sides = [(x.file.fd, x.offset) for x in (self, other)]
-        parts = range(0, self.nbytes, PART)
-        reads = ([os.pread(fd, min(PART, self.nbytes - n), at + n) for fd, at in sides] for n in parts)
-        return all(a == b for a, b in reads)
 
 
 class Checkpoint:
@@ -212,168 +171,6 @@ class Checkpoint:
             convert(flat[at : at + len(part)], part)
 
 
-def dummy_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which random weights are "stored", for a job that computes in `dtype`."""
-    return torch.float16 if dtype == torch.float32 else dtype
-
-
-class DummyCheckpoint:
-    """Random weights with the methods of `Checkpoint`, "stored" in 16 bits as those that are published, or compressed.
-    Matrices are normally distributed, norms 1, biases 0.
-
-    A tensor's elements depend on its name alone, not on its tier: a pool of random elements, rotated by a hash of the
-    name. `layers`: the tensors of the model; `dtype`: of the computation; `compress`: as for `compression.compressed`.
-    """
-
-    copy_bytes = 0
-
-    def __init__(self, layers: Seq[Layer], dtype: torch.dtype, compress: str | None = None):
-        self.shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
-        self.formats = dict.fromkeys(self.shapes, Dense(dummy_dtype(dtype)))
-        if compress is not None:
-            self.formats |= compressed(compress, [layer.shapes for layer in layers])
-        pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)) * STD
-        self._pool = pool.to(dummy_dtype(dtype)).repeat(2)
-
-    def format(self, name: str) -> Format:
-        return self.formats[name]
-
-    def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
-        """Write the tensors to a file of the offload folder, one after the other, each from the start of a page."""
-        if not names:
-            return {}
-        sizes = (aligned(self.formats[name].nbytes(self.shapes[name])) for name in names)
-        *offsets, end = accumulate(sizes, initial=0)
-        file = make_file("weights", end)
-        stored = {name: Stored(file, at, self.shapes[name], self.formats[name]) for name, at in zip(names, offsets)}
-        with bar(desc="writing random weights", total=end, unit="B", show=progress) as shown:
-            for name, tensor in stored.items():
-                at = tensor.offset
-                for part in self._stored_parts(name):
-                    interrupts.check()
-                    wait(io.write(file, as_numpy(part), at))
-                    at += part.nbytes
-                    shown.update(part.nbytes)
-        os.fsync(file.fd)  # else the write-back would share the disk with the first steps
-        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return stored
-
-    def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
-        """Fill `out`, contiguous, of any float dtype or of the tensor's format, on any device."""
-        if isinstance(out, Quantised):
-            out.raw.copy_(self._encoded(name))
-            return
-        flat = out.view(-1)
-        if out.dim() == 1:  # a norm's weight, or a bias
-            flat.fill_(1.0 if name.endswith(".weight") else 0.0)
-            return
-        for at, part in self._parts(name):
-            flat[at : at + len(part)].copy_(part)
-
-    def _parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """A matrix, part by part: the index of the part's first element, its elements."""
-        count = prod(self.shapes[name])
-        for at in range(0, count, POOL):
-            yield at, self._random(name, min(POOL, count - at))
-
-    def _random(self, name: str, count: int) -> Tensor:
-        start = zlib.crc32(name.encode()) % POOL
-        return self._pool[start : start + count]
-
-    def _stored_parts(self, name: str) -> Iterator[Tensor]:
-        """The bytes of a matrix, part by part."""
-        if isinstance(self.formats[name], Dense):
-            return (part for _, part in self._parts(name))
-        return iter((self._encoded(name),))
-
-    def _encoded(self, name: str) -> Tensor:
-        """The bytes of a matrix that is compressed, whose rows in the pool begin anew now and then."""
-        form, (rows, width) = self.formats[name], self.shapes[name]
-        step, buffer = min(rows, POOL // width), torch.empty(form.nbytes((rows, width)), dtype=torch.uint8)
-        begins = range(0, rows, step)
-        parts = ((at, self._random(name, min(step, rows - at) * width).view(-1, width)) for at in begins)
-        form.encode_parts((rows, width), parts, buffer)
-        return buffer
-
-
-@dataclass
-class PagedRead:
-    """A stored tensor that is read by whole pages, page for page as in the file, so that O_DIRECT is possible."""
-
-    stored: Stored
-    span: Tensor  # bytes to read into, from the start of a page, as many as `sizes.staging_span` says
-    target: Tensor | None = None  # of as many elements, or bytes, on another device, to which it is copied then
-    requests: list[Future] = field(default_factory=list)  # those that read it, once it is started
-
-    def __post_init__(self):
-        self.phase = self.stored.offset % PAGE  # bytes of the first page before the tensor
-        # elements that are not aligned at the phase move to the start of the span: the format asks for no alignment
-        self.begin = 0 if self.phase % self.stored.format.alignment else self.phase
-
-    @property
-    def tensor(self) -> Tensor | Quantised:
-        """In the span."""
-        return self.stored.format.view(self.span[self.begin :], self.stored.shape)
-
-    def start(self, io: DiskIO, direct: bool) -> None:
-        """Request the pages as a prefetch: behind all other requests."""
-        first = self.stored.offset - self.phase
-        nbytes = min(aligned(self.phase + self.stored.nbytes), self.stored.file.size - first)
-        self.requests = io.read(self.stored.file, self.span[:nbytes].numpy(), first, direct, prefetch=True)
-
-    def finish(self) -> int:
-        """Align the tensor, and copy it to the target, each part as soon as it is read. Returns the bytes copied."""
-        if self.begin != self.phase:
-            wait(self.requests)
-            copy(self.span[self.begin :][: self.stored.nbytes], self.span[self.phase :][: self.stored.nbytes])
-        if self.target is None:
-            return 0
-        source = self.span[self.begin :][: self.stored.nbytes].view(self.stored.dtype)
-        target = self.target.view(-1)
-        done, read = 0, -self.phase
-        for request in self.requests:
-            read += request.result()
-            end = max(0, min(read, self.stored.nbytes)) // self.stored.dtype.itemsize
-            copy(target[done:end], source[done:end])
-            done = end
-        return target.nbytes
-
-
-def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
-    """A tensor's elements part by part, through one buffer: (index of the first, elements); of one that is quantised
-    its bytes."""
-    count = stored.nbytes // stored.dtype.itemsize
-    buffer = torch.empty(min(PART, count), dtype=stored.dtype)
-    for at in range(0, count, PART):
-        interrupts.check()
-        part = buffer[: count - at]
-        wait(io.read(stored.file, as_numpy(part), stored.offset + at * stored.dtype.itemsize))
-        yield at, part
-
-
-def rows_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor | Quantised]]:
-    """A matrix part by part: (first row, rows). One with heads is a single part, since their rows have no order."""
-    (rows, width), form = stored.shape, stored.format
-    step = rows if form.heads else max(1, PART // width)
-    for begin in range(0, rows, step):
-        interrupts.check()
-        ids = range(begin, min(begin + step, rows))
-        yield begin, form.view(read_rows(stored, [ids], io), (len(ids), width))
-
-
-def read_rows(stored: Stored, runs: Seq[range], io: DiskIO) -> Tensor:
-    """The bytes of a matrix made of some rows of a stored one, which are given as runs of neighbours."""
-    count, width = sum(map(len, runs)), stored.shape[1]
-    buffer, reads = torch.empty(stored.format.nbytes((count, width)), dtype=torch.uint8), []
-    for (offset, size), (at, _) in zip(stored.format.arrays(stored.shape), stored.format.arrays((count, width))):
-        for run in runs:
-            nbytes = len(run) * size
-            reads += io.read(stored.file, buffer[at : at + nbytes].numpy(), stored.offset + offset + run.start * size)
-            at += nbytes
-    wait(reads)
-    return buffer
-
-
 def _decoded_parts(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
     """As `rows_of`, in fp32."""
     for begin, rows in rows_of(stored, io):
@@ -383,13 +180,6 @@ def _decoded_parts(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
             yield begin, out
         else:
             yield begin, rows.float()
-
-
-def is_finite(tensor: Tensor | Quantised) -> bool:
-    """Whether all elements are finite; unlike torch.isfinite without a second tensor of that size."""
-    if isinstance(tensor, Quantised):
-        return tensor.is_finite()
-    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -12,8 +12,9 @@ from torch import Tensor
 from h2o_flexgen.formats import Dense, Format, Int8, Quantised
 from h2o_flexgen.kernels.linear import matmul_format
 from h2o_flexgen.models.spec import Layer
-from h2o_flexgen.offload.checkpoint import Checkpoint, rows_of
+from h2o_flexgen.offload.checkpoint import Checkpoint
 from h2o_flexgen.offload.disk import DiskIO
+from h2o_flexgen.offload.stored import rows_of
 
 #: what the name of a copy of a tensor ends with
 COPY = " (copy)"

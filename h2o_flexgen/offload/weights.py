@@ -40,18 +40,12 @@ from h2o_flexgen.kernels.exact import pack
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import is_as_stored, matmul_format, packs, packs_int8
 from h2o_flexgen.models.spec import Tensors
-from h2o_flexgen.offload.checkpoint import (
-    Checkpoint,
-    DummyCheckpoint,
-    PagedRead,
-    is_finite,
-    parts_of,
-    read_rows,
-    rows_of,
-)
+from h2o_flexgen.offload.checkpoint import Checkpoint
 from h2o_flexgen.offload.decoded import COPY
 from h2o_flexgen.offload.device import finish
 from h2o_flexgen.offload.disk import wait
+from h2o_flexgen.offload.dummy import DummyCheckpoint
+from h2o_flexgen.offload.stored import PagedRead, parts_of, read_rows, rows_of
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.progress import bar
 from h2o_flexgen.sizes import aligned, double_buffers, staging_span
@@ -204,7 +198,7 @@ class WeightStore:
                 buffer = buffers[name] if name in buffers else self.device.host_buffer(sizes[name])
                 tensor = self._form(name).view(buffer, shape)
                 source.read(name, tensor, self.transport.io)
-                if not is_finite(tensor):
+                if not _is_finite(tensor):
                     narrowed = self.dtype == torch.float16 and source.format(name) != Dense(torch.float16)
                     advice = ", or too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
                     cause = f"the weights {name.removesuffix(COPY)!r} hold NaN or infinite numbers"
@@ -351,7 +345,7 @@ class WeightStore:
         """Raises UserError if a tensor on disk holds NaN or infinite elements; the others were checked when loaded."""
         for name, stored in self.stored.items():
             parts = rows_of if len(stored.shape) > 1 else parts_of
-            if not all(is_finite(part) for _, part in parts(stored, self.transport.io)):
+            if not all(_is_finite(part) for _, part in parts(stored, self.transport.io)):
                 raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
 
 
@@ -369,3 +363,10 @@ def _convert(out: Tensor | Quantised, source: Tensor | Quantised) -> None:
         source.into(out)
     else:
         convert(out, source)
+
+
+def _is_finite(tensor: Tensor | Quantised) -> bool:
+    """Whether all elements are finite; unlike torch.isfinite without a second tensor of that size."""
+    if isinstance(tensor, Quantised):
+        return tensor.is_finite()
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())

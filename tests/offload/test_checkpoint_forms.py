@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense
-from h2o_flexgen.offload import checkpoint, convert
+from h2o_flexgen.offload import convert, stored
 from h2o_flexgen.offload.checkpoint import Checkpoint
 from h2o_flexgen.offload.disk import DiskIO
 
@@ -379,7 +379,7 @@ def test_a_bin_is_converted_a_part_at_a_time(tmp_path, cache, monkeypatch, gener
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tensor_is_converted_a_part_at_a_time(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(checkpoint, "PART", 100)
+    monkeypatch.setattr(stored, "PART", 100)
     folder = write_model(tmp_path / "m")
     found, io = Checkpoint(folder), DiskIO()
     for name, tensor in tiny_state().items():

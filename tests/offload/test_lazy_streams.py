@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen import llm as llm_module
-from h2o_flexgen.offload import checkpoint, memory, transport
+from h2o_flexgen.offload import memory, stored, transport
 from h2o_flexgen.offload.device import Device, host_memory
 from h2o_flexgen.offload.queues import TransferQueue
 
@@ -147,7 +147,7 @@ def lazy(monkeypatch):
     streams.clear()
     monkeypatch.setattr(llm_module, "Device", LazyDevice)
     monkeypatch.setattr(transport, "TransferQueue", LazyQueue)
-    for module in (checkpoint, transport):
+    for module in (stored, transport):
         monkeypatch.setattr(module, "copy", lazy_copy)
     yield
 
