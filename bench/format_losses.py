@@ -23,6 +23,7 @@ from h2o_flexgen.policy import DEFAULT_RULE
 TRIED = {
     (None, "exact"): [("int8", None), ("int4", None), (None, 204), ("int8", 378), ("int4", 478)],
     ("int8", "exact"): [],
+    ("int4", "exact"): [],
     (None, "int8"): [],
     ("int8", "int8"): [("int8", None), ("int4", None), (None, 204), ("int8", 378), ("int4", 478)],
 }

@@ -68,6 +68,9 @@ def describe(report: dict) -> str:
     model, dtype, device = report["model"], report["dtype"], report["device"]
     cache = (report["kv_budget"], report.get("compress_cache"))
     lines = [cli.describe_job(model, dtype, device, report["workload"], policy, *cache)]
+    if "weights" in report:
+        blocks = ", 4 bits as they are stored" if report.get("in_blocks") else ""
+        lines.append(f"weights    {', '.join(report['weights'])}; {report.get('compute', 'exact')} matmuls{blocks}")
     for name in ("prefill", "decode"):
         forecast = f" (predicted {predicted[f'{name}_seconds']:.2f} s)" if predicted else ""
         phase = report[name]

@@ -126,7 +126,8 @@ class LLM:
         self.report: dict = {}
 
         choose_dtype = partial(job_dtype, self.device, dtype, profile=profile, compute=compute)
-        self.model = load_model(model and str(model), path, choose_dtype, progress, compress_weight, compute)
+        formats = (compress_weight, self.compress_cache, compute)
+        self.model = load_model(model and str(model), path, choose_dtype, progress, *formats, disk_mem)
         self.model.in_blocks = takes_in_blocks(self.model.formats.values(), compute, cuda, in_blocks)
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids

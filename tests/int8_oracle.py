@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,13 +13,17 @@ INNER = ("o_proj", "out_proj", "dense", "down_proj", "fc2", "dense_4h_to_h")
 
 
 def activations(rows: int = 37, width: int = 200, seed: int = 0) -> torch.Tensor:
-    """Rows of all sizes, some with outliers: in a column that most have, in one of their own, in too many."""
+    """Rows of all sizes, some with outliers: in a column that most have, in one of their own, in too many, and beside
+    elements that are just at the limit."""
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
     x *= torch.logspace(-4, 1, rows)[:, None]
     x[:, 5] *= 40
     x[3 % rows, 7] *= 1000
     x[8 % rows, ::5] *= 300
     x[9 % rows] = 0
+    x[10 % rows] = 0
+    x[10 % rows, : width // 8 - 4] = 1  # 8 times the mean
+    x[10 % rows, :1] = 5
     return x
 
 
@@ -65,6 +71,19 @@ def in_blocks(weight) -> Tensor:
     both = torch.cat([halves & 15, halves >> 4], dim=-1).double()
     found = ((both * scale[..., None] + minimum[..., None]) * ones[..., None].double()).view(out, width)
     return torch.empty_like(found).index_copy_(0, weight.order, found)
+
+
+def multiplying(oracle, times: float, few: int, rounds: bool = True):
+    """An `oracle.Oracle` with the same weights whose linear layers multiply so."""
+    found = copy.copy(oracle)
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        count = 0 if name.rpartition(".")[2] in INNER else few
+        w, bias = found.w[f"{name}.weight"].float(), found.w.get(f"{name}.bias")
+        return int8_linear(x, w, bias, times, count, rounds)
+
+    found.linear = linear
+    return found
 
 
 def patch(model, times: float, few: int, rounds: bool = True) -> None:

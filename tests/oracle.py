@@ -542,7 +542,7 @@ class OptOracle(Oracle):
             x = self.norm("final_layer_norm", x, 1e-5)
         if "project_out.weight" in self.w:
             x = self.linear("project_out", x)
-        return self.w["lm_head.weight"] @ x
+        return self.linear("lm_head", x)
 
 
 class LlamaOracle(Oracle):
@@ -569,7 +569,7 @@ class LlamaOracle(Oracle):
         return x + self.linear(f"{mlp}.down_proj", gated)
 
     def logits(self, x):
-        return self.w["lm_head.weight"] @ self.rms_norm("norm", x)
+        return self.linear("lm_head", self.rms_norm("norm", x))
 
 
 class NeoXOracle(Oracle):
@@ -595,7 +595,7 @@ class NeoXOracle(Oracle):
         return y + self.linear(f"{at}.mlp.dense_4h_to_h", self.act(self.linear(f"{at}.mlp.dense_h_to_4h", z)))
 
     def logits(self, x):
-        return self.w["lm_head.weight"] @ self.norm("final_layer_norm", x, self.config.layer_norm_eps)
+        return self.linear("lm_head", self.norm("final_layer_norm", x, self.config.layer_norm_eps))
 
 
 #: families whose blocks are not LLaMA's

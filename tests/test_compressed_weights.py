@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Int4, Int8, Quantised
+from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.models.registry import family, read_spec
 
 #: widths that groups of 32 divide
@@ -74,9 +78,11 @@ def models(tmp_path_factory):
     return get
 
 
-def generate(folder, prompts, kind=None, budget=None, dtype="float32", max_tokens=8, **policy) -> list[list[int]]:
+def generate(
+    folder, prompts, kind=None, budget=None, dtype="float32", max_tokens=8, cache=None, **policy
+) -> list[list[int]]:
     params, budget = SamplingParams(max_tokens=max_tokens, ignore_eos=True), budget and KVBudget.from_size(*budget)
-    options = dict(device="cpu", dtype=dtype, compress_weight=kind, progress=False)
+    options = dict(device="cpu", dtype=dtype, compress_weight=kind, compress_cache=cache, progress=False)
     with LLM(str(folder), Policy(**policy), budget, **options) as llm:
         return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
 
@@ -101,6 +107,17 @@ def test_the_tokens_do_not_depend_on_the_placement(models, kind, place, budget):
     for overlap in (True, False):
         found = generate(tiny.folder, prompts, kind, budget, percent=PLACES[place], overlap=overlap, **sizes)
         assert found == expected
+
+
+@pytest.mark.parametrize("n, rule", [*enumerate(RULES)])
+def test_with_a_cache_in_fewer_bits_every_rule_gives_the_tokens_of_the_oracle(models, n, rule):
+    kind, place = ("int8", "int4")[n % 2], [*PLACES][n % len(PLACES)]
+    tiny, oracle = models("llama", kind)
+    budget = (3, 2, f"{rule}:first=0")
+    prompts = oracle.clear_cut_prompts([9, 4], 8, [(*budget, kind)])
+    expected = [t.tokens for t in oracle.references(prompts, 8, *budget, kind)]
+    options = dict(cache=kind, gpu_batch_size=2, percent=PLACES[place])
+    assert generate(tiny.folder, prompts, kind, budget, **options) == expected
 
 
 def test_opt_with_projections_around_its_blocks(models, tmp_path):
@@ -157,6 +174,52 @@ def test_a_copy_that_was_half_written_is_made_again(models, tmp_path, monkeypatc
     expected = generate(tiny.folder, prompts, "int8")
     assert "partial" not in copies(home)
     assert generate(tiny.folder, prompts, "int8") == expected
+
+
+#: makes a copy in files of a few bytes, and is killed before the second one
+KILLED = """
+import os, signal, sys
+import safetensors.torch
+from h2o_flexgen import LLM
+from h2o_flexgen.offload import convert
+convert.CONVERTED_BYTES, save, saved = 1000, safetensors.torch.save_file, []
+def save_file(*args):
+    if saved:
+        os.kill(os.getpid(), signal.SIGKILL)
+    saved.append(save(*args))
+safetensors.torch.save_file = save_file
+LLM(sys.argv[1], compress_weight="int8", device="cpu", dtype="float32", progress=False)
+"""
+
+
+def test_a_copy_whose_making_was_killed_is_made_again(models, tmp_path):
+    tiny, _ = models("llama", "int8")
+    prompts = tiny.prompts([5])
+    expected = generate(tiny.folder, prompts, "int8")
+    home = tmp_path / "other"
+    env = os.environ | {"H2O_FLEXGEN_HOME": str(home)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tiny.folder)], env=env, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in home.glob("converted/*/*.safetensors")] == ["00000.safetensors"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("H2O_FLEXGEN_HOME", str(home))
+        assert generate(tiny.folder, prompts, "int8") == expected
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        (dict(compress_cache="int5"), "`compress_cache` is one of"),
+        (dict(compute="int4"), "`compute` is one of"),
+        (dict(disk_mem=1000), "fewer bits take .* `disk_mem` is"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said_before_a_copy_is_made(models, tmp_path, asked, message):
+    tiny, _ = models("llama", "int8")
+    with pytest.raises(UserError, match=message):
+        LLM(str(tiny.folder), compress_weight="int8", device="cpu", dtype="float32", progress=False, **asked)
+    assert not copies(tmp_path / "home")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -7,16 +7,19 @@ import copy
 import pytest
 import torch
 import zoo
-from int8_oracle import patch
+from int8_oracle import multiplying, patch
 from test_compressed_weights import PLACES, models  # noqa: F401  a fixture
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import int8
+from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.offload import weights
 
 #: of log-probabilities: an element that is rounded to another code, since it differed in its last bit, changes them so
 BOUND = 0.01
+#: the same where later tokens see what was rounded so in a cache in 4 bits
+BOUND_CACHED = 0.05
 #: what is an outlier in these tests, where rows are so short that real limits are never met
 LIMIT = 3.0
 
@@ -26,8 +29,11 @@ def many_outliers(monkeypatch):
     monkeypatch.setattr(int8, "TIMES", LIMIT)
 
 
-def score(folder, texts, kind="int8", compute="int8", budget=None, prompt_len=4, **policy) -> list[list[float]]:
-    options = dict(device="cpu", dtype="float32", compress_weight=kind, compute=compute, progress=False)
+def score(
+    folder, texts, kind="int8", compute="int8", budget=None, prompt_len=4, cache=None, **policy
+) -> list[list[float]]:
+    options = dict(device="cpu", dtype="float32", compress_weight=kind, compress_cache=cache, compute=compute)
+    options["progress"] = False
     with LLM(str(folder), Policy(**policy), budget, **options) as llm:
         return [s.token_logprobs for s in llm.score(texts, prompt_len)]
 
@@ -63,6 +69,20 @@ def test_every_family_gives_the_scores_of_the_oracle(models, name, kind):  # noq
         max(abs(a - b) for x, y in zip(other, expected) for a, b in zip(x, y)) for other in (found, exact)
     )
     assert errors < BOUND and losses > 0
+
+
+@pytest.mark.parametrize("n, rule", [*enumerate(RULES)])
+def test_with_a_cache_in_fewer_bits_every_rule_gives_the_scores_of_the_oracle(models, n, rule, kind):  # noqa: F811
+    tiny, rounded = models("llama", kind)
+    oracle = multiplying(rounded.oracle, LIMIT, int8.FEW, rounds=kind != "blocks")
+    cache, place = ("int8", "int4")[n % 2], [*PLACES.values()][n % len(PLACES)]
+    budget = (3, 2, f"{rule}:first=0")
+    # no eviction and no code of the cache is a close call, which an element of a matmul could decide
+    made = ((text, oracle.generate(text, 6, *budget, cache)) for seed in range(100) for text in tiny.prompts([9], seed))
+    text, trace = next((text, trace) for text, trace in made if trace.slack > 1e-3 and trace.rounding > 1)
+    options = dict(budget=KVBudget.from_size(*budget), prompt_len=len(text), cache=cache, percent=place)
+    (found,) = score(tiny.folder, [text + trace.tokens], compressed(kind), **options)
+    assert found == pytest.approx(trace.logprobs, abs=BOUND_CACHED)
 
 
 @pytest.mark.parametrize("budget", [None, (3, 3)], ids=["full", "h2o"])
@@ -101,5 +121,6 @@ def test_random_weights_are_multiplied_so_too(kind):
         with LLM("facebook/opt-125m", Policy(percent=percent), **options, progress=False) as llm:
             params = SamplingParams(max_tokens=3, ignore_eos=True)
             found.append(llm.generate([[5, 6, 7, 8]], params)[0].outputs[0].token_ids)
-        assert llm.report["compute"] == "int8"
+        assert llm.report["compute"] == "int8" and llm.report.get("in_blocks", False) == (kind == "blocks")
+        assert llm.report["weights"] == sorted({"int8", compressed(kind)})
     assert found[0] == found[1]

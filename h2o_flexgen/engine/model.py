@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from h2o_flexgen.compression import check_compute
+from h2o_flexgen.compression import cache_formats, check_compute, compressed
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.formats import Dense, Format, prepare
 from h2o_flexgen.kernels import int8
@@ -52,6 +52,11 @@ class LoadedModel:
     compress_weight: str | None = None
     compute: str = "exact"
     in_blocks: bool = False
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether some matrices are."""
+        return not all(isinstance(form, Dense) for form in self.formats.values())
 
     @property
     def is_dummy(self) -> bool:
@@ -156,19 +161,23 @@ def load_model(
     choose_dtype: Callable[[str | None], torch.dtype],
     progress: bool,
     compress_weight: str | None = None,
+    compress_cache: str | None = None,
     compute: str = "exact",
+    disk_mem: int | None = None,
 ) -> LoadedModel:
-    """Find a model, and check that its checkpoint holds what the model needs.
+    """Find a model, and check that its checkpoint holds what the model needs, and then that it can have these formats,
+    before a copy of lower precision is made.
 
     Args:
         model, path: as for `LLM`.
         choose_dtype: from the type that the checkpoint is stored in, such as "bfloat16", or None where that is not
             known, to the type to compute in.
         progress: show a bar if the checkpoint must be converted.
-        compress_weight, compute: as for `LLM`.
+        compress_weight, compress_cache, compute, disk_mem: as for `LLM`.
 
     Raises:
-        UserError: there is no such model, its family or its format is not known, or its files are not whole.
+        UserError: there is no such model, its family or its format is not known, its files are not whole, or it cannot
+            have these formats.
     """
     if path == DUMMY:
         weights, spec, tokenizer, stored = None, _dummy_spec(model), None, named_dtype(model)
@@ -180,19 +189,23 @@ def load_model(
     layers = family(spec.model_type).tensors(spec)
     shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
     if path == DUMMY:
-        source = DummyCheckpoint(layers, dtype, compress_weight)
+        source = DummyCheckpoint(layers, dtype)
     else:
         source = Checkpoint(weights, layers, dtype, progress)
         source.check(shapes)
         if spec.tied:
             source.check_tied(head_name(spec), head_name(replace(spec, tied=False)))
-        if compress_weight is not None:
-            source.compress(compress_weight, layers, progress)
     formats = {name: source.format(name) for name, shape in shapes.items() if len(shape) > 1}
+    compressed_to = {} if compress_weight is None else compressed(compress_weight, [layer.shapes for layer in layers])
+    formats |= compressed_to
     check_compute(compute, formats)
-    prepare_loops(dtype, not all(isinstance(form, Dense) for form in formats.values()), compute)
+    cache_formats(compress_cache, dtype, spec.head_dim)  # raises for one that the model cannot have
+    if compressed_to:
+        source.compress(compressed_to, disk_mem, progress)
     name = model_name(model, path, weights)
-    return LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight, compute)
+    found = LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight, compute)
+    prepare_loops(dtype, found.is_quantised, compute)
+    return found
 
 
 def prepare_loops(dtype: torch.dtype, quantised: bool, compute: str) -> None:

@@ -59,9 +59,11 @@ class Report:
     bytes_moved: dict[str, int]  # by link
     stall_seconds: dict[str, float]  # that compute waited for "weights" and "cache"
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
+    weights: list[str] | None = None  # formats of the matrices, if some are quantised
     compress_weight: str | None = None  # int8 or int4, if it was asked for
     compress_cache: str | None = None
     compute: str | None = None  # of the matmuls; None: exact
+    in_blocks: bool | None = None  # in int8, whether weights in 4 bits are multiplied as they are stored
 
     @classmethod
     def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
@@ -95,15 +97,17 @@ class Report:
                 "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
             },
             predicted=job.prediction and job.prediction.of_job(),
+            weights=sorted({form.name for form in model.formats.values()}) if model.is_quantised else None,
             compress_weight=model.compress_weight,
             compress_cache=job.compress_cache,
             compute=None if model.compute == "exact" else model.compute,
+            in_blocks=model.in_blocks or None,
         )
 
     def to_dict(self) -> dict:
         """For JSON; some only where there is something to say."""
-        found, optional = asdict(self), ("predicted", "compress_weight", "compress_cache", "compute")
-        return {name: value for name, value in found.items() if value is not None or name not in optional}
+        optional = ("predicted", "weights", "compress_weight", "compress_cache", "compute", "in_blocks")
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in optional}
 
 
 def _peak_bytes(device: Device, cpu_pool: int, disk: int) -> dict[str, int]:

@@ -99,7 +99,7 @@ def int8_linears(x: Tensor, layers: list[Layer], outliers: bool = True, kernel: 
     for part, *part_outs in zip(rows.split(INT8_ROWS), *(out.split(INT8_ROWS) for out in outs)):
         quantised = quantise(part.contiguous(), outliers)
         multiply(quantised, [(*layer, out) for layer, out in zip(layers, part_outs)], kernel)
-    return [out.view(*x.shape[:-1], -1) for out in outs]
+    return [out.view(*x.shape[:-1], out.shape[1]) for out in outs]
 
 
 @dataclass

@@ -179,9 +179,9 @@ def quantise(x, times, few, begin, end, codes, limit, largest):
     is_outlier = np.zeros(x.shape[1], np.uint8)
     for r in range(begin, end):
         row, target = x[r], codes[r]
-        most = top = _largest(row)  # of what stays, and the limit, as bits
+        highest = most = top = _largest(row)  # of all, of what stays, and the limit, as bits
         mean = np.float32(times * _sum_abs(row) / np.float32(len(row))) if few else np.float32(np.inf)
-        if mean < from_bits(most) < np.inf:
+        if mean < from_bits(highest) < np.inf:
             while _above(row, bits_of(mean)) > few:
                 mean *= np.float32(2)
             top, most = bits_of(mean), np.uint32(0)
@@ -191,7 +191,7 @@ def quantise(x, times, few, begin, end, codes, limit, largest):
                 is_outlier[i] |= np.uint8(size > top)
         limit[r], largest[r] = from_bits(top), from_bits(most)
         factor = np.float32(127) / max(from_bits(most), np.float32(1e-30))
-        if most == top:
+        if highest <= top:  # no outliers
             for i in range(len(row)):
                 target[i] = element(float_of(row[i]) * factor, target)
         else:

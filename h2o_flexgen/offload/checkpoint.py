@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from h2o_flexgen.compression import compressed
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Quantised, convert
 from h2o_flexgen.models.gguf import in_place, is_gguf
@@ -23,6 +22,7 @@ from h2o_flexgen.offload.convert import bins_to_safetensors, gguf_to_safetensors
 from h2o_flexgen.offload.device import as_numpy
 from h2o_flexgen.offload.disk import DiskIO, File, wait
 from h2o_flexgen.offload.stored import Stored, parts_of, rows_of
+from h2o_flexgen.policy import gib
 
 #: names that safetensors has for the dtypes of weights
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -69,18 +69,20 @@ class Checkpoint:
         for name, (offset, shape, form) in in_file.items():
             self.tensors[name] = Stored(file, offset, shape, form)
 
-    def compress(self, kind: str, layers: Seq[Layer], progress: bool) -> None:
-        """Take the matrices from a copy of lower precision in the cache folder, which is made if there is none.
+    def compress(self, formats: dict[str, Format], disk_mem: int | None, progress: bool) -> None:
+        """Take the tensors in these formats, from a copy in the cache folder, which is made if there is none.
 
         Args:
-            kind: as for `compression.compressed`.
+            disk_mem: the most bytes of the copy, which the plan of a job counts.
 
         Raises:
-            UserError: as `compression.compressed`; NaN or infinite elements; or no room.
+            UserError: NaN or infinite elements, or no room.
         """
-        formats = compressed(kind, [layer.shapes for layer in layers])
         shapes = {name: self.find(name).shape for name in formats}
         sizes = {name: form.nbytes(shapes[name]) for name, form in formats.items()}
+        total = sum(sizes.values())
+        if disk_mem is not None and total > disk_mem:
+            raise UserError(f"the weights in fewer bits take {gib(total)} on disk, and `disk_mem` is {gib(disk_mem)}")
         io = DiskIO()
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -88,11 +90,13 @@ class Checkpoint:
                 buffer = torch.empty(sizes[name], dtype=torch.uint8)
                 form.encode_parts(shapes[name], _decoded_parts(self.find(name), io), buffer)
                 if not form.view(buffer, shapes[name]).is_finite():
-                    raise UserError(f"the weights {name!r} hold NaN or infinite numbers: the checkpoint is broken")
+                    raise UserError(
+                        f"the weights {name!r} hold NaN or infinite numbers, or some too large for {form.name}: is the "
+                        "checkpoint broken?"
+                    )
                 yield name, buffer
 
         try:
-            total = sum(sizes.values())
             # another config, or floats of another type that a GGUF file was converted to, make another copy
             made = [(name, shapes[name], form, self.find(name).format) for name, form in formats.items()]
             files = made_once(self.files, f"weights as {made}", tensors, len(formats), total, progress)

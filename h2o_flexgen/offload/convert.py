@@ -21,7 +21,7 @@ from h2o_flexgen.policy import gib
 from h2o_flexgen.progress import bar
 
 #: bytes of a converted file, and so about those of RAM that the conversion takes; its last tensor may exceed them
-CONVERTED_BYTES = 1 << 29
+CONVERTED_BYTES = 1 << 27
 
 
 def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype, progress: bool) -> list[Path]:

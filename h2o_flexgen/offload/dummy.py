@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.compression import compressed
 from h2o_flexgen.formats import Dense, Format, Quantised
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.offload.device import as_numpy
@@ -38,18 +37,20 @@ class DummyCheckpoint:
     Matrices are normally distributed, norms 1, biases 0.
 
     A tensor's elements depend on its name alone, not on its tier: a pool of random elements, rotated by a hash of the
-    name. `layers`: the tensors of the model; `dtype`: of the computation; `compress`: as for `compression.compressed`.
+    name. `layers`: the tensors of the model; `dtype`: of the computation.
     """
 
     copy_bytes = 0
 
-    def __init__(self, layers: Seq[Layer], dtype: torch.dtype, compress: str | None = None):
+    def __init__(self, layers: Seq[Layer], dtype: torch.dtype):
         self.shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
         self.formats = dict.fromkeys(self.shapes, Dense(dummy_dtype(dtype)))
-        if compress is not None:
-            self.formats |= compressed(compress, [layer.shapes for layer in layers])
         pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)) * STD
         self._pool = pool.to(dummy_dtype(dtype)).repeat(2)
+
+    def compress(self, formats: dict[str, Format], disk_mem: int | None, progress: bool) -> None:
+        """Take the tensors in these formats: nothing is copied."""
+        self.formats |= formats
 
     def format(self, name: str) -> Format:
         return self.formats[name]

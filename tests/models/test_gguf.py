@@ -16,13 +16,14 @@ import torch
 import zoo
 from cli_tools import write_rows
 from gguf import GGMLQuantizationType as Type
+from int8_oracle import in_blocks, multiplying
 from machines import kernels, laptop
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Int8, Quantised
-from h2o_flexgen.kernels import linear
+from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile, in_place
 from h2o_flexgen.models.registry import family, read_spec, spec_of
@@ -272,6 +273,33 @@ def test_a_quantised_llama_gives_the_tokens_of_transformers(quantised, run, wher
     prompts = quantised.clear_cut_prompts([9, 4, 12], 8, ((None, None), (3, 3)))
     outputs = run(quantised, prompts, 8, budget if budget[0] else None, gpu_batch_size=2, num_gpu_batches=2, **where)
     assert [o.token_ids for o in outputs] == [t.tokens for t in quantised.references(prompts, 8, *budget)]
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["codes_of_8_bits", "as_stored"])
+@pytest.mark.parametrize("where", [IN_RAM, ON_DISK], ids=["in_ram", "on_disk"])
+def test_its_matmuls_in_int8_are_those_of_the_oracle(quantised, monkeypatch, request, where, blocks):
+    if blocks:
+        if source_type(quantised) == "Q8_0":
+            pytest.skip("of 4 bits only")
+        request.getfixturevalue("fast_blocks")
+    monkeypatch.setattr(int8, "TIMES", 3.0)  # rows are too short for real outliers
+    oracle, (text,) = multiplying(quantised.oracle, 3.0, int8.FEW, rounds=not blocks), quantised.prompts([12])
+    options = dict(device="cpu", dtype="float32", compute="int8", in_blocks=blocks, progress=False)
+    with LLM(str(quantised.folder), Policy(**where), **options) as llm:
+        if blocks:
+            oracle.w = oracle.w | {name: in_blocks(matrix) for name, matrix in matrices(llm.model)}
+        trace = oracle.generate(text, 6)
+        (found,) = llm.score([text + trace.tokens], len(text))
+    assert found.token_logprobs == pytest.approx(trace.logprobs, abs=0.01)
+
+
+def matrices(model):
+    """(name in the oracle, the matrix as it is stored) of all that are multiplied."""
+    for name, form in model.formats.items():
+        stored = model.source.find(name)
+        raw = np.fromfile(stored.file.path, np.uint8, stored.nbytes, offset=stored.offset)
+        if "embed" not in name:
+            yield name.removeprefix("model."), Quantised(form, torch.from_numpy(raw), stored.shape)
 
 
 def test_its_matrices_are_read_in_place(quantised, tmp_path):
