@@ -163,6 +163,7 @@ AIMS = [
     ("opt-1.3b 64+256", "ours, H2O + int8", "ours, H2O", 2),
     ("opt-6.7b 64+64", "ours, H2O + int8", "ours, H2O", 2),
     ("opt-1.3b 64+256", "ours, H2O + int8", "Accelerate", 15),
+    ("opt-1.3b 64+256", "ours, H2O + int4, int8 matmuls", "Accelerate", 15),
     ("opt-1.3b 64+256", "ours, H2O + int8", "ZeRO-Inference", 15),
     ("llama-8b 64+64", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 5),
     ("llama-1b 128+128 uncapped", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 3),
