@@ -46,14 +46,14 @@ def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:
 
 def in_memory(form: Format, dtype: torch.dtype) -> Format:
     """In which a tensor is kept in RAM and on a GPU, for a job that computes in `dtype`."""
-    return Dense(dtype) if isinstance(form, Dense) else form
+    return Dense(dtype) if form.is_dense else form
 
 
 def check_compute(compute: str, formats: dict[str, Format]) -> None:
     """Raises UserError unless `compute` is known, and for int8 there are matrices in 8 or 4 bits among `formats`."""
     if compute not in COMPUTE:
         raise UserError(f"`compute` is one of {', '.join(COMPUTE)}, not {compute!r}")
-    if compute == "int8" and all(isinstance(form, Dense) for form in formats.values()):
+    if compute == "int8" and all(form.is_dense for form in formats.values()):
         raise UserError(
             "`compute` int8 is for weights in 8 or 4 bits, and these are in floats: add `compress_weight` int8 or int4"
         )

@@ -32,9 +32,8 @@ def many_outliers(monkeypatch):
 def score(
     folder, texts, kind="int8", compute="int8", budget=None, prompt_len=4, cache=None, **policy
 ) -> list[list[float]]:
-    options = dict(device="cpu", dtype="float32", compress_weight=kind, compress_cache=cache, compute=compute)
-    options["progress"] = False
-    with LLM(str(folder), Policy(**policy), budget, **options) as llm:
+    formats = dict(compress_weight=kind, compress_cache=cache, compute=compute)
+    with LLM(str(folder), Policy(**policy), budget, "cpu", "float32", **formats, progress=False) as llm:
         return [s.token_logprobs for s in llm.score(texts, prompt_len)]
 
 

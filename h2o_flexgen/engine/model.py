@@ -13,7 +13,7 @@ import torch
 
 from h2o_flexgen.compression import cache_formats, check_compute, compressed
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.formats import Dense, Format, prepare
+from h2o_flexgen.formats import Format, prepare
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
@@ -56,7 +56,7 @@ class LoadedModel:
     @property
     def is_quantised(self) -> bool:
         """Whether some matrices are."""
-        return not all(isinstance(form, Dense) for form in self.formats.values())
+        return not all(form.is_dense for form in self.formats.values())
 
     @property
     def is_dummy(self) -> bool:

@@ -24,12 +24,14 @@ class Format:
         name: for people and files.
         dtype: of the bytes as they are moved: a float type, or uint8.
         alignment: of the address of the first byte.
+        is_dense: floats as they are.
         heads: of queries or keys whose rows are in llama.cpp's order (`Quantised.order`); 0 for any other tensor.
     """
 
     name: str
     dtype: torch.dtype = torch.uint8
     alignment: int = 1
+    is_dense: bool = False
     heads: int = 0
 
     def row_bytes(self, width: int) -> tuple[int, ...]:

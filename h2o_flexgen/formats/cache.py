@@ -25,7 +25,7 @@ class KVFormat(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        return isinstance(self.k, Dense)
+        return self.k.is_dense
 
     @property
     def is_compiled(self) -> bool:

@@ -18,6 +18,8 @@ class Dense(Format):
 
     dtype: torch.dtype
 
+    is_dense = True
+
     @property
     def name(self) -> str:
         return dtype_name(self.dtype)

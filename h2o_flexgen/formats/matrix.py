@@ -127,7 +127,7 @@ def decode_bytes(formats: Iterable[Format], dtype: torch.dtype, cuda: bool) -> i
     """What decoding takes besides its result in `dtype`: codes and floats of a part, these twice where they become
     codes of 8 bits, and of a matrix with heads also the part before its rows are in order. Compiled loops take
     scales and minima only, which are not counted."""
-    quantised = [form for form in formats if form.dtype == torch.uint8]
+    quantised = [form for form in formats if not form.is_dense]
     if not quantised or (not cuda and threads.compiled()):
         return 0
     return BUFFERED_PART * (9 + dtype.itemsize * any(form.heads for form in quantised))

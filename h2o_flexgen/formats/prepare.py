@@ -10,8 +10,7 @@ from h2o_flexgen.formats.int8 import Int8
 
 
 def prepare_cache(form: KVFormat, dtype: torch.dtype) -> None:
-    """Compile what stores floats of `dtype` in a cache on a CPU and attends to it, or read it from numba's cache: once,
-    before memory is measured."""
+    """What stores floats of `dtype` in a cache, and attends to it."""
     if form.is_compiled:
         width = 64 if form.is_dense else form.k.group
         k, v = form.stored(*torch.zeros(2, 2, 1, width, dtype=dtype))
@@ -22,8 +21,7 @@ def prepare_cache(form: KVFormat, dtype: torch.dtype) -> None:
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Compile what decodes into `dtype` and into int8 on a CPU, or read it from numba's cache: once, before memory is
-    measured."""
+    """What decodes matrices into `dtype` and into int8."""
     shape = 1, 32
     for form in (Int8(), Int4(32)):
         matrix = form.view(torch.zeros(form.nbytes(shape), dtype=torch.uint8), shape)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS
 
-#: `widened` has W, not x, as the left operand of its matmul up to so many rows
+#: most rows of x with which W, not x, is the left operand of the matmul in `widened`
 LEFT_ROWS = 256
 
 

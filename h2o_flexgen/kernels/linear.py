@@ -129,7 +129,7 @@ def is_as_stored(form: Format, in_blocks: bool) -> bool:
 def matmul_format(form: Format, dtype: torch.dtype, compute: str, in_blocks: bool, is_head: bool = False) -> Format:
     """Which `linear` is given, of a matrix that is kept in `form`: floats, or with `compute` "int8" codes if it is
     quantised; a head as it is, of which `linear` makes these a slice at a time."""
-    if isinstance(form, Dense):
+    if form.is_dense:
         return Dense(dtype)
     if is_head or (compute == "int8" and is_as_stored(form, in_blocks)):
         return form

@@ -92,8 +92,8 @@ class BudgetRule(CacheRule):
         return self.recent
 
     def query_weights(self, position: Tensor, newest: Tensor) -> Tensor | None:
-        """(B, T) fp32: in a prompt's scores the attention of each query counts so much; None: 1. position (B, T) of the
-        queries, newest (B, 1) the last real one."""
+        """(B, T) fp32: what the attention of each query is multiplied with in a prompt's scores; None: 1. position
+        (B, T) of the queries, newest (B, 1) the last real one."""
         return None
 
     def remember(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
@@ -121,7 +121,8 @@ class BudgetRule(CacheRule):
     def prefill(
         self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, past: Past | None = None
     ) -> Tensor:
-        """As `CacheRule.prefill`; with a `past`, which only a `FixedRule` takes, over the tokens that stayed of it.
+        """As `CacheRule.prefill`; with a `past`, which only a `FixedRule` takes and has methods for (`_held`,
+        `prompt_step_scores`), over the tokens that stayed of it.
 
         The new tokens attend to the held ones, and causally to themselves. Each query adds its attention to the scores
         of both; then of both together those stay that would stay of a prompt. With one token it is what a decode step

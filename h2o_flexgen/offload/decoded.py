@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats import Dense, Format, Int8, Quantised
+from h2o_flexgen.formats import Format, Int8, Quantised
 from h2o_flexgen.kernels.linear import matmul_format
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.offload.checkpoint import Checkpoint
@@ -44,7 +44,7 @@ class Decoding(NamedTuple):
         """Into what matmuls read. For matmuls in int8 the embedding, in the first layer, stays as it is stored, since
         its rows are floats; a head that is tied to it becomes a copy with a name of its own, or without `copies` stays
         too."""
-        quantised = {name: form for name, form in formats.items() if not isinstance(form, Dense)}
+        quantised = {name: form for name, form in formats.items() if not form.is_dense}
         kept = quantised.keys() & layers[0].shapes if compute == "int8" else set()
         read = {name: matmul_format(form, dtype, compute, in_blocks) for name, form in quantised.items()}
         found = {name: form if name in kept else read[name] for name, form in quantised.items()}

@@ -135,7 +135,7 @@ class ModelData:
         found, dtype, head = {}, self.torch_dtype, self.streamed[-1]
         for name, shape in (item for layer in self.layers for item in layer.shapes.items()):
             form, read = self.formats[name], self.read(name, name in head)
-            stored, other = form.nbytes(shape), isinstance(form, Dense) and form != Dense(dtype)
+            stored, other = form.nbytes(shape), form.is_dense and form != Dense(dtype)
             staging = {tier: staging_bytes(tier, form, shape, dtype, self.cuda, read) for tier in TIERS}
             found[name] = TensorBytes(in_memory(form, dtype).nbytes(shape), stored, staging, stored * other)
         return found
@@ -149,7 +149,7 @@ class ModelData:
         return self.tensor_bytes[name].stored
 
     def is_dense(self, name: str) -> bool:
-        return isinstance(self.formats[name], Dense)
+        return self.formats[name].is_dense
 
     def in_int8(self, name: str) -> bool:
         """Whether a matrix is multiplied in int8."""
@@ -170,7 +170,7 @@ class ModelData:
     @cached_property
     def converts_by_compute(self) -> bool:
         """Whether floats from disk are on the device as they are stored, and compute converts a layer to use it."""
-        dense = {form for form in self.formats.values() if isinstance(form, Dense)}
+        dense = {form for form in self.formats.values() if form.is_dense}
         return dense != {Dense(self.torch_dtype)} and not self.cuda
 
     @property
