@@ -12,13 +12,14 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
-from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget, Policy
+from h2o_flexgen.policy import DEFAULT_RULE, GIB, PREFILL_TOKENS, KVBudget, Policy
 
 #: what other programs call our options
 FOREIGN = {"--max-tokens": "--gen-len", "--max-new-tokens": "--gen-len", "--output-len": "--gen-len"}
@@ -112,6 +113,7 @@ def add_policy_options(add) -> None:
     add("--percent", nargs=6, type=float, metavar="P", help=f"no search, but six numbers: {tiers}")
     add("--gpu-batch-size", type=count, help="sequences per batch (with --percent by default up to 32)")
     add("--num-gpu-batches", type=count, help="batches per block (with --percent by default 1)")
+    add("--prefill-tokens", type=count, help="tokens that prefill computes at once, at least a prompt (default: 2048)")
     on_off = argparse.BooleanOptionalAction
     add("--overlap", action=on_off, help="move data while computing (default: on)")
     add("--cpu-cache-compute", action=on_off, help="attention on the CPU for KV blocks in its RAM")
@@ -125,8 +127,9 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | N
     if args.max_latency is not None:
         raise UserError("--percent contradicts --max-latency: give one of the two")
     size = args.gpu_batch_size or min(32, num_prompts or 4)
-    on_cpu = bool(args.cpu_cache_compute)
-    return Policy(size, args.num_gpu_batches or 1, tuple(args.percent), args.overlap is not False, on_cpu)
+    found = Policy(size, args.num_gpu_batches or 1, tuple(args.percent), args.overlap is not False)
+    given = {"cpu_cache_compute": args.cpu_cache_compute, "prefill_tokens": args.prefill_tokens}
+    return replace(found, **{name: value for name, value in given.items() if value is not None})
 
 
 def prompt_len(args: argparse.Namespace, positions: int, rolling: bool) -> int:
@@ -280,6 +283,8 @@ def describe_job(
     switches = f"overlap {'on' if policy.overlap else 'off'}"
     if policy.cpu_cache_compute:
         switches += ", attention on the CPU"
+    if policy.prefill_tokens != PREFILL_TOKENS[0]:
+        switches += f", prefill by {policy.prefill_tokens} tokens"
     return (
         f"model      {model}, {dtype} on {machine}\n"
         f"workload   {prompts}, {workload['gen_len']} tokens each\n"

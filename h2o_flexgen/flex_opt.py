@@ -22,7 +22,7 @@ from h2o_flexgen.policy import Policy, gib
 PASSED = "model device dtype compress_weight compress_cache compute path offload_dir gpu_mem cpu_mem disk_mem".split()
 PASSED += ["hardware", "max_latency"]
 #: options of a search, and of the policy that --percent makes
-SEARCHED = "gpu_batch_size num_gpu_batches overlap cpu_cache_compute".split()
+SEARCHED = "gpu_batch_size num_gpu_batches prefill_tokens overlap cpu_cache_compute".split()
 
 
 def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.ArgumentParser:

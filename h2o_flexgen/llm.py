@@ -61,7 +61,8 @@ class LLM:
         in_blocks: with it, whether weights in 4 bits are multiplied as they are stored; None: as this CPU is faster.
         offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
-        gpu_batch_size, num_gpu_batches, overlap, cpu_cache_compute: given ones are not searched by policy "auto".
+        gpu_batch_size, num_gpu_batches, prefill_tokens, overlap, cpu_cache_compute: given ones are not searched by
+            policy "auto".
         hardware: a profile as `python -m h2o_flexgen.hardware` writes it, instead of measuring.
         max_latency: the most seconds that a block may take, for policy "auto".
         min_hh_ratio: the floor of kv_budget "auto".
@@ -96,6 +97,7 @@ class LLM:
         disk_mem: int | None = None,
         gpu_batch_size: int | None = None,
         num_gpu_batches: int | None = None,
+        prefill_tokens: int | None = None,
         overlap: bool | None = None,
         cpu_cache_compute: bool | None = None,
         hardware: str | Path | Profile | None = None,
@@ -112,12 +114,12 @@ class LLM:
         given = given_policy(policy, kv_budget, compress_cache, compress_weight, compute)
         self.policy, self.kv_budget, self.compress_cache, compress_weight, compute = given
         searched = dict(gpu_batch_size=gpu_batch_size, num_gpu_batches=num_gpu_batches, overlap=overlap)
-        searched |= dict(cpu_cache_compute=cpu_cache_compute, max_latency=max_latency)
+        searched |= dict(prefill_tokens=prefill_tokens, cpu_cache_compute=cpu_cache_compute, max_latency=max_latency)
         if self.policy != "auto" and (given := [f"`{name}`" for name, value in searched.items() if value is not None]):
             raise UserError(f'{", ".join(given)}: only for `policy` "auto", a policy has its own')
         profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
         limits = dict(overlap=overlap is not False, max_latency=max_latency, min_hh_ratio=min_hh_ratio, losses=losses)
-        constraints = Constraints(gpu_batch_size, num_gpu_batches, cpu_cache_compute, **limits)
+        constraints = Constraints(gpu_batch_size, num_gpu_batches, cpu_cache_compute, prefill_tokens, **limits)
         self.caps = dict(zip(TIERS, (gpu_mem, cpu_mem, disk_mem)))
         check_cpu_cap(self.caps, not cuda, self.policy == "auto")
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()

@@ -13,6 +13,8 @@ TIERS = ("gpu", "cpu", "disk")
 #: what is placed
 KINDS = ("weights", "cache", "activations")
 GIB, MIB = 1 << 30, 1 << 20
+#: of a policy that says nothing else, and what a search tries instead: large enough for matmuls to run at their best
+PREFILL_TOKENS = (2048, 512)
 #: of what a tier has, this much may be planned for
 MARGIN = 0.95
 #: the cache rule of a KV budget that names none; and of one in an old file, from before there was another
@@ -117,7 +119,8 @@ class Policy:
             each sequence, stay on the device.
         overlap: move weights and cache while computing.
         cpu_cache_compute: decode attention of KV blocks on the cpu tier runs on the CPU.
-        prefill_tokens: tokens of one prefill micro-batch (at least one sequence).
+        prefill_tokens: the most tokens of a prefill micro-batch, of which there is at least one sequence: a layer's
+            workspace grows with them.
 
     Raises:
         UserError: a size below 1, or percentages that are negative or exceed 100 together.
@@ -128,7 +131,7 @@ class Policy:
     percent: tuple[float, ...] = (100, 0, 100, 0, 100, 0)
     overlap: bool = True
     cpu_cache_compute: bool = False
-    prefill_tokens: int = 2048
+    prefill_tokens: int = PREFILL_TOKENS[0]
 
     def __post_init__(self):
         for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens"):

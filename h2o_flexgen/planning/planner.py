@@ -16,7 +16,7 @@ from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints, Search
 from h2o_flexgen.planning.shapes import ModelData
-from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.policy import PREFILL_TOKENS, KVBudget, Policy
 from h2o_flexgen.sizes import Workload
 
 #: sequences of a batch where everything is resident: more make the matmuls of a CPU no faster
@@ -172,7 +172,8 @@ class Planner:
         if not given.resident or given.max_latency is not None or larger_pays:
             return None
         batches, on_cpu = given.num_gpu_batches or 1, bool(given.cpu_cache_compute)
-        policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu)
+        tokens = given.prefill_tokens or PREFILL_TOKENS[0]
+        policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu, prefill_tokens=tokens)
         _, plan = self.plan(policy, rule, workload, resources)
         return None if plan.missing() else policy
 

@@ -1,6 +1,6 @@
 """The policy with the highest predicted throughput: a linear program over the nine placement fractions inside, an
-enumeration of batch sizes outside (FlexGen, arXiv 2303.06865, section 4.3). One more variable, which is whole, says
-whether the device holds the vocabulary head.
+enumeration of the sizes of batches, and of prefill's micro-batches, outside (FlexGen, arXiv 2303.06865, section 4.3).
+One more variable, which is whole, says whether the device holds the vocabulary head.
 
 The linear program is a relaxation: every placement of whole tensors and KV blocks is a point of it, and its seconds are
 a lower bound of the cost model's. So a pair of batch sizes whose bound is no better than the best policy so far is left
@@ -10,9 +10,10 @@ out, and the result is that of the whole grid. (A last block that is not full is
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import ceil, inf
 
 import numpy as np
@@ -27,7 +28,7 @@ from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.traffic import Flows, Offloaded
 from h2o_flexgen.planning.workspace import workspace_bytes
-from h2o_flexgen.policy import KINDS, TIERS, Policy
+from h2o_flexgen.policy import KINDS, PREFILL_TOKENS, TIERS, Policy
 from h2o_flexgen.sizes import Workload, batch_sizes, double_buffers, kv_buffers, wal_rows
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
@@ -49,7 +50,7 @@ class Constraints:
     """What is not for the search to choose.
 
     Attributes:
-        gpu_batch_size, num_gpu_batches, cpu_cache_compute: of the policy; None lets the search choose.
+        gpu_batch_size, num_gpu_batches, cpu_cache_compute, prefill_tokens: of the policy; None lets the search choose.
         overlap: of the policy.
         max_latency: the most seconds of a block.
         min_hh_ratio: the floor of the KV budget "auto".
@@ -64,6 +65,7 @@ class Constraints:
     gpu_batch_size: int | None = None
     num_gpu_batches: int | None = None
     cpu_cache_compute: bool | None = None
+    prefill_tokens: int | None = None
     overlap: bool = True
     max_latency: float | None = None
     min_hh_ratio: float = MIN_HH_RATIO
@@ -154,7 +156,7 @@ class Search:
         return self._improved(best or self._smallest(pairs))
 
     def pairs(self) -> Iterator[Policy]:
-        """Policies with all batch sizes to be searched, and with nothing placed."""
+        """Policies with all batch sizes and micro-batches to be searched, and with nothing placed."""
         given, N = self.constraints, self.num_prompts
         cpu_choices = [False, True] if self.shapes.cuda else [False]
         if given.cpu_cache_compute is not None:
@@ -166,8 +168,14 @@ class Search:
             # blocks that share the prompts evenly waste nothing on the last one
             counts |= {k for n in range(1, 9) if (k := ceil(most / n)) <= NUM_BATCHES[-1]}
             for count in [given.num_gpu_batches] if given.num_gpu_batches else sorted(counts):
-                for on_cpu in cpu_choices:
-                    yield Policy(size, count, (0, 0, 0, 0, 0, 0), given.overlap, on_cpu)
+                for on_cpu, tokens in product(cpu_choices, self._micro_batches(size)):
+                    yield Policy(size, count, (0, 0, 0, 0, 0, 0), given.overlap, on_cpu, tokens)
+
+    def _micro_batches(self, size: int) -> Collection[int]:
+        """Those `prefill_tokens` that cut batches of `size` sequences differently, the most of each."""
+        if self.constraints.prefill_tokens is not None:
+            return [self.constraints.prefill_tokens]
+        return {min(size, tokens // self.workload.longest) or 1: tokens for tokens in sorted(PREFILL_TOKENS)}.values()
 
     # bounds
 

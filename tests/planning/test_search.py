@@ -115,9 +115,19 @@ def test_with_h2o_the_block_is_larger():
     assert evicting.prediction.tokens_per_s > full.prediction.tokens_per_s
 
 
+def test_micro_batches_of_prefill_are_small_where_memory_is_tight():
+    job = dict(model="meta-llama/Llama-3.2-1B", prompts=64, gen_len=128, hh_ratio=0.2)
+    assert search(laptop(), **job, gpu=12).best().policy.prefill_tokens == 2048
+    tight = search(laptop(), **job, gpu=1.6).best()
+    assert tight.policy.prefill_tokens == 512
+    large = search(laptop(), **job, gpu=1.6, prefill_tokens=2048).best()
+    assert tight.prediction.tokens_per_s > large.prediction.tokens_per_s
+
+
 def test_given_batch_sizes_are_kept():
-    policy = search(T4, gpu=12, gpu_batch_size=6, num_gpu_batches=3, cpu_cache_compute=False).best().policy
-    assert (policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute) == (6, 3, False)
+    given = dict(gpu_batch_size=6, num_gpu_batches=3, cpu_cache_compute=False, prefill_tokens=300)
+    policy = search(T4, gpu=12, **given).best().policy
+    assert {name: getattr(policy, name) for name in given} == given
 
 
 def test_without_cuda_nothing_goes_to_the_cpu_tier():
