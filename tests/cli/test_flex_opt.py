@@ -135,7 +135,8 @@ def test_help_lists_every_option_of_the_contract(cli, capfd):
     for option in (
         "model path prompt-len gen-len gpu-batch-size num-gpu-batches percent policy hh-ratio recent-ratio hh-size "
         "recent-size device dtype offload-dir overlap no-overlap gpu-mem cpu-mem disk-mem cpu-cache-compute "
-        "input-file output-file ignore-eos stop temperature top-k top-p seed report verbose restart retry-errors"
+        "input-file output-file ignore-eos stop temperature top-k top-p seed report verbose restart retry-errors "
+        "prefill-tokens"
     ).split():
         assert f"--{option}" in out
 
@@ -151,7 +152,7 @@ def test_a_policy_file_of_the_search_is_read(cli, model, tmp_path):
         found = json.loads(report.read_text())
         assert Policy.from_dict(found["policy"]) == policy
         assert found["workload"]["num_prompts"] == 6
-        assert "3 x 2, percent 50 25 0 50 0 0, overlap off" in out
+        assert "3 x 2, percent 50 25 0 50 0 0, overlap off, attention on the CPU, prefill by 64 tokens" in out
 
 
 def test_auto_stays_on_the_device_when_it_fits_and_spills_when_it_does_not(cli, tmp_path):

@@ -227,7 +227,8 @@ def test_a_block_takes_what_the_job_that_runs_it_takes(find, tmp_path, profile, 
     assert code == 0, err
     block = json.loads(out)
     policy = block["policy"]
-    given = ("--gpu-batch-size", policy["gpu_batch_size"], "--num-gpu-batches", policy["num_gpu_batches"])
+    sizes = ("gpu_batch_size", "num_gpu_batches", "prefill_tokens")
+    given = tuple(word for name in sizes for word in (f"--{name.replace('_', '-')}", policy[name]))
     given += ("--percent", *policy["percent"], "--cpu-cache-compute" if policy["cpu_cache_compute"] else "--json")
     prompts = policy["gpu_batch_size"] * policy["num_gpu_batches"]
     code, out, err = find(*job, "--num-prompts", prompts, *given)

@@ -122,7 +122,14 @@ def test_a_searched_policy_brings_its_budget(cli, model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option", [{"max_latency": 5}, {"gpu_batch_size": 2}, {"num_gpu_batches": 2}, {"cpu_cache_compute": True}, {"prefill_tokens": 512}]
+    "option",
+    [
+        {"max_latency": 5},
+        {"gpu_batch_size": 2},
+        {"num_gpu_batches": 2},
+        {"cpu_cache_compute": True},
+        {"prefill_tokens": 512},
+    ],
 )
 def test_what_a_given_policy_would_ignore_is_refused(model, option):
     with pytest.raises(UserError, match="a policy has its own"):
