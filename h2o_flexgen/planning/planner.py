@@ -140,21 +140,21 @@ class Planner:
         rule = rule_for(kv_budget, workload, stored.spec)
         models = [*stored.decodings(), stored]
 
-        def fits(policy: Policy) -> bool:
-            """Whether all weights are on the device, and there is room for all that the plan counts."""
+        def takes(model: ModelData, policy: Policy | None) -> bool:
+            """Whether a policy is for this form of the model: one that is decoded must be on the device whole, with
+            room for all that the plan counts."""
+            if policy is None or model is stored:
+                return policy is not None
             on_device = policy.fractions("weights")[0] == 1
-            return on_device and not self.plan(policy, rule, workload, resources)[1].missing()
+            return on_device and not self._plan(model, policy, rule, workload, resources)[1].missing()
 
-        for self.model in models:
-            found = policy or self._resident(workload, resources, rule)
-            if found is not None and (self.model is stored or fits(found)):
-                break
-        else:
-            found = self.search(rule, workload, resources).best().policy
-            for self.model in models:
-                if self.model is stored or fits(found):
-                    break
-        policy = found
+        resident = ((model, policy or self._resident(model, workload, resources, rule)) for model in models)
+        found = next((pair for pair in resident if takes(*pair)), None)
+        self.model = stored
+        if found is None:
+            policy = self.search(rule, workload, resources).best().policy
+            found = next((model, policy) for model in models if takes(model, policy))
+        self.model, policy = found
         placement, plan = self.plan(policy, rule, workload, resources)
         prediction = None
         if self.profile is not None:
@@ -164,17 +164,17 @@ class Planner:
         formats = (compress_cache, compress_weight, self.model.decoding)
         return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats)
 
-    def _resident(self, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
+    def _resident(self, model: ModelData, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""
         given, prompts = self.constraints, len(workload.prompt_lens)
         size = given.gpu_batch_size or min(RESIDENT_BATCH, prompts)
-        larger_pays = self.model.cuda and given.gpu_batch_size is None and prompts > size
+        larger_pays = model.cuda and given.gpu_batch_size is None and prompts > size
         if not given.resident or given.max_latency is not None or larger_pays:
             return None
         batches, on_cpu = given.num_gpu_batches or 1, bool(given.cpu_cache_compute)
         tokens = given.prefill_tokens or PREFILL_TOKENS[0]
         policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu, prefill_tokens=tokens)
-        _, plan = self.plan(policy, rule, workload, resources)
+        _, plan = self._plan(model, policy, rule, workload, resources)
         return None if plan.missing() else policy
 
     def search(self, rule: CacheRule, workload: Workload, resources: Resources) -> Search:
@@ -184,8 +184,13 @@ class Planner:
 
     def plan(self, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources) -> tuple[Placement, Plan]:
         """Where everything goes under a policy, and the bytes it needs, whether they are available or not."""
+        return self._plan(self.model, policy, rule, workload, resources)
+
+    def _plan(
+        self, model: ModelData, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources
+    ) -> tuple[Placement, Plan]:
         planned = self.constraints.planned(workload, policy)
-        return plan_policy(policy, self.model.shapes(rule, workload), planned, resources)
+        return plan_policy(policy, model.shapes(rule, workload), planned, resources)
 
     def measured(self) -> Profile:
         """The machine's profile; measured now if need be."""
