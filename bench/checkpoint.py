@@ -110,7 +110,7 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
     for _, stored, is_matrix in tensors:
         data = np.resize(pool, stored) if is_matrix else np.ones(stored, np.float32)
         if is_matrix:
-            # Q4_0's codes go from -8 to 7: scales of either sign keep the mean of a row at 0, or a deep model overflows
+            # codes are -0.5 on average: with scales of either sign a row's mean is 0, else a deep model overflows
             scales = data.reshape(-1).view(block)["scale"]
             scales[::2], scales[1::2] = scale, -scale
         writer.write_tensor_data(data)

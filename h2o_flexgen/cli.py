@@ -113,7 +113,7 @@ def add_policy_options(add) -> None:
     add("--percent", nargs=6, type=float, metavar="P", help=f"no search, but six numbers: {tiers}")
     add("--gpu-batch-size", type=count, help="sequences per batch (with --percent by default up to 32)")
     add("--num-gpu-batches", type=count, help="batches per block (with --percent by default 1)")
-    add("--prefill-tokens", type=count, help="tokens that prefill computes at once, at least a prompt (default: 2048)")
+    add("--prefill-tokens", type=count, help="of prefill at once, at least a prompt (with --percent by default 2048)")
     on_off = argparse.BooleanOptionalAction
     add("--overlap", action=on_off, help="move data while computing (default: on)")
     add("--cpu-cache-compute", action=on_off, help="attention on the CPU for KV blocks in its RAM")

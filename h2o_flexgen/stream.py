@@ -92,8 +92,9 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--begin and --tokens are for --plain")
     if args.plain is not None and args.gen_len is not None:
         raise UserError("--gen-len is of answers: leave it out, --plain only reads")
-    if args.gpu_batch_size is not None or args.num_gpu_batches is not None:
-        raise UserError("a stream is one sequence: leave --gpu-batch-size and --num-gpu-batches out")
+    of_batches = ("gpu_batch_size", "num_gpu_batches", "prefill_tokens")
+    if given := [cli.option(name) for name in of_batches if getattr(args, name) is not None]:
+        raise UserError(f"a stream is one sequence: leave {' and '.join(given)} out")
     if args.tokens == 1:
         raise UserError("--tokens must be 2 or more: the first token of a stream has no probability")
     if args.full and any(value is not None for value in (args.hh_size, args.recent_size, args.kv_rule)):

@@ -172,10 +172,11 @@ class Planner:
         if not given.resident or given.max_latency is not None or larger_pays:
             return None
         batches, on_cpu = given.num_gpu_batches or 1, bool(given.cpu_cache_compute)
-        tokens = given.prefill_tokens or PREFILL_TOKENS[0]
-        policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu, prefill_tokens=tokens)
-        _, plan = self._plan(model, policy, rule, workload, resources)
-        return None if plan.missing() else policy
+        for tokens in [given.prefill_tokens] if given.prefill_tokens else PREFILL_TOKENS:
+            policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu, prefill_tokens=tokens)
+            if not self._plan(model, policy, rule, workload, resources)[1].missing():
+                return policy
+        return None
 
     def search(self, rule: CacheRule, workload: Workload, resources: Resources) -> Search:
         """The search for a job, on this machine, which is measured if it has not been."""

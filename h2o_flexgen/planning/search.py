@@ -3,14 +3,14 @@ enumeration of the sizes of batches, and of prefill's micro-batches, outside (Fl
 One more variable, which is whole, says whether the device holds the vocabulary head.
 
 The linear program is a relaxation: every placement of whole tensors and KV blocks is a point of it, and its seconds are
-a lower bound of the cost model's. So a pair of batch sizes whose bound is no better than the best policy so far is left
-out, and the result is that of the whole grid. (A last block that is not full is taken to be no better than the others.)
+a lower bound of the cost model's. So sizes whose bound is no better than the best policy so far are left out, and the
+result is that of the whole grid. (A last block that is not full is taken to be no better than the others.)
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -29,7 +29,7 @@ from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.traffic import Flows, Offloaded
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import KINDS, PREFILL_TOKENS, TIERS, Policy
-from h2o_flexgen.sizes import Workload, batch_sizes, double_buffers, kv_buffers, wal_rows
+from h2o_flexgen.sizes import Workload, batch_sizes, double_buffers, kv_buffers, micro_tokens, wal_rows
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 NUM_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
@@ -143,19 +143,19 @@ class Search:
                 `max_latency`.
             UserError: the solver cannot be run.
         """
-        pairs = list(self.pairs())
-        bounds = sorted((self.bound(pair), n) for n, pair in enumerate(pairs))
+        unplaced = list(self.unplaced())
+        bounds = sorted((self.bound(policy), n) for n, policy in enumerate(unplaced))
         best: Candidate | None = None
         for bound, n in bounds:
             to_beat = inf if best is None else self.score(best)[1]
             if bound >= to_beat:
                 break
-            found = self.placed(pairs[n], to_beat)
+            found = self.placed(unplaced[n], to_beat)
             if found is not None and (best is None or self.score(found) < self.score(best)):
                 best = found
-        return self._improved(best or self._smallest(pairs))
+        return self._improved(best or self._smallest(unplaced))
 
-    def pairs(self) -> Iterator[Policy]:
+    def unplaced(self) -> Iterator[Policy]:
         """Policies with all batch sizes and micro-batches to be searched, and with nothing placed."""
         given, N = self.constraints, self.num_prompts
         cpu_choices = [False, True] if self.shapes.cuda else [False]
@@ -171,11 +171,12 @@ class Search:
                 for on_cpu, tokens in product(cpu_choices, self._micro_batches(size)):
                     yield Policy(size, count, (0, 0, 0, 0, 0, 0), given.overlap, on_cpu, tokens)
 
-    def _micro_batches(self, size: int) -> Collection[int]:
-        """Those `prefill_tokens` that cut batches of `size` sequences differently, the most of each."""
-        if self.constraints.prefill_tokens is not None:
-            return [self.constraints.prefill_tokens]
-        return {min(size, tokens // self.workload.longest) or 1: tokens for tokens in sorted(PREFILL_TOKENS)}.values()
+    def _micro_batches(self, size: int) -> list[int]:
+        """Those `prefill_tokens` whose micro-batches of `size` sequences take different room, the most of each."""
+        given, longest = self.constraints.prefill_tokens, self.workload.longest
+        choices = [given] if given else sorted(PREFILL_TOKENS)
+        found = {micro_tokens(Policy(prefill_tokens=tokens), longest, size): tokens for tokens in choices}
+        return [*found.values()][::-1]
 
     # bounds
 
@@ -341,10 +342,10 @@ class Search:
             best = found
         return best
 
-    def _smallest(self, pairs: list[Policy]) -> Candidate:
+    def _smallest(self, unplaced: list[Policy]) -> Candidate:
         """A placement of the smallest block, from those with each kind on one tier. Raises PlanError if none fits, or
         none is fast enough."""
-        smallest = min(pairs, key=lambda p: (p.block_size, p.num_gpu_batches))
+        smallest = min(unplaced, key=lambda p: (p.block_size, p.num_gpu_batches, p.prefill_tokens))
         tiers = [(0, 0), (0, 100), (100, 0)] if self.shapes.cuda else [(0, 0), (100, 0)]
         tried = [self.candidate(replace(smallest, percent=w + c + a)) for w in tiers for c in tiers for a in tiers]
         found = self._improved(min(tried, key=self.score))

@@ -106,6 +106,10 @@ def test_a_full_cache_ends_with_the_models_positions(streamed, rolls, tmp_path):
         (("--input-file", "{turns}", "--hh-size", "40"), "80 slots leave no room for new tokens"),
         (("--input-file", "{turns}", "--full", "--position-rolling"), "--position-rolling needs a KV budget"),
         (("--input-file", "{turns}", "--report", "{turns}"), "name the same file"),
+        (
+            ("--plain", "{turns}", "--gpu-batch-size", "2", "--prefill-tokens", "9"),
+            "leave --gpu-batch-size and --prefill-t",
+        ),
         (("--input-file", "{bad}"), "line 2: not JSON of the form"),
         (("--input-file", "{empty}"), "holds no turns"),
     ],

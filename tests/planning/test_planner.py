@@ -38,6 +38,13 @@ def test_what_fits_is_resident_and_nothing_is_measured():
     assert choice.prediction is None and not measured
 
 
+def test_what_fits_with_small_micro_batches_is_resident_too():
+    planner, measured = unmeasured()
+    small = Policy(40, 1, RESIDENT, prefill_tokens=512)
+    needed = planner.plan(small, FullCache(), JOB, resources())[1].needed("gpu")
+    assert planner.choose(JOB, resources(gpu=(needed + 1000) / GIB)).policy == small and not measured
+
+
 @pytest.mark.parametrize("given, limits", [({}, {"gpu": 2}), ({"max_latency": 1e6}, {}), ({"resident": False}, {})])
 def test_what_does_not_fit_or_may_be_faster_is_searched_and_measured_once(given, limits):
     planner, measured = unmeasured(**given)

@@ -37,7 +37,7 @@ jobs = st.fixed_dictionaries(
 def test_leaving_pairs_out_loses_nothing(job):
     """The pruned enumeration against one that costs every pair of batch sizes."""
     s = search(**job)
-    whole = min(filter(None, map(s.placed, s.pairs())), key=s.score)
+    whole = min(filter(None, map(s.placed, s.unplaced())), key=s.score)
     assert s.best().prediction.job_seconds <= whole.prediction.job_seconds * (1 + 1e-6)
 
 
@@ -83,7 +83,7 @@ def test_few_pairs_reach_the_solver(profile):
     s, solved = search(profile=profile, prompts=200, gpu=3, hh_ratio=0.2, gen_len=64), []
     s.relaxed = lambda policy, *args: solved.append(policy) or Search.relaxed(s, policy, *args)
     s.best()
-    assert len(set(solved)) < len(list(s.pairs())) / 4
+    assert len(set(solved)) < len(list(s.unplaced())) / 4
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,12 @@ def test_micro_batches_of_prefill_are_small_where_memory_is_tight():
     assert tight.policy.prefill_tokens == 512
     large = search(laptop(), **job, gpu=1.6, prefill_tokens=2048).best()
     assert tight.prediction.tokens_per_s > large.prediction.tokens_per_s
+
+
+@pytest.mark.parametrize("prompt_len, found", [(16, {2048}), (128, {2048, 512}), (1100, {2048, 512}), (3000, {2048})])
+def test_micro_batches_that_take_the_same_room_are_tried_once(prompt_len, found):
+    sizes = search(laptop(), model="meta-llama/Llama-3.2-1B", prompts=8, prompt_len=prompt_len).unplaced()
+    assert {policy.prefill_tokens for policy in sizes if policy.gpu_batch_size == 8} == found
 
 
 def test_given_batch_sizes_are_kept():
