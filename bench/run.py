@@ -7,9 +7,8 @@ All systems run the same job (a random checkpoint, lengths), each run in a proce
 page cache included, after the page cache was dropped; loading is not counted. Systems take turns. Peers run with the
 settings that docs/benchmarks/peer_settings.json says are best, with the figures that showed it; a trial (--batch,
 --option) adds a figure of 8 tokens, and is taken if it is the fastest. Medians go to
-docs/benchmarks/throughput_ROW.json after every run; --folder names one there for another kind of machine, with peer
-settings of its own. Checkpoints, the peers' environment and llama.cpp are made once and stay in the folder `bench` of
-H2O_FLEXGEN_HOME (default: of the user's cache folder). Needs root for the cgroup.
+docs/benchmarks/throughput_ROW.json after every run. Checkpoints, the peers' environment and llama.cpp are made once and
+stay in the folder `bench` of H2O_FLEXGEN_HOME (default: of the user's cache folder). Needs root for the cgroup.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ from bench.rows import ROWS, Row, System, file_name, setting_text
 #: what a system tells of a run beside its times; medians, or of the first run where it is text
 TOLD = "version policy computes_in bound_by predicted_over_measured read_gb_per_step share_of_bound peak_over_plan"
 #: what runs without arguments of scripts/bench.sh
-HEADLINE = ["opt-1.3b 64+256", "--quick", "--system", "Accelerate", "--system", "ours, H2O + int8"]
+HEADLINE = ["opt-1.3b 64+256", "--quick", "--prompts", "24"]
+HEADLINE += ["--system", "Accelerate", "--system", "ours, H2O + int4, int8 matmuls"]
 #: output tokens of a trial
 TRIAL = 8
 #: seconds in which DeepSpeed's operators must be built
@@ -230,7 +230,6 @@ def main() -> None:
     parser.add_argument("--runs", type=int, help="of every system (default: the row's)")
     parser.add_argument("--quick", action="store_true", help="one run of every system; results in quick_throughput_ROW")
     parser.add_argument("--prompts", type=int, help="of our job (default: the row's)")
-    parser.add_argument("--folder", default="", help="of docs/benchmarks, for results and peers' settings")
     parser.add_argument("--batch", type=int, help="try a batch with one peer")
     parser.add_argument("--option", action="append", default=[], help="likewise, as share=0.15 or attention=eager")
     parser.add_argument("--list", action="store_true", help="print the rows")
@@ -243,8 +242,6 @@ def main() -> None:
         parser.error("name a ROW (--list)")
     if any(count is not None and count < 1 for count in (args.runs, args.prompts)):
         parser.error("--runs and --prompts take a number from 1")
-    common.RESULTS /= args.folder
-    common.RESULTS.mkdir(parents=True, exist_ok=True)
     row = replace(ROWS[args.row], prompts=args.prompts or ROWS[args.row].prompts)
     names = [s for s in row.systems if args.system is None or s in args.system]
     is_trial = args.batch is not None or bool(args.option)

@@ -72,9 +72,9 @@ def cap_text(job: dict) -> str:
 # the comparison
 
 
-def rows_measured(folder: str = "") -> list[dict]:
-    """The results of all rows but those that try the benchmark, of one machine: `folder` is "" or ends with "/"."""
-    found = [stored(folder + file_name(name)) for name in ROWS if not name.startswith("tiny ")]
+def rows_measured() -> list[dict]:
+    """The results of all rows but those that try the benchmark."""
+    found = [stored(file_name(name)) for name in ROWS if not name.startswith("tiny ")]
     return [data for data in found if data]
 
 
@@ -168,7 +168,7 @@ AIMS = [
     ("llama-8b 64+64", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 5),
     ("llama-1b 128+128 uncapped", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 3),
     ("llama-1b 128+128 uncapped", "ours, H2O, int8 matmuls Q8_0", "llama.cpp Q8_0", 3),
-    ("smollm2 512+64", "ours, H2O Q4_1", "transformers Q4_1", 3),
+    ("smollm2 512+64", "ours, H2O, int8 matmuls Q4_1", "transformers Q4_1", 3),
 ]
 
 
@@ -445,14 +445,13 @@ FILES = {"prediction": "search_machine", "decoding": "format_rates_avx2", "cache
 
 def table(name: str) -> str:
     """Raises KeyError for a name that is no table's."""
-    folder, slash, base = name.rpartition("/")
-    if base in OF_ROWS:
-        return OF_ROWS[base](rows_measured(folder + slash))
+    if name in OF_ROWS:
+        return OF_ROWS[name](rows_measured())
     file = FILES.get(name, name)
     data = stored(file)
     if not data:
         return f"(not measured yet: docs/benchmarks/{file}.json)"
-    if base == "peer_settings":
+    if name == "peer_settings":
         return peer_settings(data)
     for kind in (quality, summaries):
         if name.startswith(f"{kind.__name__}_"):
