@@ -139,6 +139,11 @@ def throughput_details(rows: list[dict]) -> str:
     return columns(found, header, f"{{job}} | {{name}} | {{batch}} | {{lowest_tier}} | {times}")
 
 
+def headline(data: dict) -> str:
+    """What the command of README's headline gave, and how long it took as a whole."""
+    return f"{throughput_details([data])}\n\n{data['about']}: {data['seconds'] / 60:.1f} minutes."
+
+
 def throughput_ours(rows: list[dict]) -> str:
     """Our policies, and how near they come to what was predicted and to what bounds them."""
     header = "job | system | policy of the first run | computes in | time, predicted / measured | peak / plan | "
@@ -432,6 +437,7 @@ RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
 OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
 OTHERS |= {
     "format_losses": format_losses,
+    "headline": headline,
     "stream_fresh": stream_fresh,
     "decoding": decoding,
     "cache_attention": cache_attention,
