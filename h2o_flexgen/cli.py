@@ -12,14 +12,13 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from h2o_flexgen import interrupts
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.planning.budget import MIN_HH_RATIO, BudgetPoint, largest_free
-from h2o_flexgen.policy import DEFAULT_RULE, GIB, PREFILL_TOKENS, KVBudget, Policy
+from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget, Policy
 
 #: what other programs call our options
 FOREIGN = {"--max-tokens": "--gen-len", "--max-new-tokens": "--gen-len", "--output-len": "--gen-len"}
@@ -127,9 +126,8 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | N
     if args.max_latency is not None:
         raise UserError("--percent contradicts --max-latency: give one of the two")
     size = args.gpu_batch_size or min(32, num_prompts or 4)
-    found = Policy(size, args.num_gpu_batches or 1, tuple(args.percent), args.overlap is not False)
-    given = {"cpu_cache_compute": args.cpu_cache_compute, "prefill_tokens": args.prefill_tokens}
-    return replace(found, **{name: value for name, value in given.items() if value is not None})
+    on_cpu, tokens = bool(args.cpu_cache_compute), args.prefill_tokens or Policy.prefill_tokens
+    return Policy(size, args.num_gpu_batches or 1, tuple(args.percent), args.overlap is not False, on_cpu, tokens)
 
 
 def prompt_len(args: argparse.Namespace, positions: int, rolling: bool) -> int:
@@ -283,7 +281,7 @@ def describe_job(
     switches = f"overlap {'on' if policy.overlap else 'off'}"
     if policy.cpu_cache_compute:
         switches += ", attention on the CPU"
-    if policy.prefill_tokens != PREFILL_TOKENS[0]:
+    if policy.prefill_tokens != Policy.prefill_tokens:
         switches += f", prefill by {policy.prefill_tokens} tokens"
     return (
         f"model      {model}, {dtype} on {machine}\n"

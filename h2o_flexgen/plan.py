@@ -16,7 +16,7 @@ from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.files import write_text
 from h2o_flexgen.losses import weights_text
 from h2o_flexgen.planning.budget import FORMATS, MIN_HH_RATIO
-from h2o_flexgen.policy import DEFAULT_RULE, GIB, PREFILL_TOKENS, TIERS, gib
+from h2o_flexgen.policy import DEFAULT_RULE, GIB, TIERS, Policy, gib
 from h2o_flexgen.sizes import Workload
 
 #: prompts of a search without --num-prompts: long enough for any block
@@ -250,7 +250,7 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
             words += [cli.option(name), str(value)]
     words += ["--position-rolling"] * rolling
     words += ["--percent", *(f"{x:g}" for x in policy.percent)]
-    if policy.prefill_tokens != PREFILL_TOKENS[0]:
+    if policy.prefill_tokens != Policy.prefill_tokens:
         words += ["--prefill-tokens", str(policy.prefill_tokens)]
     words += ["--cpu-cache-compute"] * policy.cpu_cache_compute + ["--no-overlap"] * (not policy.overlap)
     return shlex.join(words)

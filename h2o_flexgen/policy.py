@@ -13,8 +13,6 @@ TIERS = ("gpu", "cpu", "disk")
 #: what is placed
 KINDS = ("weights", "cache", "activations")
 GIB, MIB = 1 << 30, 1 << 20
-#: of a policy that says nothing else, and what a search tries instead: large enough for matmuls to run at their best
-PREFILL_TOKENS = (2048, 512)
 #: of what a tier has, this much may be planned for
 MARGIN = 0.95
 #: the cache rule of a KV budget that names none; and of one in an old file, from before there was another
@@ -131,7 +129,7 @@ class Policy:
     percent: tuple[float, ...] = (100, 0, 100, 0, 100, 0)
     overlap: bool = True
     cpu_cache_compute: bool = False
-    prefill_tokens: int = PREFILL_TOKENS[0]
+    prefill_tokens: int = 2048
 
     def __post_init__(self):
         for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens"):

@@ -104,10 +104,10 @@ def double_buffers(overlap: bool) -> int:
     return 2 if overlap else 1
 
 
-def micro_tokens(policy: Policy, longest: int, batch: int) -> int:
+def micro_tokens(prefill_tokens: int, longest: int, batch: int) -> int:
     """The most tokens, padding included, of a prefill micro-batch of prompts of up to `longest` tokens; a single
-    sequence may exceed `policy.prefill_tokens`."""
-    return max(longest, min(policy.prefill_tokens, batch * longest))
+    sequence may exceed `prefill_tokens`."""
+    return max(longest, min(prefill_tokens, batch * longest))
 
 
 def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:

@@ -17,7 +17,7 @@ from bench.job import Job
 from bench.rates import disk_rate, matmul_rate
 from h2o_flexgen import forecast
 from h2o_flexgen.models.registry import family
-from h2o_flexgen.policy import PREFILL_TOKENS, Policy
+from h2o_flexgen.policy import Policy
 from h2o_flexgen.sizes import batch_sizes, matmul_rows
 
 
@@ -85,8 +85,8 @@ def matmul_seconds(job: Job, report: dict) -> float:
 def policy_text(policy: dict) -> str:
     """Batch size x number of batches, the six numbers of `--percent`, and `--prefill-tokens` if not the default."""
     text = f"{policy['gpu_batch_size']} x {policy['num_gpu_batches']}, " + " ".join(f"{x:g}" for x in policy["percent"])
-    tokens = policy.get("prefill_tokens", PREFILL_TOKENS[0])
-    return text + f", prefill {tokens}" * (tokens != PREFILL_TOKENS[0])
+    tokens = policy["prefill_tokens"]
+    return text + f", prefill {tokens}" * (tokens != Policy.prefill_tokens)
 
 
 def lowest_tier(percent: Sequence[float], device: str) -> str:

@@ -33,7 +33,7 @@ class Stores:
         token = model.spec.hidden * model.dtype.itemsize
         self.rules = [job.rule.in_layer(layer) for layer in range(model.spec.layers)]
         self._layouts = self.layouts([(size, longest) for size in sizes])
-        micro_bytes = micro_tokens(job.policy, longest, sizes[0]) * token
+        micro_bytes = micro_tokens(job.policy.prefill_tokens, longest, sizes[0]) * token
         transport.io.large_prefetches = "disk" not in job.placement.cache.values()
         self.caches = KVStore(transport, self._layouts, job.placement.cache, job.policy.cpu_cache_compute)
         batch_bytes = [size * longest * token for size in sizes]

@@ -175,7 +175,7 @@ def _plan_activations(
     for k, tier in enumerate(placement.activations):
         plan.add(tier, f"activations of batch {k}", batches[k] * longest * row)
     plan.add("gpu", "activations of a decode step", sum(batches) * row)
-    micro = micro_tokens(policy, longest, batches[0]) * row
+    micro = micro_tokens(policy.prefill_tokens, longest, batches[0]) * row
     sizes = activation_bytes(placement.activations, micro, policy.overlap, shapes.cuda)
     plan.add("gpu", "activation staging buffers", sizes.count * sizes.staging)
     plan.add("gpu", "activations being written back", WRITE_BACKS * sizes.staging * policy.overlap)

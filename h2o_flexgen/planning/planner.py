@@ -16,7 +16,7 @@ from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints, Search
 from h2o_flexgen.planning.shapes import ModelData
-from h2o_flexgen.policy import PREFILL_TOKENS, KVBudget, Policy
+from h2o_flexgen.policy import KVBudget, Policy
 from h2o_flexgen.sizes import Workload
 
 #: sequences of a batch where everything is resident: more make the matmuls of a CPU no faster
@@ -143,8 +143,10 @@ class Planner:
         def takes(model: ModelData, policy: Policy | None) -> bool:
             """Whether a policy is for this form of the model: one that is decoded must be on the device whole, with
             room for all that the plan counts."""
-            if policy is None or model is stored:
-                return policy is not None
+            if policy is None:
+                return False
+            if model is stored:
+                return True
             on_device = policy.fractions("weights")[0] == 1
             return on_device and not self._plan(model, policy, rule, workload, resources)[1].missing()
 
@@ -172,7 +174,7 @@ class Planner:
         if not given.resident or given.max_latency is not None or larger_pays:
             return None
         batches, on_cpu = given.num_gpu_batches or 1, bool(given.cpu_cache_compute)
-        for tokens in [given.prefill_tokens] if given.prefill_tokens else PREFILL_TOKENS:
+        for tokens in given.micro_batches:
             policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu, prefill_tokens=tokens)
             if not self._plan(model, policy, rule, workload, resources)[1].missing():
                 return policy

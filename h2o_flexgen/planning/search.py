@@ -28,11 +28,13 @@ from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.traffic import Flows, Offloaded
 from h2o_flexgen.planning.workspace import workspace_bytes
-from h2o_flexgen.policy import KINDS, PREFILL_TOKENS, TIERS, Policy
+from h2o_flexgen.policy import KINDS, TIERS, Policy
 from h2o_flexgen.sizes import Workload, batch_sizes, double_buffers, kv_buffers, micro_tokens, wal_rows
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 NUM_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
+#: what is tried is large enough for matmuls to run at their best
+PREFILL_TOKENS = (Policy.prefill_tokens, 512)
 #: solvers dislike numbers that are far apart
 _GIB = 2.0**-30
 
@@ -76,6 +78,11 @@ class Constraints:
     def __post_init__(self):
         if self.max_latency is not None and not self.max_latency > 0:
             raise UserError(f"`max_latency` must be more than 0 s, not {self.max_latency}")
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The `prefill_tokens` to be tried, the most first."""
+        return PREFILL_TOKENS if self.prefill_tokens is None else (self.prefill_tokens,)
 
     def planned(self, workload: Workload, policy: Policy) -> Workload:
         """The prompts whose memory counts."""
@@ -173,10 +180,10 @@ class Search:
 
     def _micro_batches(self, size: int) -> list[int]:
         """Those `prefill_tokens` whose micro-batches of `size` sequences take different room, the most of each."""
-        given, longest = self.constraints.prefill_tokens, self.workload.longest
-        choices = [given] if given else sorted(PREFILL_TOKENS)
-        found = {micro_tokens(Policy(prefill_tokens=tokens), longest, size): tokens for tokens in choices}
-        return [*found.values()][::-1]
+        found = {}
+        for tokens in self.constraints.micro_batches:
+            found.setdefault(micro_tokens(tokens, self.workload.longest, size), tokens)
+        return list(found.values())
 
     # bounds
 

@@ -35,7 +35,7 @@ _SUMS = 12
 def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], held: int = 0) -> int:
     """What computing a layer or the head takes on the device, for batches of these sizes, the largest first, of
     prompts of up to `longest` tokens, behind `held` that caches hold."""
-    prefill = prefill_workspace(shapes, micro_tokens(policy, longest, batches[0]), longest, held)
+    prefill = prefill_workspace(shapes, micro_tokens(policy.prefill_tokens, longest, batches[0]), longest, held)
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING[shapes.device])

@@ -128,7 +128,7 @@ def test_batches_of_the_first_block(workload, size, batches, tokens):
     found = batch_sizes(len(workload.prompt_lens), policy)
     assert sum(found) == min(len(workload.prompt_lens), policy.block_size)
     assert len(found) <= batches and all(n == size for n in found[:-1]) and 0 < found[-1] <= size
-    most = micro_tokens(policy, workload.longest, found[0])
+    most = micro_tokens(policy.prefill_tokens, workload.longest, found[0])
     block = [Sequence(n, [1] * length) for n, length in enumerate(workload.prompt_lens[: policy.block_size])]
     for batch in make_batches(block, size, tokens):
         for begin, end in batch.micro:
