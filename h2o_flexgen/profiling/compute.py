@@ -50,6 +50,8 @@ class Scale:
         sequences: prompts in attention; there are SEQUENCES times as many in attention over a cache.
         cold_bytes: written between two calls, so that the second finds nothing in the caches.
         transfer_bytes: of a large transfer; file_bytes: of the file that is written and read by such transfers.
+        read_seconds: large reads and copies are repeated for so long, since what a byte takes away from compute
+            varies fivefold within a tenth of a second.
         small_bytes: of a small transfer by link: a KV block that is read, a row that is written.
         call_seconds: a call is repeated for so long.
         passes: over everything; medians count, since other users of a machine come and go.
@@ -64,6 +66,7 @@ class Scale:
     cold_bytes: int = 1 << 25
     transfer_bytes: int = 1 << 26
     file_bytes: int = 1 << 28
+    read_seconds: float = 0.5
     small_bytes: dict[str, int] = field(default_factory=lambda: {"disk_to_cpu": 1 << 22, "cpu_to_disk": 1 << 18})
     call_seconds: float = 0.1
     passes: int = 3
@@ -132,7 +135,7 @@ def matmul_rates(
         kinds |= {"resident": (dtype, True)} if packs(dtype) else {}
         kinds |= {f"{INT8} resident": (INT8, True)} if packs_int8() else {}
         kinds |= {INT4: (INT4, False)} if int8.takes_blocks() else {}
-    shapes = _shapes(device, dtype, scale)
+    shapes = shapes_with_room(device, dtype, scale)
     found = {kind: {shape: {} for shape in shapes} for kind in kinds}
     for (kind, (type_, is_packed)), (out, width) in product(kinds.items(), shapes):
         weights = _weights(device, type_, (out, width), scale.weight_bytes, is_packed)
@@ -146,7 +149,7 @@ def matmul_rates(
 
 def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale, to_int8: bool = False) -> float:
     """Elements per second of a quantised matrix that are decoded, or turned into codes of `Int8`."""
-    shape = max((shape for shape in _shapes(device, dtype, scale) if not is_head(shape)), key=prod)
+    shape = max((shape for shape in shapes_with_room(device, dtype, scale) if not is_head(shape)), key=prod)
     nbytes = form.nbytes(shape)
     count = 1 + _room(device, scale.weight_bytes) // nbytes
     turn = cycle([form.view(device.buffer(nbytes).fill_(1), shape) for _ in range(count)])
@@ -157,7 +160,7 @@ def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale, 
     return prod(shape) / call_seconds(device, lambda: next(turn).into(out), scale)
 
 
-def _shapes(device: Device, dtype: torch.dtype, scale: Scale) -> list[Shape]:
+def shapes_with_room(device: Device, dtype: torch.dtype, scale: Scale) -> list[Shape]:
     """Those that memory has room for."""
     most = device.free_bytes() // 4
     return [s for s in scale.shapes if s == scale.shapes[0] or prod(s) * dtype.itemsize <= most]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from h2o_flexgen.offload.device import Device, as_numpy, copy, finish
 from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, wait
 from h2o_flexgen.offload.queues import TransferQueue
 from h2o_flexgen.planning.profile import LINKS, Link
-from h2o_flexgen.profiling.compute import Scale, layer_call
+from h2o_flexgen.profiling.compute import Scale, layer_call, shapes_with_room
 from h2o_flexgen.sizes import requests
 
 #: for so long calls of compute are counted while nothing else runs, and small transfers made
@@ -41,7 +42,8 @@ class Times(NamedTuple):
 def measure_links(device: Device, dtype: torch.dtype, offload_root: Path, scale: Scale) -> dict[str, Link]:
     """All links, by name."""
     pinned = device.pinned_count()
-    work = layer_call(device, dtype, scale.shapes[0], COMPUTE_ROWS, scale.weight_bytes)
+    largest_square = max(shape for shape in shapes_with_room(device, dtype, scale) if shape[0] == shape[1])
+    work = layer_call(device, dtype, largest_square, COMPUTE_ROWS, scale.weight_bytes)
     folder = OffloadFolder(offload_root)
     io, queue = DiskIO(), TransferQueue(device, "measure")
     try:
@@ -73,17 +75,26 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
         tensor.fill_(1)
     data, starts = as_numpy(host), range(0, scale.file_bytes, scale.transfer_bytes)
 
+    def again(seconds: float, once: Callable[[], int]) -> int:
+        """At least once, until the seconds have passed: what it has moved."""
+        ended, moved = _after(seconds), once()
+        while not ended():
+            moved += once()
+        return moved
+
     def large(call: Callable) -> int:
         for start in starts:
             wait(call(file, data, start, True))
         return scale.file_bytes
 
     def small(call: Callable, size: int) -> int:
-        ended, count = _after(SMALL_SECONDS), 0
-        while not (count and ended()):
-            wait(call(file, data[:size], count * size % scale.transfer_bytes, True))
-            count += 1
-        return count
+        offsets = cycle(range(0, scale.transfer_bytes, size))
+
+        def once() -> int:
+            wait(call(file, data[:size], next(offsets), True))
+            return 1
+
+        return again(SMALL_SECONDS, once)
 
     def copies(dst: Tensor, src: Tensor) -> int:
         for _ in starts:
@@ -94,10 +105,10 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
     return {
         ("large", "cpu_to_disk"): partial(large, io.write),  # before it is read
         ("small", "cpu_to_disk"): partial(small, io.write, scale.small_bytes["cpu_to_disk"]),
-        ("large", "disk_to_cpu"): partial(large, io.read),
+        ("large", "disk_to_cpu"): partial(again, scale.read_seconds, partial(large, io.read)),
         ("small", "disk_to_cpu"): partial(small, io.read, scale.small_bytes["disk_to_cpu"]),
-        ("large", "cpu_to_gpu"): partial(copies, buffer, host),
-        ("large", "gpu_to_cpu"): partial(copies, host, buffer),
+        ("large", "cpu_to_gpu"): partial(again, scale.read_seconds, partial(copies, buffer, host)),
+        ("large", "gpu_to_cpu"): partial(again, scale.read_seconds, partial(copies, host, buffer)),
     }
 
 

@@ -34,6 +34,7 @@ TINY = Scale(
     cold_bytes=1 << 20,
     transfer_bytes=1 << 18,
     file_bytes=1 << 20,
+    read_seconds=0.0,
     small_bytes={"disk_to_cpu": 1 << 16, "cpu_to_disk": 1 << 14},
     call_seconds=0.0,
     passes=1,
