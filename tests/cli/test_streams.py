@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 
-from cli_tools import command, environment, start
+from cli_tools import FP32, command, environment, start
 
 from h2o_flexgen.files import check_writable
 
@@ -19,7 +19,7 @@ def test_a_reader_of_stdout_that_has_gone_ends_the_command_quietly(model, tmp_pa
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        command("--model", model, "--prompt-len", 5, "--gen-len", 2, "--report", report),
+        command("--model", model, *FP32, "--prompt-len", 5, "--gen-len", 2, "--report", report),
         env=environment(),
         stdout=write,
         stderr=subprocess.PIPE,
@@ -33,7 +33,7 @@ def test_a_reader_of_stdout_that_has_gone_ends_the_command_quietly(model, tmp_pa
 
 def test_a_full_disk_behind_stdout_is_an_error(model, tmp_path):
     with open("/dev/full", "w") as full:
-        argv = command("--model", model, "--prompt-len", 5, "--gen-len", 2, "--report", tmp_path / "report.json")
+        argv = command("--model", model, *FP32, "--prompt-len", 5, "--gen-len", 2, "--report", tmp_path / "report.json")
         done = subprocess.run(argv, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
@@ -42,7 +42,7 @@ def test_a_full_disk_behind_stdout_is_an_error(model, tmp_path):
 
 
 def test_a_report_that_cannot_be_written_takes_nothing_else_along(model):
-    argv = command("--model", model, "--prompt-len", 5, "--gen-len", 2, "--report", "/dev/full")
+    argv = command("--model", model, *FP32, "--prompt-len", 5, "--gen-len", 2, "--report", "/dev/full")
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "error: cannot write --report /dev/full: No space left on device"
@@ -55,6 +55,6 @@ def test_a_report_can_go_to_a_device_whose_folder_is_read_only(monkeypatch):
 
 
 def test_a_reader_of_stderr_that_has_gone_ends_the_job_as_a_signal_would(model):
-    process = start("--model", model, "--prompt-len", 30, "--gen-len", 30, "--num-prompts", 40)
+    process = start("--model", model, *FP32, "--prompt-len", 30, "--gen-len", 30, "--num-prompts", 40)
     process.stderr.close()
     assert process.wait(60) == 128 + signal.SIGPIPE

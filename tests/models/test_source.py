@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from cli_tools import ON_DISK, PROMPTS, SHORT, command, environment, percent, read_rows, write_prompts
+from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, command, environment, percent, read_rows, write_prompts
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models import source
@@ -57,7 +57,8 @@ def test_a_model_in_the_local_hub_cache_by_environment(hub, model, tmp_path):
     cache_model(hub, "someone/tiny-opt", model)
     rows, out = write_prompts(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     env = {k: v for k, v in environment(HF_HOME=str(hub)).items() if k not in ("HF_HUB_CACHE", "TRANSFORMERS_CACHE")}
-    argv = command("--model", "someone/tiny-opt", "--gen-len", 2, "--input-file", rows, "--output-file", out)
+    files = ("--input-file", rows, "--output-file", out)
+    argv = command("--model", "someone/tiny-opt", *FP32, "--gen-len", 2, *files)
     (tmp_path / "cwd").mkdir()
     done = subprocess.run(argv, env=env, cwd=tmp_path / "cwd", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
