@@ -171,6 +171,8 @@ AIMS = [
     ("opt-1.3b 64+256", "ours, H2O + int4, int8 matmuls", "Accelerate", 15),
     ("opt-1.3b 64+256", "ours, H2O + int8", "ZeRO-Inference", 15),
     ("llama-8b 64+64", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 5),
+    ("llama-1b 128+128", "ours, H2O, int8 matmuls Q8_0", "llama.cpp Q8_0", 5),
+    ("llama-1b 128+128", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 3),
     ("llama-1b 128+128 uncapped", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 3),
     ("llama-1b 128+128 uncapped", "ours, H2O, int8 matmuls Q8_0", "llama.cpp Q8_0", 3),
     ("smollm2 512+64", "ours, H2O, int8 matmuls Q4_1", "transformers Q4_1", 3),

@@ -1,4 +1,4 @@
-"""Command line: measure this machine for the policy search, in under a minute.
+"""Command line: measure this machine for the policy search, in about a minute.
 
 h2o-flexgen hardware -o profile.json
 """
@@ -14,7 +14,7 @@ from h2o_flexgen.files import write_text
 
 
 def make_parser(prog: str = "python -m h2o_flexgen.hardware") -> argparse.ArgumentParser:
-    parser = cli.Parser(prog, "Measure this machine for the policy search, in under a minute.")
+    parser = cli.Parser(prog, "Measure this machine for the policy search, in about a minute.")
     parser.add_argument("-o", "--output", help="write the profile here (default: print it)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--dtype", default="auto", help="that jobs compute in: auto, float16, bfloat16, float32")

@@ -44,7 +44,7 @@ class LLM:
         model: folder, Hugging Face name, or None for the demo model.
         policy: a Policy, the path of one as JSON, or "auto": everything on the compute device if the model and a batch
             of up to 64 prompts fit; else, or with `max_latency`, or on CUDA with more prompts than one batch, the
-            policy that the search finds fastest on this machine, which is measured once (under a minute).
+            policy that the search finds fastest on this machine, which is measured once (about a minute).
         kv_budget: slots for heavy hitters and recent tokens; None keeps the full cache; "auto" takes the largest
             budget that costs no throughput (see `planning.budget`).
         device: "auto", "cpu", "cuda", "cuda:N".

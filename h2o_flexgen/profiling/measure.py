@@ -1,4 +1,4 @@
-"""Measure this machine for the policy search, with the engine's own functions, in under a minute."""
+"""Measure this machine for the policy search, with the engine's own functions, in about a minute."""
 
 from __future__ import annotations
 
