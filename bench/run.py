@@ -36,7 +36,7 @@ from bench.rows import ROWS, Row, System, file_name, setting_text
 #: what a system tells of a run beside its times; medians, or of the first run where it is text
 TOLD = "version policy computes_in bound_by predicted_over_measured read_gb_per_step share_of_bound peak_over_plan"
 #: what runs without arguments of scripts/bench.sh
-HEADLINE = ["opt-1.3b 64+256", "--quick", "--prompts", "24"]
+HEADLINE = ["opt-1.3b 64+256", "--quick", "--prompts", "16"]
 HEADLINE += ["--system", "Accelerate", "--system", "ours, H2O + int4, int8 matmuls"]
 #: output tokens of a trial
 TRIAL = 8
@@ -175,14 +175,16 @@ def summarise(runs: list[dict], gen_len: int) -> dict:
     return found
 
 
-def setting(name: str, row: Row, system: str) -> dict:
-    """The batch of a system in a row, its options, and its output tokens where they are fewer than the row's."""
+def setting(name: str, row: Row, system: str, most: int | None = None) -> dict:
+    """The batch of a system in a row (`most`: what a peer's is held to), its options, and its output tokens where they
+    are fewer than the row's."""
     if row.systems[system].is_ours:
         return {"batch": row.prompts}
     found = common.stored("peer_settings").get("rows", {}).get(name, {}).get(system)
     if found is None:
         sys.exit(f"error: peer_settings.json has no batch for {system} in {name}: try one with --batch")
-    return {key: found[key] for key in ("batch", "options", "gen_len") if key in found}
+    kept = {key: found[key] for key in ("batch", "options", "gen_len") if key in found}
+    return kept | {"batch": min(found["batch"], most or found["batch"])}
 
 
 def parse_option(text: str) -> tuple[str, object]:
@@ -229,7 +231,7 @@ def main() -> None:
     parser.add_argument("--system", action="append", help="only this one (may be given again)")
     parser.add_argument("--runs", type=int, help="of every system (default: the row's)")
     parser.add_argument("--quick", action="store_true", help="one run of every system; results in quick_throughput_ROW")
-    parser.add_argument("--prompts", type=int, help="of our job (default: the row's)")
+    parser.add_argument("--prompts", type=int, help="of our job, and the most of a peer's batch (default: the row's)")
     parser.add_argument("--batch", type=int, help="try a batch with one peer")
     parser.add_argument("--option", action="append", default=[], help="likewise, as share=0.15 or attention=eager")
     parser.add_argument("--list", action="store_true", help="print the rows")
@@ -267,7 +269,7 @@ def main() -> None:
         file = f"{'quick_' * args.quick}{file_name(args.row)}"
         if args.quick:
             (common.RESULTS / f"{file}.json").unlink(missing_ok=True)
-        settings = {name: setting(args.row, row, name) for name in names}
+        settings = {name: setting(args.row, row, name, most=args.prompts) for name in names}
         data = run_row(runner, args.row, settings, 1 if args.quick else args.runs or row.runs, file)
     from bench.tables import throughput_details, where
 

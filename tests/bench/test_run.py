@@ -104,6 +104,7 @@ def test_a_trial_adds_its_figure_and_becomes_the_setting_if_it_is_the_fastest(re
     rates = {"8 share 0.5": 512.0, "16 share 0.5": 819.2, "32 share 0.5": "died"}
     assert common.stored("peer_settings")["rows"][NAME]["Accelerate"]["tried"] == rates
     assert run.setting(NAME, ROWS[NAME], "Accelerate") == {"batch": 16, "options": {"share": 0.5}}
+    assert run.setting(NAME, ROWS[NAME], "Accelerate", most=4) == {"batch": 4, "options": {"share": 0.5}}
 
 
 @pytest.mark.parametrize("name", list(ROWS))
