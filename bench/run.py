@@ -231,7 +231,8 @@ def main() -> None:
     parser.add_argument("--system", action="append", help="only this one (may be given again)")
     parser.add_argument("--runs", type=int, help="of every system (default: the row's)")
     parser.add_argument("--quick", action="store_true", help="one run of every system; results in quick_throughput_ROW")
-    parser.add_argument("--prompts", type=int, help="of our job, and the most of a peer's batch (default: the row's)")
+    prompts = "of our job (default: the row's); with --quick also the most of a peer's batch"
+    parser.add_argument("--prompts", type=int, help=prompts)
     parser.add_argument("--batch", type=int, help="try a batch with one peer")
     parser.add_argument("--option", action="append", default=[], help="likewise, as share=0.15 or attention=eager")
     parser.add_argument("--list", action="store_true", help="print the rows")
@@ -269,7 +270,7 @@ def main() -> None:
         file = f"{'quick_' * args.quick}{file_name(args.row)}"
         if args.quick:
             (common.RESULTS / f"{file}.json").unlink(missing_ok=True)
-        settings = {name: setting(args.row, row, name, most=args.prompts) for name in names}
+        settings = {name: setting(args.row, row, name, most=args.prompts if args.quick else None) for name in names}
         data = run_row(runner, args.row, settings, 1 if args.quick else args.runs or row.runs, file)
     from bench.tables import throughput_details, where
 

@@ -91,7 +91,7 @@ def run():
 
 @pytest.fixture(autouse=True)
 def no_measuring(monkeypatch):
-    """Policy "auto" searches on a machine that was never measured: measuring takes half a minute."""
+    """Policy "auto" searches on a machine that was never measured: measuring takes a minute."""
     import machines
 
     for module in ("llm", "forecast"):

@@ -41,7 +41,7 @@ def run(job: Job) -> dict:
     )
     on_gpu = job.checkpoint_bytes < 0.85 * (job.gpu_bytes or math.inf)
     percent = (100, 0, 100, 0, 100, 0) if on_gpu else (20, 80, 0, 100, 0, 100)
-    size = min(job.batch, 32)  # the paper's 48 does not divide the published batches
+    size = math.gcd(job.batch, 32)  # the paper's 48 does not divide the published batches
     no_compression = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
     policy = Policy(
         gpu_batch_size=size,

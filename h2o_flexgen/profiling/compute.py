@@ -50,8 +50,8 @@ class Scale:
         sequences: prompts in attention; there are SEQUENCES times as many in attention over a cache.
         cold_bytes: written between two calls, so that the second finds nothing in the caches.
         transfer_bytes: of a large transfer; file_bytes: of the file that is written and read by such transfers.
-        read_seconds: large reads and copies are repeated for so long, since what a byte takes away from compute
-            varies fivefold within a tenth of a second.
+        read_seconds: large reads and copies are repeated for so long, as is compute alone: what a byte takes away from
+            compute differs sevenfold between samples of a tenth of a second.
         small_bytes: of a small transfer by link: a KV block that is read, a row that is written.
         call_seconds: a call is repeated for so long.
         passes: over everything; medians count, since other users of a machine come and go.

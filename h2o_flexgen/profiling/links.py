@@ -20,8 +20,8 @@ from h2o_flexgen.planning.profile import LINKS, Link
 from h2o_flexgen.profiling.compute import Scale, layer_call, shapes_with_room
 from h2o_flexgen.sizes import requests
 
-#: for so long calls of compute are counted while nothing else runs, and small transfers made
-ALONE_SECONDS, SMALL_SECONDS = 0.2, 0.2
+#: for so long small transfers are made
+SMALL_SECONDS = 0.2
 #: rows of the matmuls that run beside transfers
 COMPUTE_ROWS = 32
 
@@ -48,7 +48,8 @@ def measure_links(device: Device, dtype: torch.dtype, offload_root: Path, scale:
     io, queue = DiskIO(), TransferQueue(device, "measure")
     try:
         jobs = _jobs(device, io, folder.file("measure", scale.file_bytes), scale)
-        times = {key: _times(device, queue, job, work) for key, job in jobs.items()}
+        work()  # once before it is timed
+        times = {key: _times(device, queue, job, work, scale.read_seconds) for key, job in jobs.items()}
     finally:
         queue.close()
         io.close()
@@ -112,8 +113,10 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
     }
 
 
-def _times(device: Device, queue: TransferQueue, job: Callable[[], int], work: Callable[[], object]) -> Times:
-    calls_alone = _calls_per_second(device, work, _after(ALONE_SECONDS))
+def _times(
+    device: Device, queue: TransferQueue, job: Callable[[], int], work: Callable[[], object], seconds: float
+) -> Times:
+    calls_alone = _calls_per_second(device, work, _after(seconds))
     alone, _ = _timed(queue, job)
     beside, calls_beside = _timed(queue, job, partial(_calls_per_second, device, work))
     return Times(alone, beside, beside * max(0.0, 1 - calls_beside / calls_alone))
@@ -121,11 +124,12 @@ def _times(device: Device, queue: TransferQueue, job: Callable[[], int], work: C
 
 def _timed(queue: TransferQueue, job: Callable[[], int], compute: Callable = lambda ended: 0.0) -> tuple[float, float]:
     """Seconds for each thing that a job moves, and the calls per second of what computes until it has ended."""
-    start, moved = time.perf_counter(), []
-    future = queue.submit(lambda: moved.append(job()))
+    start, ends = time.perf_counter(), []
+    future = queue.submit(lambda: ends.append((job(), time.perf_counter())))
     calls = compute(future.done)
     future.result()
-    return (time.perf_counter() - start) / moved[0], calls
+    ((moved, end),) = ends
+    return (end - start) / moved, calls
 
 
 def _calls_per_second(device: Device, work: Callable[[], object], ended: Callable[[], bool]) -> float:
