@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
     buffer, host = device.buffer(scale.transfer_bytes), device.host_buffer(scale.transfer_bytes)
     for tensor in (host, buffer):
         tensor.fill_(1)
-    data, starts = as_numpy(host), range(0, scale.file_bytes, scale.transfer_bytes)
+    data, starts, numbers = as_numpy(host), range(0, scale.file_bytes, scale.transfer_bytes), count()
 
     def again(seconds: float, once: Callable[[], int]) -> int:
         """At least once, until the seconds have passed: what it has moved."""
@@ -89,13 +89,8 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
         return scale.file_bytes
 
     def small(call: Callable, size: int) -> int:
-        offsets = cycle(range(0, scale.transfer_bytes, size))
-
-        def once() -> int:
-            wait(call(file, data[:size], next(offsets), True))
-            return 1
-
-        return again(SMALL_SECONDS, once)
+        wait(call(file, data[:size], next(numbers) * size % scale.transfer_bytes, True))
+        return 1
 
     def copies(dst: Tensor, src: Tensor) -> int:
         for _ in starts:
@@ -103,11 +98,12 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
         finish(device.record())
         return scale.file_bytes
 
+    few = scale.small_bytes
     return {
         ("large", "cpu_to_disk"): partial(large, io.write),  # before it is read
-        ("small", "cpu_to_disk"): partial(small, io.write, scale.small_bytes["cpu_to_disk"]),
+        ("small", "cpu_to_disk"): partial(again, SMALL_SECONDS, partial(small, io.write, few["cpu_to_disk"])),
         ("large", "disk_to_cpu"): partial(again, scale.read_seconds, partial(large, io.read)),
-        ("small", "disk_to_cpu"): partial(small, io.read, scale.small_bytes["disk_to_cpu"]),
+        ("small", "disk_to_cpu"): partial(again, SMALL_SECONDS, partial(small, io.read, few["disk_to_cpu"])),
         ("large", "cpu_to_gpu"): partial(again, scale.read_seconds, partial(copies, buffer, host)),
         ("large", "gpu_to_cpu"): partial(again, scale.read_seconds, partial(copies, host, buffer)),
     }
