@@ -13,10 +13,13 @@ from h2o_flexgen.compression import compressed
 from h2o_flexgen.engine.model import DUMMY, prepare_loops
 from h2o_flexgen.formats import Format, dtype_name
 from h2o_flexgen.kv_cache import CacheRule, rule_for
+from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
+from h2o_flexgen.models.hub import is_downloaded
 from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_spec, stored_dtype
-from h2o_flexgen.models.source import find_model, is_downloaded, load_tokenizer, model_name, weight_files
+from h2o_flexgen.models.source import find_model, model_name
 from h2o_flexgen.models.spec import ModelSpec
+from h2o_flexgen.models.tokenizer import load_tokenizer
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root

@@ -17,8 +17,9 @@ from h2o_flexgen.formats import Format, prepare
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
-from h2o_flexgen.models.source import find_model, load_tokenizer, model_name
+from h2o_flexgen.models.source import find_model, model_name
 from h2o_flexgen.models.spec import Layer, ModelSpec
+from h2o_flexgen.models.tokenizer import load_tokenizer
 from h2o_flexgen.offload.checkpoint import Checkpoint
 from h2o_flexgen.offload.dummy import DummyCheckpoint
 

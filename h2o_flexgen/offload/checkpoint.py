@@ -15,8 +15,8 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Quantised, convert
+from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
-from h2o_flexgen.models.source import weight_files
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.offload.convert import bins_to_safetensors, gguf_to_safetensors, made_once
 from h2o_flexgen.offload.device import as_numpy

@@ -12,7 +12,7 @@ from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.sampling import Sampler
 from h2o_flexgen.engine.stop import PARTIAL, StopStrings, decode, most_tokens
-from h2o_flexgen.models.source import load_tokenizer
+from h2o_flexgen.models.tokenizer import load_tokenizer
 
 pytest_plugins = ["cli_tools"]
 

@@ -10,7 +10,7 @@ from cli_tools import FP32, ON_DISK, ON_GPU, PROMPTS, percent, read_rows, write_
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import builtin_prompts, builtin_text
-from h2o_flexgen.models.source import load_tokenizer
+from h2o_flexgen.models.tokenizer import load_tokenizer
 
 pytest_plugins = ["cli_tools"]
 

@@ -13,6 +13,7 @@ from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, command, environment, perce
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models import source
+from h2o_flexgen.models.tokenizer import load_tokenizer
 
 pytest_plugins = ["cli_tools"]
 
@@ -148,7 +149,7 @@ def test_code_in_a_tokenizer_is_not_run_nor_asked_about(model, tmp_path, monkeyp
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.setattr("builtins.input", lambda *a: pytest.fail("asked the user"))
     with pytest.raises(UserError, match="tokenizer"):
-        source.load_tokenizer(folder)
+        load_tokenizer(folder)
     assert not (tmp_path / "proof").exists()
 
 
