@@ -52,9 +52,9 @@ def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> P
     with open(open_regular(root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "rb") as lock:
         _wait_for(lock, root)
         if not _is_whole(target):  # another process may have made it meanwhile
-            if target.exists():
+            if os.path.lexists(target):
                 log.warning("the copy %s is damaged: it is made again", target)
-                shutil.rmtree(target)
+                _remove(target)
             _remove_older(root, origin)
             _make(target, origin, make)
     return target
@@ -77,7 +77,7 @@ def _wait_for(lock, root: Path) -> None:
 def _make(target: Path, origin: dict, make: Callable[[Path], None]) -> None:
     """All of it, or nothing."""
     partial = target.with_name("partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    _remove(partial)  # of a process that was killed
     partial.mkdir()
     try:
         make(partial)
@@ -95,7 +95,15 @@ def _remove_older(root: Path, origin: dict) -> None:
     for folder in root.iterdir():
         record = _record(folder)
         if record and origin.items() <= record.items():
-            shutil.rmtree(folder)
+            _remove(folder)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that is in it, or what is in the place of one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_whole(folder: Path) -> bool:

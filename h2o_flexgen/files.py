@@ -116,9 +116,12 @@ def check_writable(name: str, path: str) -> None:
 
 
 def write_text(name: str, path: str, text: str) -> None:
-    """Raises UserError, which calls the file `name`."""
+    """Raises UserError, which calls the file `name`; for a pipe, too, that nobody reads."""
     try:
-        Path(path).write_text(text)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        os.set_blocking(fd, True)
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as e:
         raise UserError(f"cannot write {name} {path}: {e.strerror}") from None
 

@@ -143,6 +143,9 @@ DAMAGES = {
     "a file is a link": lambda folder: replace_by_link(folder / "large"),
     "a file is a folder": lambda folder: [(folder / "large").unlink(), (folder / "large").mkdir()],
     "there is a file more": lambda folder: (folder / "more.safetensors").touch(),
+    "it is a file": lambda folder: [shutil.rmtree(folder), folder.touch()],
+    "it is a link to nowhere": lambda folder: [shutil.rmtree(folder), folder.symlink_to("nowhere")],
+    "it is a link to another folder": lambda folder: [shutil.rmtree(folder), folder.symlink_to(folder.parent.parent)],
     "the record is gone": lambda folder: (folder / RECORD).unlink(),
     "the record is garbage": lambda folder: (folder / RECORD).write_bytes(b"\xff"),
     "the record is other JSON": lambda folder: (folder / RECORD).write_text("[]"),
@@ -159,6 +162,23 @@ def test_a_damaged_copy_is_made_again(copy, source, root, caplog, damage):
     assert "is damaged: it is made again" in caplog.text
     assert copy(source) == folder and copy.count == 2
     assert names(root) - {"moved"} == {folder.name}
+
+
+@pytest.mark.parametrize("damage", ["link", "file", "folder"])
+def test_whatever_is_in_the_place_of_a_copy_in_the_making_goes(copy, source, root, tmp_path, damage):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").touch()
+    root.mkdir(parents=True, mode=0o700)
+    if damage == "link":
+        (root / "partial").symlink_to(victim)
+    elif damage == "file":
+        (root / "partial").touch()
+    else:
+        (root / "partial" / "below").mkdir(parents=True)
+    folder = copy(source)
+    assert names(root) == {folder.name}
+    assert os.listdir(victim) == ["precious"]
 
 
 def test_a_record_that_other_copies_lost_disturbs_none(copy, source, root):

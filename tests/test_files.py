@@ -10,7 +10,7 @@ from cli_tools import SHORT, tiny_state, write_model
 
 from h2o_flexgen import files
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import JSON_BYTES, check_small, open_regular, read_json, read_text
+from h2o_flexgen.files import JSON_BYTES, check_small, open_regular, read_json, read_text, write_text
 from h2o_flexgen.main import main
 from h2o_flexgen.models.registry import TOKENIZER_FILES
 
@@ -65,6 +65,16 @@ def test_what_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "TEXT_BYTES", 1 << 20)
     with pytest.raises(UserError, match="it is larger than 1 MiB"):
         read_text("the file", path)
+
+
+def test_a_report_goes_to_a_pipe_that_somebody_reads(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="cannot write --report .*: No such device"):
+        write_text("--report", str(tmp_path / "pipe"), "text")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text("--report", str(tmp_path / "pipe"), "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
 
 
 @endless
