@@ -7,7 +7,6 @@ The package `gguf` reads the file and dequantises its types; transformers makes 
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from torch import Tensor
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.files import cache_root, converted
 from h2o_flexgen.formats import GGUF, Format
+from h2o_flexgen.models.gguf_tokenizer import write_tokenizer
 from h2o_flexgen.models.registry import spec_of
 from h2o_flexgen.models.rope import frequencies
 from h2o_flexgen.models.spec import Layer, Rope
@@ -29,19 +29,12 @@ from h2o_flexgen.models.spec import Layer, Rope
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 #: types that stay as they are; all others are dequantised
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: names of ways to split text before byte pairs are merged that transformers follows; others it takes for GPT-2's
-PRE_TOKENIZERS = ("default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "tekken", "qwen2")
-#: llama.cpp's names for a model without a tokenizer
-NO_TOKENIZER = ("none", "no_vocab")
 #: the file of `GGUFFile.table`
 TABLE = "tensors.json"
 #: elements that are dequantised at once
 PART = 1 << 22
 #: the RoPE scaling of every LLaMA 3.1 and 3.2 but for its factor
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-log = logging.getLogger(__name__)
 
 
 def is_gguf(path: Path) -> bool:
@@ -120,7 +113,7 @@ class GGUFFile:
         try:
             reader = reader_of(path)
             self.fields, self.tensors = reader.fields, {tensor.name: tensor for tensor in reader.tensors}
-            self.architecture, parts = self._field("general.architecture"), int(self._field("split.count", 1))
+            self.architecture, parts = self.field("general.architecture"), int(self.field("split.count", 1))
             if self.architecture is None:
                 raise ValueError("it names no architecture")
         except OSError as e:
@@ -141,21 +134,7 @@ class GGUFFile:
         """Write config.json and the files of the tokenizer, if there is one, into a folder."""
         spec_of(self.config, str(self.path))  # raises for sizes that make no sense
         (folder / "config.json").write_text(json.dumps(self.config, indent=1))
-        if self._field("tokenizer.ggml.model", "none") in NO_TOKENIZER:
-            return
-        split = self._field("tokenizer.ggml.pre", "default")
-        if self._field("tokenizer.ggml.model") == "gpt2" and split not in PRE_TOKENIZERS:
-            log.warning("%s: transformers may split text into other tokens than %r does", self.path, split)
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
-        except Exception as e:
-            raise UserError(f"cannot read the tokenizer of {self.path}: {reason(e)}") from None
-        try:
-            tokenizer.save_pretrained(folder)
-        except Exception as e:  # an OSError, or one of Rust's
-            raise UserError(f"cannot write the tokenizer of {self.path} into {folder}: {reason(e)}") from None
+        write_tokenizer(self, folder)
 
     def table(self) -> dict:
         """The config, and of each tensor by GGUF's name its type, its offset and its shape."""
@@ -164,12 +143,13 @@ class GGUFFile:
 
     # metadata
 
-    def _field(self, name: str, default=None):
+    def field(self, name: str, default=None):
+        """A value of the metadata by its whole name, and `default` where there is none."""
         return self.fields[name].contents() if name in self.fields else default
 
     def _get(self, key: str, default=None):
         """A value of the architecture; without a default it must be there."""
-        value = self._field(f"{self.architecture}.{key}", default)
+        value = self.field(f"{self.architecture}.{key}", default)
         if value is None:
             raise UserError(f"{self.path} has no value for {self.architecture}.{key}")
         return value
@@ -212,7 +192,7 @@ class GGUFFile:
 
     def _eos(self) -> list[int]:
         """Tokens that end a text: the end of a text, and that of an answer in a conversation."""
-        ids = (self._field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+        ids = (self.field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
         return [token for token in ids if token is not None]
 
     def _rope_scaling(self, head_dim: int) -> dict | None:
