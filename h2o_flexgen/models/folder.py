@@ -55,7 +55,7 @@ def describe_choice(folder: Path) -> str | None:
 
 def describe_unreadable(folder: Path) -> str:
     """What to do with the weights of a folder that cannot be read, as the end of a message."""
-    names = [name for name in listed(folder) if name.endswith(WEIGHTS)]
+    names = [name for name in (listed(folder) if os.path.isdir(folder) else []) if name.endswith(WEIGHTS)]
     if any(name.startswith("adapter_model.") for name in names):
         return "; it holds an adapter: merge it into its base model, with peft's merge_and_unload, and give the result"
     if any(name.startswith("consolidated.") for name in names):
@@ -121,5 +121,5 @@ def _indexed(index: Path) -> list[Path]:
         raise UserError(f"cannot read the shard index {index}: {reason(e)}") from None
     for name in names:
         if not isinstance(name, str) or name != os.path.basename(name) or name in ("", ".", ".."):
-            raise UserError(f"the shard index {index} names {name!r}: shards are files in its own folder")
+            raise UserError(f"the shard index {index} names {name!r:.100}: shards are files in its own folder")
     return [index.with_name(name) for name in names]

@@ -73,7 +73,9 @@ def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[Path, int, 
         if tensor.type in GGUF:
             found[name] = (tensor.path, tensor.offset, shape, replace(GGUF[tensor.type], heads=heads))
     if unknown:
-        raise UserError(f"{path} has a tensor {min(unknown)!r}, which is unknown in {file.architecture} models")
+        raise UserError(
+            f"{path} has a tensor {shortened(min(unknown))}, which is unknown in {file.architecture} models"
+        )
     return found
 
 
@@ -92,12 +94,13 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.fields, self.tensors = read_model(path)
+        self.header = read_model(path)
+        self.tensors = self.header.tensors
         self.architecture = self.field("general.architecture")
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UserError(
-                f"{path}: no support for GGUF files of the architecture {self.architecture!r}; known: {known}"
+                f"{path}: no support for GGUF files of the architecture {shortened(self.architecture)}; known: {known}"
             )
 
     def unpack(self, folder: Path) -> None:
@@ -109,8 +112,7 @@ class GGUFFile:
 
     def field(self, name: str, default=None):
         """A value of the metadata by its whole name, and `default` where there is none."""
-        value = self.fields.get(name, default)
-        return value.tolist() if isinstance(value, np.ndarray) else value
+        return self.header.value(name, default)
 
     def _get(self, key: str, default=None):
         """A value of the architecture; without a default it must be there."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.folder import check_fetched, numbered
+from h2o_flexgen.models.spec import shortened
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -47,6 +47,11 @@ class Header(NamedTuple):
     fields: dict[str, object]
     tensors: dict[str, GGUFTensor]
 
+    def value(self, name: str, default=None):
+        """One of the metadata, and `default` where there is none."""
+        value = self.fields.get(name, default)
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
 
 def parts(path: Path) -> list[Path]:
     """All files of the model that a file belongs to. Raises UserError if one is missing."""
@@ -72,16 +77,17 @@ def read_model(path: Path) -> Header:
     headers = [read_header(file) for file in files]
     tensors = {}
     for number, (file, header) in enumerate(zip(files, headers)):
-        said = (header.fields.get("split.no", 0), header.fields.get("split.count", 1))
-        if said != (number, len(files)):
-            names = "all parts of a split model need their names, as in model-00001-of-00003.gguf"
-            raise UserError(f"{file} is the part {said[0]!r} (from 0) of {said[1]!r} by what it says: {names}")
+        no, count = (header.value(f"split.{what}", default) for what, default in (("no", 0), ("count", 1)))
+        if (no, count) != (number, len(files)):
+            said = f"by what it says the part {shortened(no)} (from 0) of {shortened(count)}"
+            advice = "parts of a split model must keep their names, such as model-00001-of-00003.gguf"
+            raise UserError(f"{file} is {said}: {advice}")
         if again := tensors.keys() & header.tensors.keys():
-            raise UserError(f"{file} has the tensor {min(again)!r} of another part: they are of several models")
+            raise UserError(f"{file} has a tensor of another part, {shortened(min(again))}: they are of several models")
         tensors |= header.tensors
-    expected = headers[0].fields.get("split.tensors.count", len(tensors))
+    expected = headers[0].value("split.tensors.count", len(tensors))
     if expected != len(tensors):
-        raise UserError(f"{path} has {len(tensors)} tensors in all its parts, and should have {expected!r}")
+        raise UserError(f"{path} has {len(tensors)} tensors in all its parts, and should have {shortened(expected)}")
     return Header(headers[0].fields, tensors)
 
 
@@ -154,17 +160,17 @@ def _header(path: Path, cursor: _Cursor, size: int) -> Header:
     for _ in range(cursor.number("Q")):
         name = cursor.text()
         if name in fields:
-            raise ValueError(f"it has two values of {name!r}")
+            raise ValueError(f"it has two values of {shortened(name)}")
         fields[name] = cursor.value(cursor.number("I"))
     tensors = {}
     for _ in range(tensor_count):
         name = cursor.text()
         if name in tensors:
-            raise ValueError(f"it has two tensors {name!r}")
+            raise ValueError(f"it has two tensors {shortened(name)}")
         tensors[name] = _tensor(path, name, cursor)
     alignment = fields.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"its alignment must be a power of two, not {alignment!r}")
+        raise ValueError(f"its alignment must be a power of two, not {shortened(alignment)}")
     begin = -(-cursor.at // alignment) * alignment
     _check_places(tensors, alignment, size - begin)
     return Header(fields, {name: tensor._replace(offset=begin + tensor.offset) for name, tensor in tensors.items()})
@@ -176,28 +182,34 @@ def _tensor(path: Path, name: str, cursor: _Cursor) -> GGUFTensor:
 
     dimensions = cursor.number("I")
     if dimensions > MOST_DIMENSIONS:
-        raise ValueError(f"{name!r} has {dimensions} dimensions")
+        raise ValueError(f"{shortened(name)} has {dimensions} dimensions")
     shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
     code = cursor.number("I")
     offset = cursor.number("Q")
     try:
         type_ = gguf.GGMLQuantizationType(code)
     except ValueError:
-        raise UserError(f"{path}: {name!r} is of the type {code}, which the package gguf does not know") from None
+        raise UserError(
+            f"{path}: {shortened(name)} is of the type {code}, which the package gguf does not know"
+        ) from None
     elements, nbytes = gguf.GGML_QUANT_SIZES[type_]
     if 0 in shape or (shape[-1] if shape else 1) % elements:
-        raise ValueError(f"{name!r} cannot have the shape {list(shape)}")
+        raise ValueError(f"{shortened(name)} cannot have the shape {list(shape)}")
     return GGUFTensor(path, type_.name, shape, offset, prod(shape) // elements * nbytes)
 
 
 def _check_places(tensors: dict[str, GGUFTensor], alignment: int, room: int) -> None:
-    """Raises ValueError for tensors that do not lie beside each other in `room` bytes."""
-    by_offset = sorted(tensors.items(), key=lambda item: item[1].offset)
-    for name, tensor in by_offset:
-        if tensor.offset % alignment:
-            raise ValueError(f"{name!r} begins at {tensor.offset}, which is no multiple of {alignment}")
-        if tensor.offset + tensor.nbytes > room:
-            raise ValueError(f"{name!r} goes beyond the end of the file")
-    for (name, tensor), (following, other) in pairwise(by_offset):
-        if tensor.offset + tensor.nbytes > other.offset:
-            raise ValueError(f"{name!r} and {following!r} are in the same place")
+    """Raises ValueError unless tensors lie one behind another, each at the next multiple of `alignment`, and fill
+    `room` bytes."""
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        expected = -(-end // alignment) * alignment
+        if tensor.offset != expected:
+            raise ValueError(
+                f"{shortened(name)} begins at {tensor.offset}, not at {expected} behind the tensor before it"
+            )
+        end = expected + tensor.nbytes
+        if end > room:
+            raise ValueError(f"{shortened(name)} goes beyond the end of the file")
+    if tensors and room - end >= alignment:
+        raise ValueError(f"its last {room - end} bytes belong to no tensor")

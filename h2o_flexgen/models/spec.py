@@ -14,6 +14,8 @@ LARGEST = (1 << 31) - 1
 #: far more than any model has: a list of all layers, or a table of a head's elements, must not fill the memory
 MOST_LAYERS = 10_000
 MOST_HEAD_DIM = 1 << 16
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 80
 #: {short name: (name in the checkpoint, shape)}
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -113,8 +115,8 @@ def vectors(short: str, name: str, size: int, parts: Iterable[str] = ("weight",)
 
 
 def shortened(value) -> str:
-    """A value for a message, of which a long one is cut."""
-    return reprlib.repr(value)
+    """A value of a file for a message: a long one is cut."""
+    return _SHORT.repr(value)
 
 
 class Config:
