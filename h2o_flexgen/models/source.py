@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.models.folder import listed, weight_files
+from h2o_flexgen.models.folder import check_fetched, listed, weight_files
 from h2o_flexgen.models.gguf import is_gguf, unpacked
 from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.hub import snapshot
@@ -74,9 +74,12 @@ def _local(argument: str, name: str) -> Path:
         is_there = os.path.exists(found)
         advice = "; give a folder or a .gguf file" if is_there else f"; is it {near[0]}?" if near else ""
         raise UserError(f"`{argument}` {name}: no such folder or GGUF file{advice}")
+    for entry in listed(found):
+        if entry.endswith((".json", ".model")):  # the config and the tokenizer
+            check_fetched(found / entry)
     if weight_files(found):
         return found
-    models = sorted({parts(found / name)[0] for name in listed(found) if is_gguf(found / name)})
+    models = sorted({parts(found / entry)[0] for entry in listed(found) if is_gguf(found / entry)})
     if len(models) > 1:
         names = ", ".join(model.name for model in models)
         raise UserError(f"`{argument}` {name} holds several GGUF files, name one: {names}")
