@@ -23,7 +23,8 @@ VERSIONS = (2, 3)
 #: the metadata's types of numbers, as `struct` and numpy call them
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 #: its other types
-TEXT, ARRAY = 8, 9
+TEXT = 8
+ARRAY = 9
 SIZE = struct.Struct("<Q")
 #: of a tensor, as in ggml
 MOST_DIMENSIONS = 4

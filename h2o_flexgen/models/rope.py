@@ -109,7 +109,8 @@ def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Calla
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (B, H, T, D) with each head's first elements rotated in pairs by cos and sin (B, H or 1, T, pairs), the rest as
     it is."""
-    half, dim = cos.shape[-1], 2 * cos.shape[-1]
+    half = cos.shape[-1]
+    dim = 2 * half
     out = torch.empty_like(x)
     first, second = x[..., :half], x[..., half:dim]
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)

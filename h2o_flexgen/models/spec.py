@@ -72,13 +72,17 @@ class ModelSpec:
     def check_length(self, prompt_len: int, gen_len: int = 0, rolling: bool = False) -> None:
         """Raises UserError unless the model can take a prompt and an output of these lengths, which has no end where
         positions roll; without an output the prompt is a text to be scored, whose last token is never an input."""
-        is_longer, what = f"the text has {prompt_len} tokens, more than the model's", "the text"
+        is_longer = f"the text has {prompt_len} tokens, more than the model's"
+        what = "the text"
         needed = prompt_len - 1
         if gen_len and rolling:
-            is_longer, what, needed = f"prompt of {prompt_len} tokens is longer than the model's", "it", prompt_len
+            is_longer = f"prompt of {prompt_len} tokens is longer than the model's"
+            what = "it"
+            needed = prompt_len
         elif gen_len:
             is_longer = f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's"
-            what, needed = "the prompt or the output", prompt_len + gen_len
+            what = "the prompt or the output"
+            needed = prompt_len + gen_len
         if needed > self.positions:
             raise UserError(f"{is_longer} {self.positions} positions")
         if self.window is not None and needed > self.window:
@@ -124,7 +128,8 @@ class Config:
     wrong type."""
 
     def __init__(self, data: dict, where: str = "the config"):
-        self.data, self.where = data, where
+        self.data = data
+        self.where = where
 
     def error(self, what: str) -> UserError:
         return UserError(f"{self.where}: {what}")
