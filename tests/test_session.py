@@ -11,6 +11,7 @@ from stream_oracle import StreamOracle
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.streams import Streams
+from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.offload import memory
 
@@ -304,6 +305,14 @@ def test_a_full_cache_cannot_roll(tiny):
     with LLM(str(tiny("llama").folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
         with pytest.raises(UserError, match="`position_rolling` needs a KV budget"):
             llm.session(position_rolling=True)
+
+
+@pytest.mark.parametrize("policy", [Policy(**RAM), "auto"])
+@pytest.mark.parametrize("count", [10**9, 10**18])
+def test_more_streams_than_any_machine_holds(tiny, policy, count):
+    with opened(tiny("llama")) as llm, pytest.raises(PlanError, match=f"`count`: {count} streams need more than"):
+        llm.policy = policy
+        llm.session(count=count)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.files import cache_root
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.models.gguf import GGUFFile
+from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.policy import gib
 from h2o_flexgen.progress import bar
@@ -39,7 +40,7 @@ def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype,
     needed = sum(map(prod, shapes.values())) * dtype.itemsize
     tensors = lambda: GGUFFile(file).checkpoint_tensors(layers, dtype)  # noqa: E731  opened when it is needed
     kind = f"weights in {dtype_name(dtype)}: {shapes}"  # another config asks for other ones
-    return made_once([file], kind, tensors, len(shapes), needed, progress)
+    return made_once(parts(file), kind, tensors, len(shapes), needed, progress)
 
 
 def bins_to_safetensors(files: list[Path], layers: Sequence[Layer], progress: bool) -> list[Path]:
