@@ -218,6 +218,8 @@ class GGUFFile:
     def _rope_scaling(self, head_dim: int) -> dict | None:
         if "rope_freqs.weight" in self.tensors:
             return self._llama3_scaling(head_dim)
+        if "rope_factors_long.weight" in self.tensors:
+            return self._longrope_scaling()
         kind = self._get("rope.scaling.type", "none")
         if kind == "none":
             return None
@@ -225,6 +227,15 @@ class GGUFFile:
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = self._get("rope.scaling.original_context_length")
         return scaling
+
+    def _longrope_scaling(self) -> dict:
+        """LongRoPE's divisors; which of the two sets turns a text is its length's choice, not the context window's."""
+        scaling = {"rope_type": "longrope", "attention_factor": self._get("rope.scaling.attn_factor", 1.0)}
+        for which in ("short", "long"):
+            name = f"rope_factors_{which}.weight"
+            _of_name(self.tensors, name, self.path)  # raises where there is none
+            scaling[f"{which}_factor"] = self.dequantised(name, torch.float32).tolist()
+        return scaling | {"original_max_position_embeddings": self._get("rope.scaling.original_context_length")}
 
     def _llama3_scaling(self, head_dim: int) -> dict:
         """The file only has divisors of the frequencies: the slowest has the factor, the others must follow from it."""
