@@ -88,8 +88,13 @@ def _longrope(given: Config, dim: int, positions: int, original: int) -> dict:
 def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
     """Radians per position of each rotated pair (dim / 2,) fp32, and a factor for the rotated vectors, by transformers'
     own functions. `length`: tokens of the text so far, which only the types in BY_LENGTH look at."""
+    powers = rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim)
     if rope.type == "default":
-        return 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim)), 1.0
+        return 1.0 / powers, 1.0
+    if rope.type == "longrope":  # in some versions of transformers the length does not count
+        scaling = dict(rope.scaling)
+        divisors = scaling["long_factor" if length > scaling[ORIGINAL] else "short_factor"]
+        return 1.0 / (torch.tensor(divisors) * powers), scaling["attention_factor"]
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {"rope_type": rope.type, "rope_theta": rope.theta, **dict(rope.scaling)}
@@ -103,8 +108,6 @@ def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
         rope_parameters=parameters,
         standardize_rope_params=lambda: None,
     )
-    if rope.type == "longrope":  # where versions before 5 look for it
-        config.original_max_position_embeddings = parameters[ORIGINAL]
     return ROPE_INIT_FUNCTIONS[rope.type](config, torch.device("cpu"), seq_len=length)
 
 
