@@ -14,6 +14,8 @@ from h2o_flexgen.errors import UserError
 
 #: of what `converted` keeps: raise it when a conversion gives something else
 CONVERSION = 2
+#: for the end of a message about the cache folder
+OTHER_HOME = "make room there, or name a folder that can be written in H2O_FLEXGEN_HOME"
 
 
 def read_json(what: str, path: str | Path):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.files import cache_root, converted
+from h2o_flexgen.files import OTHER_HOME, cache_root, converted
 from h2o_flexgen.formats import GGUF, Format
 from h2o_flexgen.models.registry import spec_of
 from h2o_flexgen.models.rope import frequencies
@@ -57,7 +57,7 @@ def unpacked(path: Path) -> Path:
     try:
         return converted([path], "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder))
     except OSError as e:
-        raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}") from None
+        raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}; {OTHER_HOME}") from None
 
 
 def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[int, tuple[int, ...], Format]]:

