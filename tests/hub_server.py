@@ -81,7 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
         file = rest[len(revision) + 1 :]
         if what == "revision":
             siblings = [{"rfilename": path} for path in files]
-            return self._send(json.dumps({"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings}).encode())
+            facts = {"private": False, "downloads": 0, "likes": 0, "tags": []}  # that older clients want to hear
+            return self._send(json.dumps({"id": name, "sha": COMMIT, "siblings": siblings, **facts}).encode())
         if what == "tree":
             listed = [{"type": "file", "path": p, "size": len(b), "oid": _digest(b)} for p, b in files.items()]
             return self._send(json.dumps(listed).encode())

@@ -94,7 +94,7 @@ def _of_the_network(names: set[str], chain: list[BaseException]) -> str:
     if "ProxyError" in names:
         return f"the proxy cannot be used ({reason(chain[-1])}): check HTTPS_PROXY"
     if any("Timeout" in name for name in names):
-        return "the Hugging Face hub does not answer in time: check the network, or give a folder"
+        return f"the Hugging Face hub does not answer ({reason(chain[-1])}): check the network, or give a folder"
     if is_local:  # its message is a paragraph
         cause = f" ({reason(chain[-1])})" if len(chain) > 1 else ""
         unreachable = f"the Hugging Face hub cannot be reached{cause}"
