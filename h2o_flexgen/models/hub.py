@@ -63,7 +63,7 @@ def snapshot(repo: Repository, weights: bool) -> Path:
     folder = None
     with suppress(Exception):
         folder = _cached(repo)
-    if folder is not None and (folder / "config.json").exists() and not repo.gguf:
+    if folder is not None and not repo.gguf:
         cause = f"the local cache lacks {shortened(_lacking(folder, weights))}; {cause.removeprefix(_NOT_HERE)}"
     raise UserError(f"cannot get the model {repo.name!r}: {cause}")
 
@@ -80,6 +80,8 @@ def _folder(repo: Repository, weights: bool) -> Path:
             return folder
     folder = _download(repo, _SMALL)
     if not (folder / "config.json").exists():
+        if constants.HF_HUB_OFFLINE:  # some versions of the client then give what there is
+            raise OfflineModeIsEnabled
         raise _not_a_model(repo, folder, "config.json")
     read_spec(folder)  # before gigabytes of a model that cannot be run
     at_commit = repo._replace(revision=commit(folder) or repo.revision)  # a branch may move meanwhile
@@ -87,7 +89,7 @@ def _folder(repo: Repository, weights: bool) -> Path:
         if weights and not is_whole(folder):
             folder = _download(at_commit, [*_SMALL, kind])
     if weights and not is_whole(folder):
-        if constants.HF_HUB_OFFLINE:  # some versions of the client then give what there is
+        if constants.HF_HUB_OFFLINE:
             raise OfflineModeIsEnabled
         if weight_files(folder):
             raise UserError(f"the repository {repo.name} lacks {shortened(_lacking(folder, weights))}: take another")
@@ -111,7 +113,7 @@ def _cached(repo: Repository) -> Path | None:
 
     root = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo.name, repo_type="model"))
     revision = repo.revision or "main"
-    with suppress(OSError):  # of a cache that may not be read, and of names that are too long
+    with suppress(OSError, ValueError):  # a cache that may not be read or is damaged, and names that are too long
         if (root / "refs" / revision).is_file():
             revision = (root / "refs" / revision).read_text().strip()
         folder = root / "snapshots" / revision
@@ -172,7 +174,8 @@ def _is_of_texts(name: str) -> bool:
 def _lacking(folder: Path, weights: bool) -> list[str]:
     """What a folder in the cache lacks, as far as is known."""
     listing = _listing(folder) or []
-    missing = [name for name in listing if _is_of_texts(name) and not (folder / name).exists()]
+    missing = ["config.json"] * (not (folder / "config.json").exists())
+    missing += [name for name in listing if _is_of_texts(name) and not (folder / name).exists()]
     if not weights:
         return missing or ["its tokenizer"]
     files = [file.name for file in weight_files(folder)]

@@ -78,7 +78,9 @@ def _local(argument: str, name: str) -> Path:
         near = get_close_matches(found.name, others, n=1)
         is_there = os.path.exists(found)
         advice = "; give a folder or a .gguf file" if is_there else f"; is it {near[0]}?" if near else ""
-        raise UserError(f"`{argument}` {name}: no such folder or GGUF file{advice}")
+        is_path = argument == "path" or name.startswith((".", "/", "~"))
+        other = "" if is_path else ", nor a name on the hub (OWNER/NAME)"
+        raise UserError(f"`{argument}` {name}: no such folder or GGUF file{other}{advice}")
     ggufs = [] if weight_files(found) else sorted(file for file in found.iterdir() if is_gguf(file))
     if len(ggufs) > 1:
         raise UserError(f"`{argument}` {name} holds several GGUF files, name one: {', '.join(f.name for f in ggufs)}")

@@ -181,6 +181,27 @@ def test_offline_with_half_a_snapshot_says_what_is_missing(hub, sharded, offline
     assert f"the local cache lacks {shards[0].name}; HF_HUB_OFFLINE is set" in message
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_offline_without_a_config_is_not_the_repositorys_fault(hub, model, offline, is_there):
+    """Also where a link leads nowhere, as when blobs were deleted to make room."""
+    hub.repositories[NAME] = files_of(model)
+    config = source.find_model(NAME)[0] / "config.json"
+    config.unlink()
+    if is_there:
+        config.symlink_to("../../blobs/gone")
+    offline()
+    assert "the local cache lacks config.json; HF_HUB_OFFLINE is set" in message_of(NAME)
+
+
+def test_a_damaged_cache_is_not_believed(hub, model, tmp_path):
+    hub.repositories[NAME] = files_of(model)
+    folder, _ = source.find_model(NAME)
+    (folder.parents[1] / "refs" / "main").write_bytes(b"\xff\xfe")
+    (folder.parents[1] / "trees" / f"{COMMIT}.json").write_text('{"files": 3}')
+    assert source.find_model(f"{NAME}@{COMMIT}")[0] == folder
+    assert hub_module.downloaded(repository(NAME)) is None
+
+
 # GGUF files
 
 FILES = (
