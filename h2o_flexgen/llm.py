@@ -22,6 +22,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import dtype_name, prepare_cache
 from h2o_flexgen.kernels.linear import takes_in_blocks
 from h2o_flexgen.losses import Losses
+from h2o_flexgen.models.repository import with_revision
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
@@ -54,6 +55,7 @@ class LLM:
         device: "auto", "cpu", "cuda", "cuda:N".
         dtype: a float type's name, or "auto": on CUDA fp16, or bf16 for a checkpoint in bf16 where the GPU has it; on
             the CPU the type whose matmuls are the fastest, by measuring (`kernels.linear`).
+        revision: of a repository on the hub, a branch, tag or commit, as `model` "NAME@REVISION" says it too.
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
         compress_weight: "int8" or "int4": matrices are quantised, once, into a copy in the cache folder
             (`compression.compressed`); None: they are as the checkpoint has them.
@@ -90,6 +92,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         *,
+        revision: str | None = None,
         path: str | None = None,
         compress_weight: str | None = None,
         compress_cache: str | None = None,
@@ -134,7 +137,8 @@ class LLM:
 
         choose_dtype = partial(job_dtype, self.device, dtype, profile=profile, compute=compute)
         formats = (compress_weight, self.compress_cache, compute)
-        self.model = load_model(model and str(model), path, choose_dtype, progress, *formats, disk_mem)
+        model = with_revision(None if model is None else str(model), revision)
+        self.model = load_model(model, path, choose_dtype, progress, *formats, disk_mem)
         self.model.in_blocks = takes_in_blocks(self.model.formats.values(), compute, cuda, in_blocks)
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids

@@ -38,7 +38,8 @@ class HarnessLM(TemplateLM):
 
     Args:
         pretrained: as `model` of `LLM`: a folder, a GGUF file, a hub's name, or None for the demo model.
-        path, policy, device, dtype, compress_weight, compress_cache, compute, offload_dir: as for `LLM`.
+        path, revision, policy, device, dtype, compress_weight, compress_cache, compute, offload_dir: as for `LLM`. A
+            revision that the harness reads as a number is given as pretrained=NAME@REVISION.
         hh_ratio, recent_ratio: the KV budget as fractions of the longest context of a call.
         hh_size, recent_size: the KV budget in slots.
         kv_rule: which tokens have the slots.
@@ -61,6 +62,7 @@ class HarnessLM(TemplateLM):
         self,
         pretrained: str | None = None,
         path: str | None = None,
+        revision: str | None = None,
         policy: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
@@ -107,6 +109,7 @@ class HarnessLM(TemplateLM):
             device,
             dtype,
             path=path,
+            revision=revision,
             compress_weight=compress_weight,
             compress_cache=compress_cache,
             compute=compute,

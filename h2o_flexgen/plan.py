@@ -28,7 +28,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.plan") -> argparse.ArgumentPa
     add = parser.add_argument_group("job").add_argument
     whole = "folder or Hugging Face name, of which only the config is fetched; the demo model if left out"
     add("positional", nargs="?", metavar="MODEL", help=whole)
-    add("--model", help="the same")
+    cli.add_model_options(add, "the same as MODEL")
     add("--path", help="folder of the weights; _DUMMY_ for random weights")
     add_options(parser, add, "as many as generate would take")
     parser.set_defaults(search=False)
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> None:
     models = models_of(args, found, profile)
 
     def sizes_of(kind: str | None) -> dict:
-        return forecast.sizes(models[kind], kind or found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
+        sizes = forecast.sizes(models[kind], kind or found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
+        return sizes | ({"revision": found.revision} if found.revision else {})
 
     try:
         choice = choose(args, length, models, profile, policy, budget, losses)
@@ -205,6 +206,7 @@ def tell(name: str, choice, profile, workload: dict, result: dict) -> None:
         cli.say(cli.describe_curve(choice.curve) + "\n")
     machine = profile.machine.get("gpu" if profile.device == "cuda" else "cpu", "the profile's machine")
     cache = (result["kv_budget"], choice.compress_cache)
+    name = cli.name_at(name, result["model"].get("revision"))
     job = cli.describe_job(name, profile.dtype, machine, workload, choice.policy, *cache)
     nbytes = result["model"]["kv_bytes_per_sequence"]
     each = f"each       {gib(nbytes['full'])} of KV cache for a sequence"

@@ -46,6 +46,11 @@ def write_gguf(
     if rope["rope_type"] == "llama3":  # its frequencies are a tensor
         plain = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / tiny.hf.base_model.rotary_emb.inv_freq).numpy())
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(tiny.hf.base_model.rotary_emb.attention_scaling)
+        for which in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

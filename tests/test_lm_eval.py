@@ -307,6 +307,8 @@ BAD = [
     (dict(max_length=161), "`max_length` must be a whole number up to 160, which"),
     (dict(max_length=0), "`max_length` must be a whole number"),
     (dict(pretrained="./nowhere"), "nowhere: no such folder"),
+    (dict(revision=1234567), "`revision` must be a branch, a tag or a commit, not 1234567"),
+    (dict(revision="main"), "is on this machine, and only a repository on the hub has revisions"),
 ]
 
 

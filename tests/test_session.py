@@ -17,8 +17,8 @@ from h2o_flexgen.offload import memory
 
 pytest_plugins = ["cli_tools"]
 
-#: of every kind of RoPE, of attention groups and of families that rotate, but for dynamic RoPE
-MODELS = [name for name in zoo.CONFIGS if zoo.FAMILY[name] != "opt" and "dynamic" not in name]
+#: of every kind of RoPE, of attention groups and of families that rotate, but for RoPE by the length of the text
+MODELS = [name for name in zoo.CONFIGS if zoo.FAMILY[name] != "opt" and name not in zoo.BY_LENGTH]
 RAM = dict(gpu_batch_size=4)
 DISK = dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=1)
 POLICIES = {
@@ -287,6 +287,7 @@ def test_conversations_side_by_side(demo):
     [
         ("opt", {}, "needs RoPE: opt's positions are in its embeddings"),
         ("llama_groups_of_8_dynamic", {}, "dynamic turns tokens by the length of the text"),
+        ("llama_longrope", {}, "longrope turns tokens by the length of the text"),
         ("llama", dict(count=0), "`count` must be a whole number"),
         ("llama", dict(chunk=2.5), "`chunk` must be a whole number"),
         ("llama", dict(kv_budget=KVBudget.from_ratio(0.2)), "is in slots"),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o_flexgen.copies import converted
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import cache_root
+from h2o_flexgen.files import OTHER_HOME, cache_root
 from h2o_flexgen.formats import GGUF, Format
 from h2o_flexgen.models.gguf_file import GGUFTensor, parts, read_model
 from h2o_flexgen.models.gguf_tokenizer import write_tokenizer
@@ -32,7 +32,13 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 #: types that stay as they are; all others are dequantised
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: how tensors end that a file may have and no model needs
-UNUSED = ("rope_freqs.weight", "attn_rot_embd.weight", "rotary_emb.inv_freq")
+UNUSED = (
+    "rope_freqs.weight",
+    "rope_factors_short.weight",
+    "rope_factors_long.weight",
+    "attn_rot_embd.weight",
+    "rotary_emb.inv_freq",
+)
 #: elements that are dequantised at once
 PART = 1 << 22
 #: the RoPE scaling of every LLaMA 3.1 and 3.2 but for its factor
@@ -52,8 +58,7 @@ def unpacked(path: Path) -> Path:
     try:
         return converted(parts(path), "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder))
     except OSError as e:
-        advice = "name another folder in H2O_FLEXGEN_HOME"
-        raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}; {advice}") from None
+        raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}; {OTHER_HOME}") from None
 
 
 def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[Path, int, tuple[int, ...], Format]]:
@@ -179,6 +184,8 @@ class GGUFFile:
     def _rope_scaling(self, head_dim: int) -> dict | None:
         if "rope_freqs.weight" in self.tensors:
             return self._llama3_scaling(head_dim)
+        if "rope_factors_long.weight" in self.tensors:
+            return self._longrope_scaling()
         kind = self._get("rope.scaling.type", "none")
         if kind == "none":
             return None
@@ -186,6 +193,14 @@ class GGUFFile:
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = self._get("rope.scaling.original_context_length")
         return scaling
+
+    def _longrope_scaling(self) -> dict:
+        """LongRoPE's divisors; which of the two sets turns a text is its length's choice, not the context window's."""
+        scaling = {"rope_type": "longrope", "attention_factor": self._get("rope.scaling.attn_factor", 1.0)}
+        for which in ("short", "long"):
+            name = f"rope_factors_{which}.weight"
+            scaling[f"{which}_factor"] = self.dequantised(name, torch.float32).tolist()
+        return scaling | {"original_max_position_embeddings": self._get("rope.scaling.original_context_length")}
 
     def _llama3_scaling(self, head_dim: int) -> dict:
         """The file only has divisors of the frequencies: the slowest has the factor, the others must follow from it."""

@@ -55,7 +55,7 @@ def spec_of(config: dict, where: str = "the config") -> ModelSpec:
         raise UserError(
             f"{where}: the architecture {shortened(model_type)} is not supported; known model types: {known}"
         )
-    if config.get("quantization_config") is not None:
+    if any(config.get(name) is not None for name in ("quantization_config", "quantization")):  # the latter by MLX
         advice = "take one in float16, bfloat16 or float32"
         raise UserError(f"{where}: the checkpoint is quantised, which is not supported: {advice}")
     return family(model_type).spec(Config(config, where))

@@ -24,7 +24,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 class Rope:
     """Rotary position embeddings (RoFormer, arXiv 2104.09864) of a head."""
 
-    type: str  # "default", "linear", "dynamic", "llama3" or "yarn", as in transformers
+    type: str  # "default", "linear", "dynamic", "llama3", "yarn" or "longrope", as in transformers
     theta: float  # the base of the frequencies
     dim: int  # elements of a head that are rotated; the others stay as they are (partial rotary)
     positions: int  # `max_position_embeddings` of the config
@@ -150,6 +150,12 @@ class Config:
     def number(self, key: str, default: float | None = None) -> float:
         fits = lambda x: type(x) in (int, float) and 0 < x < 1e300
         return float(self._checked(key, self._number(key, default), "a positive number", fits))
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of so many positive numbers."""
+        is_number = lambda x: type(x) in (int, float) and 0 < x < 1e300
+        fits = lambda value: isinstance(value, list) and len(value) == count and all(map(is_number, value))
+        return tuple(map(float, self._checked(key, self.data.get(key), f"a list of {count} positive numbers", fits)))
 
     def flag(self, key: str, default: bool) -> bool:
         return self._checked(key, self.data.get(key, default), "true or false", lambda x: isinstance(x, bool))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.copies import converted
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.files import cache_root
+from h2o_flexgen.files import OTHER_HOME, cache_root
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.models.gguf import GGUFFile
 from h2o_flexgen.models.gguf_file import parts
@@ -70,8 +70,8 @@ def made_once(
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise UserError(
-                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} are free: make "
-                "room, or name another folder in H2O_FLEXGEN_HOME"
+                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} are free: "
+                f"{OTHER_HOME}"
             )
         with bar(desc=f"converting {files[0].name}", total=count, unit="tensors", show=progress) as shown:
             _save(tensors(), folder, shown)
@@ -80,8 +80,7 @@ def made_once(
         folder = converted(files, kind, make)
     except (OSError, SafetensorError) as e:
         cause = (isinstance(e, OSError) and e.strerror) or reason(e)
-        advice = "make room, or name another folder in H2O_FLEXGEN_HOME"
-        raise UserError(f"cannot convert {files[0]} into {cache_root()}: {cause}; {advice}") from None
+        raise UserError(f"cannot convert {files[0]} into {cache_root()}: {cause}; {OTHER_HOME}") from None
     return sorted(folder.glob("*.safetensors"))
 
 

@@ -28,6 +28,7 @@ from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile, in_place
 from h2o_flexgen.models.registry import family, read_spec, spec_of
+from h2o_flexgen.models.rope import frequencies
 from h2o_flexgen.models.source import find_model
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.sizes import Workload
@@ -95,6 +96,18 @@ def test_rope_scaling_of_llama_3_is_known_by_its_frequencies(tmp_path, factor):
     tiny = zoo.build("llama", tmp_path / "checkpoint", rope_parameters=rope, max_position_embeddings=131072)
     found = spec_of(GGUFFile(write_gguf(tmp_path / "model.gguf", tiny)).config)
     assert found.rope == read_spec(tiny.folder).rope
+
+
+def test_longrope_is_known_by_its_two_sets_of_divisors(tmp_path, tiny):
+    model = tiny("llama_longrope")
+    found = spec_of(GGUFFile(write_gguf(tmp_path / "model.gguf", model)).config).rope
+    wanted = read_spec(model.folder).rope
+    assert (found.type, found.theta, found.dim) == (wanted.type, wanted.theta, wanted.dim)
+    for length in (16, 17):
+        each, scale = frequencies(found, length)
+        their_each, their_scale = frequencies(wanted, length)
+        torch.testing.assert_close(each, their_each)
+        assert scale == pytest.approx(their_scale)
 
 
 def test_rope_divisors_that_are_not_those_of_llama_3(tmp_path):
