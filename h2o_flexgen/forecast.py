@@ -110,7 +110,8 @@ def this_machine(
     `compute` as for `LLM`, for weights of the type `declared`, some of which may be `quantised`."""
     from transformers import AutoTokenizer  # noqa: F401  a job holds it
 
-    device, root = Device(device_name), Path(offload_dir) if offload_dir else default_root()
+    device = Device(device_name)
+    root = Path(offload_dir) if offload_dir else default_root()
     if device.is_cuda:
         device.start(None)
     job = job_dtype(device, dtype, declared, compute=compute)
@@ -127,7 +128,8 @@ def sizes(model: ModelData, stored: str) -> dict:
     """Of a model most of whose weights are of the type `stored`, as plain data."""
     spec = model.spec
     shapes = {name: shape for layer in model.layers for name, shape in layer.shapes.items()}
-    count, nbytes = sum(map(prod, shapes.values())), sum(map(model.stored_bytes, shapes))
+    count = sum(map(prod, shapes.values()))
+    nbytes = sum(map(model.stored_bytes, shapes))
     names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "positions")
     found = {"family": spec.model_type, "parameters": count} | {name: getattr(spec, name) for name in names}
     return found | {"stored_dtype": stored, "weight_bytes": nbytes}

@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> None:
     if args.compress_weight == "auto" and args.quality is not None:
         raise UserError("--compress-weight auto does not go with --quality, which is of one format of the weights")
     losses = cli.make_losses(args)
-    budget, policy = cli.make_budget(args, losses), cli.make_policy(args, args.num_prompts)
+    budget = cli.make_budget(args, losses)
+    policy = cli.make_policy(args, args.num_prompts)
 
     args.model = args.model or getattr(args, "positional", None)
 
@@ -83,7 +84,8 @@ def run(args: argparse.Namespace) -> None:
         if not args.json:
             cli.say(describe_sizes(sizes_of(next(iter(models)))))
         raise
-    model, sizes = models[choice.compress_weight], sizes_of(choice.compress_weight)
+    model = models[choice.compress_weight]
+    sizes = sizes_of(choice.compress_weight)
     prompts = args.num_prompts or (choice.policy.block_size if args.search else len(choice.workload.prompt_lens))
     workload = {"prompt_len": length, "gen_len": args.gen_len, "num_prompts": prompts}
     sizes["kv_bytes_per_sequence"] = forecast.kv_bytes(model, choice.workload, choice.rule, choice.compress_cache)
@@ -219,7 +221,8 @@ def tell(name: str, choice, profile, workload: dict, result: dict) -> None:
 
 def describe(choice) -> str:
     """The costs and the bytes of a policy, for people."""
-    p, plan = choice.prediction, choice.plan
+    p = choice.prediction
+    plan = choice.plan
     lines = [
         f"prefill    {p.prefill_seconds:.1f} s of a block",
         f"decode     {p.decode_seconds:.1f} s of a block",

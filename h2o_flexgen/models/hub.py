@@ -151,7 +151,8 @@ def _has_more_templates(repo: Repository, folder: Path) -> bool:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import EntryNotFoundError
 
-    config, absent = folder / "tokenizer_config.json", folder.parents[1] / ".no_exist" / folder.name / _TEMPLATE
+    config = folder / "tokenizer_config.json"
+    absent = folder.parents[1] / ".no_exist" / folder.name / _TEMPLATE
     inside = config.exists() and '"chat_template"' in config.read_text(errors="replace")
     if inside or not has_tokenizer(folder) or (folder / _TEMPLATE).exists() or absent.exists():
         return False

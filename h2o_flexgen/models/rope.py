@@ -127,7 +127,8 @@ def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Calla
             original = dict(rope.scaling)[ORIGINAL]
             lengths = lengths.clamp(original, original + 1)  # there are two sets of frequencies
         found, factors = zip(*(frequencies(rope, length) for length in lengths.tolist()))
-        each, scale = torch.stack(found)[:, None], factors[0]
+        each = torch.stack(found)[:, None]
+        scale = factors[0]
     else:
         each, scale = frequencies(rope, rope.positions)
     angles = (positions.float()[..., None] * each)[:, None]
@@ -141,7 +142,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     dim = 2 * half
     out = torch.empty_like(x)
-    first, second = x[..., :half], x[..., half:dim]
+    first = x[..., :half]
+    second = x[..., half:dim]
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half:dim]).addcmul_(first, sin)
     out[..., dim:] = x[..., dim:]
