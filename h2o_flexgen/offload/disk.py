@@ -150,7 +150,8 @@ class DiskIO:
     """
 
     def __init__(self, threads: int = THREADS, request: int = REQUEST):
-        self.threads, self.request = threads, request
+        self.threads = threads
+        self.request = request
         self.large_prefetches = False
         self.read_bytes = self.written_bytes = 0
         self._queues: dict[int, RequestQueue] = {}  # by file system

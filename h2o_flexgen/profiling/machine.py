@@ -41,7 +41,7 @@ def described() -> dict:
     """This machine, as results name it. The model of the CPU tells apart what is sold under one name."""
     found = machine()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = dict([part.strip() for part in line.split(":", 1)] for line in lines if ":" in line)
+    cpu = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
     model = ", ".join(f"{name} {cpu[name]}" for name in ("cpu family", "model") if name in cpu)
     return {name: found[name] for name in ("cpu", "cores", "ram_gib", "gpu")} | {"cpu_model": model or None}
 
