@@ -1,25 +1,58 @@
-"""Files that a user names, and what is kept between jobs."""
+"""Files that a user names, and the folder of what is kept between jobs."""
 
 from __future__ import annotations
 
-import fcntl
+import errno
+import grp
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable
+import pwd
+import stat
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 
-#: of what `converted` keeps: raise it when a conversion gives something else
-CONVERSION = 2
+#: the most bytes of a JSON file, and of a text, that are read whole
+JSON_BYTES = 100 << 20
+TEXT_BYTES = 1 << 30
+#: `samples` reads this much at a time, at this many places or more, which are at most so many bytes apart
+PIECE = 4096
+PIECES = 256
+DISTANCE = 16 << 20
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """A descriptor of a regular file, opened with `flags`, and created with `mode` if they ask for it. A pipe or a
+    device is never waited for, nor is a link followed with O_NOFOLLOW. Raises OSError, also for anything else."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    except OSError as e:
+        if e.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
+            raise OSError(errno.ELOOP, "it is a link", str(path)) from None
+        raise
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISREG(kind):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_bytes(path: str | Path, most: int | None = None) -> bytes:
+    """What a regular file holds. Raises OSError if it cannot be read, or holds more than `most` bytes."""
+    with open(open_regular(path), "rb") as file:
+        content = file.read(-1 if most is None else most + 1)
+    if most is not None and len(content) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
+    return content
 
 
 def read_json(what: str, path: str | Path):
     """What a JSON file holds. Raises UserError, which calls the file `what`."""
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(read_bytes(path, JSON_BYTES))
     except OSError as e:
         raise UserError(f"cannot read {what} {path}: {e.strerror}") from None
     except (ValueError, RecursionError) as e:  # ValueError: neither JSON nor text, or a number of thousands of digits
@@ -29,11 +62,44 @@ def read_json(what: str, path: str | Path):
 def read_text(what: str, path: str | Path) -> str:
     """What a text file holds. Raises UserError, which calls the file `what`."""
     try:
-        return Path(path).read_text("utf-8")
+        return read_bytes(path, TEXT_BYTES).decode("utf-8")
     except OSError as e:
         raise UserError(f"cannot read {what}: {e.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{what} is not a text in UTF-8") from None
+
+
+def check_small(what: str, path: Path) -> None:
+    """Raises UserError, which calls it `what`, for a file that is there and no library should be let read: none that
+    ends, or none that can be read, or a huge one."""
+    try:
+        fd = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as e:
+        raise UserError(f"cannot read {what} {path}: {e.strerror}") from None
+    size = os.fstat(fd).st_size
+    os.close(fd)
+    if size > JSON_BYTES:
+        raise UserError(f"cannot read {what} {path}: it is larger than {JSON_BYTES >> 20} MiB")
+
+
+def samples(path: Path) -> bytes:
+    """A digest of a file's size and of pieces of it at even distances: of all of it up to 1 MiB. Where it lies, and
+    since when, does not count. Raises UserError if it cannot be read."""
+    try:
+        fd = open_regular(path)
+        try:
+            size = os.fstat(fd).st_size
+            found = hashlib.sha256(str(size).encode())
+            count = max(PIECES, size // DISTANCE)
+            for n in range(count):
+                found.update(os.pread(fd, PIECE, n * max(0, size - PIECE) // (count - 1)))
+            return found.digest()
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from None
 
 
 def check_writable(name: str, path: str) -> None:
@@ -50,9 +116,12 @@ def check_writable(name: str, path: str) -> None:
 
 
 def write_text(name: str, path: str, text: str) -> None:
-    """Raises UserError, which calls the file `name`."""
+    """Raises UserError, which calls the file `name`; for a pipe, too, that nobody reads."""
     try:
-        Path(path).write_text(text)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        os.set_blocking(fd, True)
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as e:
         raise UserError(f"cannot write {name} {path}: {e.strerror}") from None
 
@@ -78,16 +147,6 @@ def rounded(data, digits: int = 6):
     return [rounded(value, digits) for value in data] if isinstance(data, list) else data
 
 
-def cache_root() -> Path:
-    """The folder for what is kept between jobs. Raises UserError if there is none."""
-    if home := os.environ.get("H2O_FLEXGEN_HOME"):
-        return Path(home)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen"
-    except RuntimeError:
-        raise UserError("this user has no home folder: name one for what is kept in H2O_FLEXGEN_HOME") from None
-
-
 def sync(path: Path) -> None:
     """Let a file or a folder reach the disk."""
     fd = os.open(path, os.O_RDONLY)
@@ -97,37 +156,59 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> Path:
-    """The folder of what `make(folder)` makes of some files: made once, and made anew when one of the files changes.
+def cache_root() -> Path:
+    """The folder for what is kept between jobs. Raises UserError if there is none, or as `check_private`."""
+    if home := os.environ.get("H2O_FLEXGEN_HOME"):
+        root = Path(home)
+    else:
+        try:
+            root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen"
+        except RuntimeError:
+            raise UserError("this user has no home folder: name one for what is kept in H2O_FLEXGEN_HOME") from None
+    check_private(root)
+    return root
 
-    Two processes that want the same make it once; one that is killed leaves nothing that another would take as whole.
 
-    Args:
-        kind: what is made of the files.
+def cache_folder(name: str) -> Path:
+    """A folder in `cache_root`, which `make_private` makes. Raises UserError likewise."""
+    folder = cache_root() / name
+    check_private(folder)
+    return folder
 
-    Raises:
-        OSError: the folder cannot be written; and what `make` raises.
-    """
-    key = hashlib.sha256(f"{CONVERSION} {kind}".encode())
-    for source in sources:
-        stat = source.stat()
-        key.update(f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
-    root = cache_root() / "converted"
-    target, partial = root / key.hexdigest()[:16], root / "partial"
-    if target.exists():
-        return target
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(root / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():  # another process may have made it meanwhile
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            partial.mkdir()
-            try:
-                make(partial)
-                for path in (*partial.iterdir(), partial):  # else a loss of power might leave the name and no bytes
-                    sync(path)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-            partial.rename(target)
-    return target
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone. Raises OSError."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileNotFoundError:
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def check_private(folder: Path) -> None:
+    """Raises UserError for a folder that another user could use to hand this one files: it must belong to this user or
+    to root, and nobody else may write in it. A group may that only this user is in, as with a umask of 002; all may in
+    one with the sticky bit, such as /tmp, since what is in it is checked too."""
+    try:
+        found = folder.stat()
+        owners = {found.st_uid, folder.lstat().st_uid}
+    except OSError:  # it is made later, or that says why not
+        return
+    if not stat.S_ISDIR(found.st_mode):
+        return
+    if not owners <= {0, os.geteuid()}:
+        raise UserError(f"the cache folder {folder} belongs to another user: name one of your own in H2O_FLEXGEN_HOME")
+    is_shared = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid))
+    if is_shared and not found.st_mode & stat.S_ISVTX:
+        advice = f"chmod go-w {folder}, or name another in H2O_FLEXGEN_HOME"
+        raise UserError(f"other users may write in the cache folder {folder}: {advice}")
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether only this user is in a group: it is named after the user, as many systems make one for each."""
+    try:
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

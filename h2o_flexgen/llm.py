@@ -17,6 +17,7 @@ from h2o_flexgen.engine.requests import admit, to_generate, to_score
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
+from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import dtype_name, prepare_cache
 from h2o_flexgen.kernels.linear import takes_in_blocks
@@ -39,6 +40,9 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
 
 class LLM:
     """A model that need not fit into memory.
+
+    Threads may share one: their calls take turns. A call from within another one, as from `on_output`, is a UserError,
+    and so is one in a process that was forked after an LLM was made.
 
     Args:
         model: folder, Hugging Face name, or None for the demo model.
@@ -107,6 +111,7 @@ class LLM:
         progress: bool = True,
         observer: Observer | None = None,
     ):
+        self.turns = Turns()
         self.device = Device(device)
         cuda = self.device.is_cuda
         if dtype != "auto":
@@ -150,8 +155,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give memory, threads and the offload folder back; the next `generate` starts anew."""
-        self.runner.close()
+        """Free memory, threads and the offload folder once no other call runs; the next `generate` loads them again."""
+        if not self.turns.is_forked:  # there they belong to the parent
+            with self.turns:
+                self.runner.close()
 
     def resources(self) -> Resources:
         """The memory that a job may use now."""
@@ -171,6 +178,7 @@ class LLM:
         """
         return admit(self.model, prompt, gen_len, self.position_rolling)
 
+    @in_turn
     def generate(
         self,
         prompts: str | Seq[Prompt],
@@ -221,6 +229,7 @@ class LLM:
         prompts = [messages if is_conversation(messages) else no_messages for messages in several]
         return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
 
+    @in_turn
     def score(
         self,
         texts: str | Seq[str | Seq[int]],
@@ -254,6 +263,7 @@ class LLM:
             self._run(sequences, gen_len, sink, ScoreCollector(outputs, sink.greedy_token_ids, on_output))
         return outputs
 
+    @in_turn
     def session(
         self,
         kv_budget: KVBudget | None = None,
@@ -282,7 +292,7 @@ class LLM:
         self.choice, most = choose(self.planner, self.resources(), given, budget, *arguments)
         self.observer.on_plan(self.choice)
         self.choice.plan.check()
-        return Session(self.model, self.runner, self.choice, count, most)
+        return Session(self.model, self.runner, self.turns, self.choice, count, most)
 
     def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""

@@ -16,6 +16,9 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.manifest import Manifest, is_running, manifest_path
 from h2o_flexgen.jobs.output import DoneRow, read_done
 
+#: no run takes as long, in seconds; one seems to if the clock stood at 1970 when it began
+YEAR = 365 * 24 * 3600
+
 
 def make_parser(prog: str = "python -m h2o_flexgen.status") -> argparse.ArgumentParser:
     parser = cli.Parser(prog, "Say how far a job is: rows done, failed and left, tokens per second, time left.")
@@ -33,7 +36,8 @@ def run(args: argparse.Namespace) -> None:
 
 def describe(manifest: Manifest, rows: list[DoneRow], path: Path, running: bool) -> str:
     """The state of a job for people; `rows`: those in the output file, the newest last unless all are there."""
-    failed, left = sum(row.error is not None for row in rows), max(0, len(manifest.rows) - len(rows))
+    failed = sum(row.error is not None for row in rows)
+    left = max(0, len(manifest.rows) - len(rows))
     text = f"{len(rows) - failed} of {len(manifest.rows)} rows are done, {failed} failed, {left} are left"
     if not left:
         return f"finished: {text}"
@@ -41,10 +45,13 @@ def describe(manifest: Manifest, rows: list[DoneRow], path: Path, running: bool)
         return f"stopped: {text}; the command that began it goes on"
     run = manifest.runs[-1]
     new = [row for row in rows[run["done"] :] if row.error is None]  # refusing a row takes no time
-    seconds = path.stat().st_mtime - run["start"]
-    speed = sum(row.tokens for row in new) / seconds if seconds > 0 else 0
-    if not speed:
+    tokens = sum(row.tokens for row in new)
+    if not tokens:
         return f"runs: {text}; no row of this run has finished yet"
+    seconds = path.stat().st_mtime - run["start"]
+    if not 0 < seconds < YEAR:
+        return f"runs: {text}; this machine's clock was set meanwhile: how fast is not known"
+    speed = tokens / seconds
     remaining = timedelta(seconds=round(left * seconds / len(new)))
     return f"runs: {text}; {speed:.1f} tokens/s, about {remaining} (h:mm:ss) left at this rate"
 

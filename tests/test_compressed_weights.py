@@ -142,7 +142,7 @@ def copies(home) -> list[str]:
     return sorted(os.listdir(home / "converted")) if (home / "converted").exists() else []
 
 
-def test_the_copy_is_made_once_and_anew_when_the_checkpoint_changes(models, tmp_path):
+def test_the_copy_is_made_once_and_replaced_when_the_checkpoint_changes(models, tmp_path):
     tiny, _ = models("llama", "int8")
     folder, home = shutil.copytree(tiny.folder, tmp_path / "model"), tmp_path / "home"
     prompts = tiny.prompts([5])
@@ -151,7 +151,8 @@ def test_the_copy_is_made_once_and_anew_when_the_checkpoint_changes(models, tmp_
     assert generate(folder, prompts, "int8") == before and copies(home) == made
     state = load_file(folder / "model.safetensors")
     save_file({name: w.flip(0) for name, w in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert generate(folder, prompts, "int8") != before and len(copies(home)) == len(made) + 1
+    assert generate(folder, prompts, "int8") != before
+    assert len(copies(home)) == len(made) and copies(home) != made
 
 
 def test_another_config_makes_another_copy(models, tmp_path):
@@ -174,6 +175,34 @@ def test_a_copy_that_was_half_written_is_made_again(models, tmp_path, monkeypatc
     expected = generate(tiny.folder, prompts, "int8")
     assert "partial" not in copies(home)
     assert generate(tiny.folder, prompts, "int8") == expected
+
+
+@pytest.mark.parametrize("damage", ["no files", "cut short"])
+def test_no_matrix_is_read_from_the_checkpoint_as_codes(models, tmp_path, damage):
+    tiny, _ = models("llama", "int8")
+    prompts = tiny.prompts([5])
+    expected = generate(tiny.folder, prompts, "int8")
+    (file,) = (tmp_path / "home").glob("converted/*/*.safetensors")
+    if damage == "no files":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size - 10)
+    assert generate(tiny.folder, prompts, "int8") == expected
+
+
+def test_other_weights_of_the_same_size_and_time_have_a_copy_of_their_own(models, tmp_path):
+    tiny, _ = models("llama", "int8")
+    prompts = tiny.prompts([5])
+    folder = shutil.copytree(tiny.folder, tmp_path / "model")
+    file = folder / "model.safetensors"
+    os.utime(file, (1, 1))
+    before = generate(folder, prompts, "int8")
+    size = file.stat().st_size
+    state = load_file(file)
+    save_file({name: w.flip(0) for name, w in state.items()}, file, metadata={"format": "pt"})
+    os.utime(file, (1, 1))
+    assert file.stat().st_size == size
+    assert generate(folder, prompts, "int8") != before
 
 
 #: makes a copy in files of a few bytes, and is killed before the second one

@@ -280,7 +280,7 @@ class Run(Observer):
 def keep_old(path: Path, is_moved: bool) -> None:
     """Finished rows that a run does not take over are not thrown away."""
     kept = Path(f"{path}~")
-    while kept.exists():
+    while os.path.lexists(kept):  # a link to what is not there would be followed
         kept = Path(f"{kept}~")
     os.rename(path, kept) if is_moved else shutil.copyfile(path, kept)
     log.warning("the old output file is kept in %s", kept)

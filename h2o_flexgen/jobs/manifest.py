@@ -6,10 +6,12 @@ import fcntl
 import json
 import os
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import BinaryIO
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import open_regular, read_bytes
 from h2o_flexgen.jobs.output import replace_file
 from h2o_flexgen.policy import KVBudget
 
@@ -46,11 +48,12 @@ class Manifest:
     def read(cls, path: Path) -> Manifest | None:
         """None if there is none. Raises UserError if it cannot be read or is damaged."""
         try:
-            found = cls(**json.loads(path.read_bytes()))
+            found = cls(**json.loads(read_bytes(path)))
             shapes = [
                 dict(found.rows),
                 found.settings.items(),
-                [(run["start"] + 0, run["done"] + 0) for run in found.runs],
+                found.runs,
+                all(isfinite(run["start"]) and type(run["done"]) is int and run["done"] >= 0 for run in found.runs),
                 found.kv_budget is None or KVBudget.from_dict(found.kv_budget),
                 found.longest_prompt > 0,
             ]
@@ -60,9 +63,9 @@ class Manifest:
             return None
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from None
-        except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError, OverflowError):
             pass
-        raise UserError(f"the manifest {path} is damaged: put it back, or begin anew with `restart`")
+        raise UserError(f"the manifest {path} is damaged: put it back, or begin again with `restart`")
 
 
 def lock(path: Path) -> BinaryIO | None:
@@ -73,7 +76,7 @@ def lock(path: Path) -> BinaryIO | None:
     """
     busy = UserError(f"another job is writing the output file of {path}")
     try:
-        file = open(path, "r+b")  # NFS locks only what is open for writing
+        file = open(open_regular(path, os.O_RDWR), "r+b")  # NFS locks only what is open for writing
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None
@@ -89,10 +92,12 @@ def lock(path: Path) -> BinaryIO | None:
 
 
 def is_running(path: Path) -> bool:
-    """Whether a job has the manifest locked."""
-    with open(path, "rb") as file:
-        try:
+    """Whether a job has the manifest locked. Raises UserError if it cannot be read."""
+    try:
+        with open(open_regular(path), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from None
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import sync
+from h2o_flexgen.files import open_regular, read_bytes, sync
 from h2o_flexgen.jobs import openai
 from h2o_flexgen.jobs.input import Row
 
@@ -34,7 +35,9 @@ class OutputFile:
     """
 
     def __init__(self, path: Path, rows: list[DoneRow]):
-        self.path, self.rows, self.written = path, list(rows), len(rows)
+        self.path = path
+        self.rows = list(rows)
+        self.written = len(rows)
         self.error: OSError | None = None  # of the last flush
         self.file = replace_file(path, encoded(rows))
         self.size = os.fstat(self.file.fileno()).st_size  # of the rows on the disk
@@ -44,7 +47,8 @@ class OutputFile:
 
     def flush(self) -> None:
         """Write the rows that wait, to the disk itself; if it does not take them they wait on (`error`)."""
-        written, size = self.written, self.size
+        written = self.written
+        size = self.size
         if written == len(self.rows):
             return
         try:
@@ -53,10 +57,12 @@ class OutputFile:
                 for row in self.rows[written:]:
                     line = encoded([row])
                     _write(self.file, line)
-                    written, size = written + 1, size + len(line)
+                    written += 1
+                    size += len(line)
             finally:
                 os.fsync(self.file.fileno())
-                self.written, self.size = written, size
+                self.written = written
+                self.size = size
             self.error = None
         except OSError as e:
             if self.error is None:
@@ -89,7 +95,7 @@ def put_in_order(path: Path, rows: list[DoneRow], order: list[str | int]) -> Non
     place = {id: n for n, id in enumerate(order)}
     ordered = encoded(sorted(rows, key=lambda row: place[row.id]))
     try:
-        if path.read_bytes() != ordered:
+        if read_bytes(path) != ordered:
             replace_file(path, ordered).close()
     except OSError as e:
         raise UserError(
@@ -125,9 +131,18 @@ def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
 
 def _open_locked(path: Path) -> BinaryIO:
     """To append. Whoever replaces a file with it has the lock already when it gets its name."""
-    file = open(path, "ab", buffering=0)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    try:
+        file = open(open_regular(path, flags, 0o666), "ab", buffering=0)
+    except OSError as e:
+        raise OSError(e.errno, f"{path}: {e.strerror}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(file.fileno())
+        if not os.path.lexists(path) or not os.path.samestat(found, path.lstat()):
+            raise BlockingIOError(errno.EAGAIN, "another process has just put it in place")
+        if found.st_nlink > 1:
+            raise OSError(errno.EMLINK, f"{path}: it is another file too, by a hard link")
     except OSError:
         file.close()
         raise
@@ -207,7 +222,7 @@ def read_done(path: Path) -> list[DoneRow]:
         UserError: the file cannot be read, or a line is no row.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path).split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as e:

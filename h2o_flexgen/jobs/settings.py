@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from pathlib import Path
 
 from h2o_flexgen import __version__
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import SamplingParams
-from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import samples
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import layer_losses
 from h2o_flexgen.llm import LLM
@@ -23,7 +21,8 @@ FILES = {"files": "the model's files or tokenizer", "layers": "what the file of 
 
 def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
     """All that decides the tokens of a row, besides itself and the slots of its KV cache."""
-    budget, sampling = llm.kv_budget, ("temperature", "top_k", "top_p", "ignore_eos", "seed")
+    budget = llm.kv_budget
+    sampling = ("temperature", "top_k", "top_p", "ignore_eos", "seed")
     layers = layer_losses(budget.rule) if isinstance(budget, KVBudget) else None
     return {
         "model": llm.model.name,
@@ -61,7 +60,7 @@ def fingerprint(model: LoadedModel) -> str:
     if not model.is_dummy:
         path = model.source.path
         for file in weight_files(path) if path.is_dir() else [path]:
-            found.update(_samples(file))
+            found.update(samples(file))
     if model.tokenizer is not None:
         backend = getattr(model.tokenizer, "backend_tokenizer", None)
         parts = json.loads(backend.to_str()) if backend else dict(sorted(model.tokenizer.get_vocab().items()))
@@ -69,17 +68,3 @@ def fingerprint(model: LoadedModel) -> str:
             parts.pop(name, None)
         found.update(repr((parts, model.tokenizer.chat_template)).encode())
     return found.hexdigest()[:16]
-
-
-def _samples(path: Path) -> bytes:
-    """Of a file: its size, and 16 pieces of 4 KiB at even distances."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            pieces = [str(size).encode()]
-            for n in range(16):
-                file.seek(n * max(0, size - 4096) // 15)
-                pieces.append(file.read(4096))
-        return b"".join(pieces)
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}") from None

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.copies import converted
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import cache_root, converted
+from h2o_flexgen.files import cache_root
 from h2o_flexgen.formats import GGUF, Format
 from h2o_flexgen.models.gguf_file import GGUFTensor, parts, read_model
 from h2o_flexgen.models.gguf_tokenizer import write_tokenizer
@@ -30,8 +31,8 @@ from h2o_flexgen.models.spec import Config, Layer, Rope, shortened
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 #: types that stay as they are; all others are dequantised
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: how tensors end that a file may have and no model needs
-UNUSED = ("rope_freqs.weight", "attn_rot_embd.weight", "rotary_emb.inv_freq")
+#: how tensors end that are no weights
+UNUSED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight", "attn_rot_embd.weight")
 #: elements that are dequantised at once
 PART = 1 << 22
 #: the RoPE scaling of every LLaMA 3.1 and 3.2 but for its factor
@@ -51,7 +52,8 @@ def unpacked(path: Path) -> Path:
     try:
         return converted(parts(path), "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder))
     except OSError as e:
-        raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}") from None
+        advice = "name another folder in H2O_FLEXGEN_HOME"
+        raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}; {advice}") from None
 
 
 def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[Path, int, tuple[int, ...], Format]]:
@@ -73,9 +75,8 @@ def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[Path, int, 
         if tensor.type in GGUF:
             found[name] = (tensor.path, tensor.offset, shape, replace(GGUF[tensor.type], heads=heads))
     if unknown:
-        raise UserError(
-            f"{path} has a tensor {shortened(min(unknown))}, which is unknown in {file.architecture} models"
-        )
+        name = shortened(min(unknown))
+        raise UserError(f"{path} has a tensor {name}, which is unknown in {file.architecture} models")
     return found
 
 

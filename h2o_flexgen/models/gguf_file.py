@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import open_regular
 from h2o_flexgen.models.folder import check_fetched, numbered
 from h2o_flexgen.models.spec import shortened
 
@@ -29,7 +30,7 @@ SIZE = struct.Struct("<Q")
 #: of a tensor, as in ggml
 MOST_DIMENSIONS = 4
 #: of metadata and descriptions of tensors; the largest vocabularies take 16 MiB
-MOST_HEADER_BYTES = 1 << 27
+MOST_HEADER_BYTES = 1 << 26
 
 
 class GGUFTensor(NamedTuple):
@@ -97,7 +98,7 @@ def read_header(path: Path) -> Header:
     """Raises UserError for a file that cannot be read, is not whole, or describes tensors that it cannot hold."""
     check_fetched(path)
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             size = file.seek(0, 2)
             if not size:
                 raise ValueError("it is empty")

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import read_json
+from h2o_flexgen.files import check_small, read_json
 from h2o_flexgen.models.folder import check_fetched, describe_unreadable
 from h2o_flexgen.models.spec import Config, ModelSpec, shortened
 
@@ -16,6 +16,20 @@ from h2o_flexgen.models.spec import Config, ModelSpec, shortened
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 #: types of weights that a job may compute in
 STORED_DTYPES = ("float16", "bfloat16", "float32")
+
+#: files of a model folder that transformers reads whole
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def family(model_type: str):
@@ -49,7 +63,9 @@ def spec_of(config: dict, where: str = "the config") -> ModelSpec:
 
 def read_spec(folder: Path) -> ModelSpec:
     """The spec of a model folder; where it has a generation_config.json, that one's ids end a text. Raises UserError as
-    `spec_of`, or for a config.json that cannot be read."""
+    `spec_of`, or for a config.json, or a file of the tokenizer, that cannot be read."""
+    for name in TOKENIZER_FILES:
+        check_small("the model's", folder / name)
     config = _read(folder / "config.json")
     if config is None:
         expected = "a model folder holds one and the weights, or one .gguf file"

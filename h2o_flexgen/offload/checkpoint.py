@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,8 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, layers: Seq[Layer] = (), dtype: torch.dtype = torch.float32, progress: bool = True):
-        self.path, self.copy_bytes = path, 0
+        self.path = path
+        self.copy_bytes = 0
         self.tensors: dict[str, Stored] = {}
         if is_gguf(path):
             self.files = parts(path)
@@ -63,10 +64,7 @@ class Checkpoint:
     def _add_gguf(self, layers: Seq[Layer], dtype: torch.dtype, progress: bool) -> None:
         """Matrices in blocks are read in place, all others from a copy."""
         in_file = in_place(self.path, layers)
-        others = [
-            Layer({name: (name, shape) for name, shape in layer.shapes.items() if name not in in_file})
-            for layer in layers
-        ]
+        others = [_without(layer, in_file) for layer in layers]
         for file in gguf_to_safetensors(self.path, others, dtype, progress):
             self.add_file(file)
         files = {file: File(file) for file in {place[0] for place in in_file.values()}}
@@ -106,29 +104,18 @@ class Checkpoint:
             files = made_once(self.files, f"weights as {made}", tensors, len(formats), total, progress)
         finally:
             io.close()
+        copied = {}
         for file in files:
-            self.add_file(file)
+            copied |= tensors_of(file)
         for name, form in formats.items():
-            self.tensors[name] = replace(self.tensors[name], shape=shapes[name], format=form)
+            stored = copied.get(name)
+            if stored is None or (stored.shape, stored.format) != ((sizes[name],), "U8"):
+                raise UserError(f"the copy {files[0].parent} lacks the weights {name!r}: delete it")
+            self.tensors[name] = replace(stored, shape=shapes[name], format=form)
         self.copy_bytes = total
 
     def add_file(self, path: Path) -> None:
-        """Index the tensors of a safetensors file."""
-        try:
-            with safe_open(path, "numpy"):
-                pass  # it has checked the header, and that the file is as long as the header says
-            file = File(path)
-            length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
-            header = json.loads(os.pread(file.fd, length, 8))
-        except (SafetensorError, OSError) as e:
-            raise UserError(
-                f"{path} is no whole safetensors file ({e}): if it was cut short, download it again"
-            ) from None
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            offset, dtype = 8 + length + entry["data_offsets"][0], entry["dtype"]
-            form = Dense(DTYPES[dtype]) if dtype in DTYPES else dtype
-            self.tensors[name] = Stored(file, offset, tuple(entry["shape"]), form)
+        self.tensors |= tensors_of(path)
 
     def find(self, name: str) -> Stored | None:
         """The tensor of a full name, of which a checkpoint saved from an inner module lacks up to two leading parts."""
@@ -155,7 +142,8 @@ class Checkpoint:
     def check_tied(self, embedding: str, head: str) -> None:
         """Raises UserError if a head that the config ties to the embedding is a tensor of its own, which transformers
         would not tie."""
-        words, own = self.find(embedding), self.tensors.get(head)
+        words = self.find(embedding)
+        own = self.tensors.get(head)
         if own is not None and not words.equals(own):
             raise UserError(
                 f"the checkpoint {self.path} has a head {head!r} that is not its embedding, though the config ties "
@@ -171,12 +159,36 @@ class Checkpoint:
 
     def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
         """Fill `out` (contiguous, of the same shape, any float dtype or the format that is stored, on any device)."""
-        stored, flat = self.find(name), out.raw if isinstance(out, Quantised) else out.view(-1)
+        stored = self.find(name)
+        flat = out.raw if isinstance(out, Quantised) else out.view(-1)
         if flat.dtype == stored.dtype and flat.device.type == "cpu":
             wait(io.read(stored.file, as_numpy(flat), stored.offset))
             return
         for at, part in parts_of(stored, io):
             convert(flat[at : at + len(part)], part)
+
+
+def tensors_of(path: Path) -> dict[str, Stored]:
+    """Those of a safetensors file, by name. Raises UserError if it is not whole."""
+    file = File(path)  # a regular one
+    try:
+        with safe_open(path, "numpy"):
+            pass  # it has checked the header, and that the file is as long as the header says
+        length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
+        header = json.loads(os.pread(file.fd, length, 8))
+    except (SafetensorError, OSError) as e:
+        raise UserError(f"{path} is no whole safetensors file ({e}): if it was cut short, download it again") from None
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        dtype = entry["dtype"]
+        form = Dense(DTYPES[dtype]) if dtype in DTYPES else dtype
+        found[name] = Stored(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), form)
+    return found
+
+
+def _without(layer: Layer, names: Container[str]) -> Layer:
+    return Layer({name: (name, shape) for name, shape in layer.shapes.items() if name not in names})
 
 
 def _decoded_parts(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:

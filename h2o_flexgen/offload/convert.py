@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from h2o_flexgen.copies import converted
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.files import cache_root, converted
+from h2o_flexgen.files import cache_root
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.models.gguf import GGUFFile
 from h2o_flexgen.models.gguf_file import parts
@@ -35,10 +36,11 @@ def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype,
     Raises:
         UserError: as `GGUFFile`, or no space.
     """
-    shapes = [shape for layer in layers for shape in layer.shapes.values()]
-    needed = sum(map(prod, shapes)) * dtype.itemsize
+    shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
+    needed = sum(map(prod, shapes.values())) * dtype.itemsize
     tensors = lambda: GGUFFile(file).checkpoint_tensors(layers, dtype)  # noqa: E731  opened when it is needed
-    return made_once(parts(file), f"weights but blocks in {dtype_name(dtype)}", tensors, len(shapes), needed, progress)
+    kind = f"weights in {dtype_name(dtype)}: {shapes}"  # another config asks for other ones
+    return made_once(parts(file), kind, tensors, len(shapes), needed, progress)
 
 
 def bins_to_safetensors(files: list[Path], layers: Sequence[Layer], progress: bool) -> list[Path]:
@@ -77,7 +79,9 @@ def made_once(
     try:
         folder = converted(files, kind, make)
     except (OSError, SafetensorError) as e:
-        raise UserError(f"cannot convert {files[0]} into {cache_root()}: {reason(e)}") from None
+        cause = (isinstance(e, OSError) and e.strerror) or reason(e)
+        advice = "make room, or name another folder in H2O_FLEXGEN_HOME"
+        raise UserError(f"cannot convert {files[0]} into {cache_root()}: {cause}; {advice}") from None
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -85,14 +89,18 @@ def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path, shown) -> None:
     """Write (name, tensor) into files of about CONVERTED_BYTES; `shown` counts them."""
     from safetensors.torch import save_file
 
-    part, nbytes, files = {}, 0, 0
+    part: dict[str, Tensor] = {}
+    nbytes = 0
+    files = 0
     for name, tensor in tensors:
         part[name] = tensor.contiguous()
         nbytes += tensor.nbytes
         shown.update(1)
         if nbytes >= CONVERTED_BYTES:
             save_file(part, folder / f"{files:05}.safetensors")
-            part, nbytes, files = {}, 0, files + 1
+            part.clear()
+            nbytes = 0
+            files += 1
     if part:
         save_file(part, folder / f"{files:05}.safetensors")
 

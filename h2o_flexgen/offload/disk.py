@@ -17,7 +17,7 @@ from uuid import uuid4
 import numpy as np
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import cache_root
+from h2o_flexgen.files import cache_folder, make_private, open_regular
 from h2o_flexgen.sizes import PAGE, REQUEST, THREADS, request_bytes
 
 
@@ -26,19 +26,25 @@ class File:
 
     `direct` requests bypass the page cache (O_DIRECT) if offset and address are multiples of 4096 and the file system
     agrees; else they go through it.
+
+    Args:
+        writable: it is a new one, which nobody else may read.
     """
 
     def __init__(self, path: Path, writable: bool = False):
-        self.path, self.fd, self.direct_fd = path, None, None
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+        self.path = path
+        self.fd: int | None = None
+        self.direct_fd: int | None = None
+        flags = os.O_RDWR if writable else os.O_RDONLY
         try:
-            self.fd = os.open(path, flags | (os.O_CREAT if writable else 0), 0o600)
+            self.fd = open_regular(path, flags | (os.O_CREAT | os.O_EXCL if writable else 0))
         except OSError as e:
             if writable:
                 raise _cannot_write(path.parent, e) from None
             raise UserError(f"cannot open {path}: {e.strerror}") from None
         with suppress(OSError, AttributeError):  # this file system or this system has no O_DIRECT
-            self.direct_fd = os.open(path, flags | os.O_DIRECT)
+            # not by its path, where another file may be by now
+            self.direct_fd = os.open(f"/proc/self/fd/{self.fd}", flags | os.O_DIRECT | os.O_CLOEXEC)
         self.device = os.fstat(self.fd).st_dev
 
     @property
@@ -170,9 +176,12 @@ class DiskIO:
     ) -> list[Future]:
         if file.device not in self._queues:
             self._queues[file.device] = RequestQueue(self.threads)
-        queue, view = self._queues[file.device], memoryview(array).cast("B")
-        most, threads = (LARGE, 1) if urgency == PREFETCH and self.large_prefetches else (self.request, self.threads)
-        step = request_bytes(len(view), most, threads)
+        queue = self._queues[file.device]
+        view = memoryview(array).cast("B")
+        if urgency == PREFETCH and self.large_prefetches:
+            step = request_bytes(len(view), LARGE, 1)
+        else:
+            step = request_bytes(len(view), self.request, self.threads)
         starts = range(0, len(view), step)
         return [queue.submit(urgency, move, view[at : at + step], offset + at, direct) for at in starts]
 
@@ -190,7 +199,8 @@ def wait(futures: list[Future]) -> None:
 
 class OffloadFolder:
     """What one job keeps on disk: files in the folder `root` whose names are removed at once. Nobody else can open such
-    a file, and the system frees its space when this process ends, even if it is killed."""
+    a file, and the system frees its space when this process ends, even if it is killed. So whose the folder is does not
+    matter: one that is missing is made for this user alone."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -199,11 +209,11 @@ class OffloadFolder:
     def file(self, name: str, nbytes: int) -> File:
         """A new file of `nbytes`, its space reserved. Raises UserError if the folder cannot be written, or is full."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(self.root)
         except OSError as e:
             raise _cannot_write(self.root, e) from None
         file = File(self.root / f"{name}-{uuid4().hex}", writable=True)
-        file.path.unlink()
+        file.path.unlink(missing_ok=True)
         self._files.append(file)
         file.allocate(nbytes)
         return file
@@ -226,4 +236,5 @@ def _cannot_write(folder: Path, e: OSError) -> UserError:
 
 def default_root() -> Path:
     """The folder for what jobs offload, unless a job names one."""
-    return Path(os.environ.get("H2O_FLEXGEN_OFFLOAD") or cache_root() / "offload")
+    named = os.environ.get("H2O_FLEXGEN_OFFLOAD")
+    return Path(named) if named else cache_folder("offload")

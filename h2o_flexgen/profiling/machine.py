@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import cache_root, read_json
+from h2o_flexgen.files import cache_folder, make_private, read_json
 from h2o_flexgen.offload.device import Device
 
 #: of what is kept: a file of another format is measured again
@@ -92,7 +92,7 @@ def crowding(before: tuple[float, float], now: tuple[float, float]) -> float:
 
 
 def kept_file(name: str) -> Path:
-    return cache_root() / "hardware" / f"{name}.json"
+    return cache_folder("hardware") / f"{name}.json"
 
 
 def read_kept(path: Path, here: dict) -> dict | None:
@@ -107,7 +107,7 @@ def read_kept(path: Path, here: dict) -> dict | None:
 def keep(path: Path, text: str) -> None:
     """Write a file, or warn; one that is cut short is measured again."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         path.write_text(text + "\n")
     except OSError as e:
         log.warning("cannot keep what was measured in %s: %s", path, e.strerror)

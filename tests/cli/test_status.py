@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -60,6 +61,66 @@ def test_of_a_job_that_runs(status, out):
         )
         out.write_bytes(b"")
         assert "no row of this run has finished yet" in status(out)[1]
+
+
+@pytest.mark.parametrize("start", [0, 12.5, -1e300, 1e18, 1e300], ids=str)
+def test_of_a_job_whose_clock_was_wrong(status, out, start):
+    """It stood at 1970 when the job began, or was far ahead."""
+    path = manifest_path(out)
+    manifest = json.loads(path.read_text())
+    manifest["runs"][-1]["start"] = start
+    path.write_text(json.dumps(manifest))
+    out.write_bytes(encoded(read_done(out)[:2]))
+    with Job(str(out)):
+        assert status(out)[1] == (
+            "runs: 2 of 5 rows are done, 0 failed, 3 are left; this machine's clock was set meanwhile: how fast is not "
+            "known\n"
+        )
+
+
+def test_of_a_job_on_a_machine_that_stays_in_1970(status, out):
+    path = manifest_path(out)
+    manifest = json.loads(path.read_text())
+    manifest["runs"][-1]["start"] = 0
+    path.write_text(json.dumps(manifest))
+    out.write_bytes(encoded(read_done(out)[:2]))
+    with Job(str(out)):
+        os.utime(out, (10, 10))
+        assert status(out)[1].endswith("0.8 tokens/s, about 0:00:15 (h:mm:ss) left at this rate\n")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"start": float("nan"), "done": 0},
+        {"start": 10**400, "done": 0},
+        {"start": 0, "done": -1},
+        {"start": 0, "done": 0.5},
+        {},
+    ],
+)
+def test_of_a_manifest_with_impossible_runs(status, out, run):
+    path = manifest_path(out)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"runs": [run]}))
+    assert status(out)[0] == 2 and "is damaged" in status(out)[2]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.manifest.json"])
+def test_of_files_that_are_pipes(status, out, name):
+    path = out.with_name(name)
+    path.unlink()
+    os.mkfifo(path)
+    code, said, err = status(out)
+    assert (code, said) == (2, "") and err == f"error: cannot read {path}: it is no regular file\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the test must become another user")
+def test_of_a_folder_that_may_not_be_entered(out):
+    code = "import os, sys; from h2o_flexgen import status; os.setuid(54321); sys.exit(status.main(sys.argv[1:]))"
+    out.parent.chmod(0o700)
+    done = subprocess.run([sys.executable, "-c", code, out], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: cannot read {manifest_path(out)}: Permission denied\n"
 
 
 def test_of_what_is_no_output_file(status, out, tmp_path):

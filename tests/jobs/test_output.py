@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, TINY, last_line, percent, read_rows, write_prompts
@@ -80,6 +81,44 @@ def test_an_output_that_is_no_file(refused, model, tmp_path):
     os.mkfifo(fifo)
     assert "--output-file" in refused("--model", model, *SHORT, "--output-file", fifo, files=False)
     assert fifo.is_fifo()
+
+
+@pytest.fixture
+def precious(tmp_path) -> Path:
+    (tmp_path / "elsewhere").mkdir()
+    path = tmp_path / "elsewhere" / "precious"
+    path.write_text("precious")
+    return path
+
+
+@pytest.mark.parametrize("name", [".out.jsonl.new", ".out.jsonl.manifest.json.new"])
+@pytest.mark.parametrize("make", [os.symlink, os.link], ids=["link", "hard link"])
+def test_a_link_in_the_place_of_a_file_of_the_job_is_not_followed(cli, model, tmp_path, precious, name, make):
+    make(precious, tmp_path / name)
+    code, _, err = cli("--model", model, *SHORT, "--output-file", tmp_path / "out.jsonl")
+    assert code == 2 and f"cannot be written: {tmp_path / name}: it is " in last_line(err)
+    assert precious.read_text() == "precious" and (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", [".out.jsonl.new", "out.jsonl.manifest.json"])
+def test_a_pipe_in_the_place_of_a_file_of_the_job_is_not_waited_for(cli, model, tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    code, _, err = cli("--model", model, *SHORT, "--output-file", tmp_path / "out.jsonl")
+    assert code == 2 and name in last_line(err)
+    assert (tmp_path / name).is_fifo()
+
+
+def test_an_old_file_is_not_kept_behind_a_link(cli, model, tmp_path, precious):
+    """Of names with ~, one that a link to nowhere has is taken."""
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl~").symlink_to(precious.with_name("new"))
+    (tmp_path / "out.jsonl~~").symlink_to(precious)
+    for ids in ([5, 6], [7, 8]):
+        rows = write_prompts(tmp_path / "in.jsonl", [[9, 9], ids])
+        code, _, err = cli("--model", model, *FP32, "--gen-len", 2, "--input-file", rows, "--output-file", out)
+        assert code == 0, err
+    assert len(read_rows(tmp_path / "out.jsonl~~~")) == 2
+    assert os.listdir(precious.parent) == ["precious"] and precious.read_text() == "precious"
 
 
 def plain(index: int) -> DoneRow:

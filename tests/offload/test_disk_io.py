@@ -251,7 +251,7 @@ def test_files_give_their_descriptors_back(tmp_path):
     file.close()
     file.close()
     assert open_files() == before
-    file = File(tmp_path / "f", writable=True)
+    file = File(tmp_path / "g", writable=True)
     del file
     assert open_files() == before
     folder = OffloadFolder(tmp_path / "root")
