@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.files import JSON_BYTES, open_regular, read_bytes
 
 #: a checkpoint in one file
 NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -86,12 +87,10 @@ def listed(folder: Path) -> list[str]:
 
 def check_fetched(file: Path) -> None:
     """Raises UserError for a pointer of Git LFS."""
-    if not os.path.isfile(file):  # it is missing, or a pipe, which would be waited for
-        return
     try:
-        with open(file, "rb") as opened:
+        with open(open_regular(file), "rb") as opened:
             begins = opened.read(len(POINTER))
-    except OSError:  # what needs the file says so
+    except (OSError, ValueError):  # what needs the file says so; ValueError: no file can have this name
         return
     if begins == POINTER:
         raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")
@@ -116,7 +115,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _indexed(index: Path) -> list[Path]:
     """The shards that an index names."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(read_bytes(index, JSON_BYTES))["weight_map"].values()))
     except Exception as e:
         raise UserError(f"cannot read the shard index {index}: {reason(e)}") from None
     for name in names:

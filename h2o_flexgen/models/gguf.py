@@ -31,14 +31,8 @@ from h2o_flexgen.models.spec import Config, Layer, Rope, shortened
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 #: types that stay as they are; all others are dequantised
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: how tensors end that a file may have and no model needs
-UNUSED = (
-    "rope_freqs.weight",
-    "rope_factors_short.weight",
-    "rope_factors_long.weight",
-    "attn_rot_embd.weight",
-    "rotary_emb.inv_freq",
-)
+#: how tensors end that are no weights
+UNUSED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight", "attn_rot_embd.weight")
 #: elements that are dequantised at once
 PART = 1 << 22
 #: the RoPE scaling of every LLaMA 3.1 and 3.2 but for its factor
@@ -80,9 +74,8 @@ def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[Path, int, 
         if tensor.type in GGUF:
             found[name] = (tensor.path, tensor.offset, shape, replace(GGUF[tensor.type], heads=heads))
     if unknown:
-        raise UserError(
-            f"{path} has a tensor {shortened(min(unknown))}, which is unknown in {file.architecture} models"
-        )
+        name = shortened(min(unknown))
+        raise UserError(f"{path} has a tensor {name}, which is unknown in {file.architecture} models")
     return found
 
 

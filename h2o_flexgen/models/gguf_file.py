@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.files import open_regular
 from h2o_flexgen.models.folder import check_fetched, numbered
 from h2o_flexgen.models.spec import shortened
 
@@ -29,7 +30,7 @@ SIZE = struct.Struct("<Q")
 #: of a tensor, as in ggml
 MOST_DIMENSIONS = 4
 #: of metadata and descriptions of tensors; the largest vocabularies take 16 MiB
-MOST_HEADER_BYTES = 1 << 27
+MOST_HEADER_BYTES = 1 << 26
 
 
 class GGUFTensor(NamedTuple):
@@ -60,7 +61,7 @@ def parts(path: Path) -> list[Path]:
     missing = [file.name for file in files if not os.path.exists(file)] if len(files) > 1 else []
     if missing:
         count = f"{missing[0]} is missing" if len(missing) == 1 else f"{len(missing)} are missing, as {missing[0]}"
-        raise UserError(f"{path} belongs to a model in {len(files)} parts, of which {count}")
+        raise UserError(f"{path} belongs to a model in {len(files)} parts, and {count}")
     return files
 
 
@@ -78,11 +79,12 @@ def read_model(path: Path) -> Header:
     headers = [read_header(file) for file in files]
     tensors = {}
     for number, (file, header) in enumerate(zip(files, headers)):
-        no, count = (header.value(f"split.{what}", default) for what, default in (("no", 0), ("count", 1)))
+        no = header.value("split.no", 0)
+        count = header.value("split.count", 1)
         if (no, count) != (number, len(files)):
-            said = f"by what it says the part {shortened(no)} (from 0) of {shortened(count)}"
+            said = f"says that it is number {shortened(no)}, from 0, of {shortened(count)}"
             advice = "parts of a split model must keep their names, such as model-00001-of-00003.gguf"
-            raise UserError(f"{file} is {said}: {advice}")
+            raise UserError(f"{file} {said}: {advice}")
         if again := tensors.keys() & header.tensors.keys():
             raise UserError(f"{file} has a tensor of another part, {shortened(min(again))}: they are of several models")
         tensors |= header.tensors
@@ -96,12 +98,14 @@ def read_header(path: Path) -> Header:
     """Raises UserError for a file that cannot be read, is not whole, or describes tensors that it cannot hold."""
     check_fetched(path)
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             size = file.seek(0, 2)
             if not size:
                 raise ValueError("it is empty")
             with mmap.mmap(file.fileno(), min(size, MOST_HEADER_BYTES), access=mmap.ACCESS_READ) as data:
                 return _header(path, _Cursor(data), size)
+    except UserError:
+        raise
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from None
     except ValueError as e:
