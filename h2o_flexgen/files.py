@@ -13,7 +13,7 @@ from pathlib import Path
 from h2o_flexgen.errors import UserError
 
 #: of what `converted` keeps: raise it when a conversion gives something else
-CONVERSION = 2
+CONVERSION = 3
 
 
 def read_json(what: str, path: str | Path):
