@@ -23,6 +23,9 @@ from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget, Policy
 #: what other programs call our options
 FOREIGN = {"--max-tokens": "--gen-len", "--max-new-tokens": "--gen-len", "--output-len": "--gen-len"}
 
+#: what torch says where the RAM is full
+TORCH_OUT_OF_MEMORY = "can't allocate memory"
+
 
 class Parser(argparse.ArgumentParser):
     """Of a command; `prog`: what the user typed to run it. Errors are the user's, and end as all of those do."""
@@ -364,4 +367,10 @@ def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], No
         _discard(sys.stdout)
         _discard(sys.stderr)
         return 128 + signal.SIGPIPE
+    except (MemoryError, RuntimeError) as e:
+        if not (isinstance(e, MemoryError) or TORCH_OUT_OF_MEMORY in str(e)):
+            raise
+        advice = "end other programs, or take a smaller model, shorter texts or smaller batches"
+        print(f"error: out of memory: {advice}", file=sys.stderr)
+        return 2
     return 0

@@ -69,7 +69,7 @@ class Found(NamedTuple):
             }
             return found, 0 if self.is_dummy else sum(sizes.values())
         found = in_place(self.gguf, layers) if self.gguf else {}
-        return {name: form for name, (_, _, form) in found.items()}, 0
+        return {name: form for name, (*_, form) in found.items()}, 0
 
 
 def find(model: str | None, path: str | None = None) -> Found:

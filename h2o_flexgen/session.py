@@ -15,14 +15,16 @@ from h2o_flexgen.engine.params import SamplingParams, check_stop, params_of_each
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.stop import PARTIAL
 from h2o_flexgen.engine.streams import Told
-from h2o_flexgen.errors import UserError
-from h2o_flexgen.kv_cache import layer_losses
+from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.kv_cache import layer_losses, rule_for
 from h2o_flexgen.models.rope import rollable
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.planner import Choice, Planner
-from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.policy import KVBudget, Policy, gib
 from h2o_flexgen.sizes import Workload
 
+#: more than a compressed cache is smaller than one in floats
+MOST_COMPRESSED = 8
 #: (number of the stream, text that follows what came before)
 OnText = Callable[[int, str], None]
 
@@ -231,8 +233,10 @@ def choose(
         raise UserError("`kv_rule`: `layers` shares out the slots of texts of a known length, which a stream has not")
     slots = sum(kv_budget.slots(positions))
     room = max(1, positions - slots) if position_rolling else positions  # the planner refuses slots that leave none
-    workload = Workload((min(chunk, room),) * count, gen_len=slots + 2, held=min(slots, positions))
+    one = Workload((min(chunk, room),), gen_len=slots + 2, held=min(slots, positions))
     kv_budget = replace(kv_budget, position_rolling=bool(position_rolling))
+    _check_count(count, planner.model.shapes(rule_for(kv_budget, one, spec), one).kv_bytes, resources)
+    workload = replace(one, prompt_lens=one.prompt_lens * count)
     choice = planner.choose(workload, resources, policy, kv_budget, compress_cache)
     if choice.rule.growth != "fixed":
         raise UserError(f"the `kv_rule` {kv_budget.rule} keeps all that is generated: a session needs one with an end")
@@ -241,3 +245,11 @@ def choose(
         policy = replace(choice.policy, num_gpu_batches=batches)
         choice = planner.choose(workload, resources, policy, kv_budget, choice.compress_cache)
     return choice, None if position_rolling else positions
+
+
+def _check_count(count: int, kv_bytes: int, resources: Resources) -> None:
+    """Raises PlanError for streams that no machine like this one can hold, however their caches are compressed: a
+    plan lists them all, which might fill the memory."""
+    room = sum(resources.limits.values())
+    if count * kv_bytes // MOST_COMPRESSED > room:
+        raise PlanError(f"`count`: {count} streams need more than the {gib(room)} that are free: give fewer")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.models.spec import Config, ModelSpec, Rope
+from h2o_flexgen.models.spec import Config, ModelSpec, Rope, shortened
 
 #: type -> the parameters that it needs
 TYPES = {
@@ -37,11 +37,11 @@ def read_rope(
     """
     data = config.data.get("rope_scaling") or config.data.get("rope_parameters") or {}
     if not isinstance(data, dict):
-        raise config.error(f"rope_scaling must be an object, not {data!r}")
+        raise config.error(f"rope_scaling must be an object, not {shortened(data)}")
     given = Config(data, f"{config.where}, RoPE")
     type_ = given.text("rope_type", given.text("type", "default"))
     if type_ not in TYPES:
-        raise config.error(f"the RoPE type {type_!r} is not supported; known: {', '.join(TYPES)}")
+        raise config.error(f"the RoPE type {shortened(type_)} is not supported; known: {', '.join(TYPES)}")
     for key in TYPES[type_]:
         given.number(key)
     positions = config.size("max_position_embeddings", positions)
@@ -61,7 +61,7 @@ def read_rope(
         if not torch.isfinite(each * scale).all():
             raise ValueError("the frequencies are not finite")
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
-        raise config.error(f"the RoPE parameters {data} make no sense ({e!r})") from None
+        raise config.error(f"the RoPE parameters {shortened(data)} make no sense ({e!r})") from None
     return rope, max(positions, longest)
 
 

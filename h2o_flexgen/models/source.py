@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.models.folder import weight_files
+from h2o_flexgen.models.folder import check_fetched, listed, weight_files
 from h2o_flexgen.models.gguf import is_gguf, unpacked
+from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.hub import snapshot
 from h2o_flexgen.models.registry import hub_name
 
@@ -33,7 +34,7 @@ def find_model(model: str | None, path: str | None = None, *, weights: bool = Tr
         found = _find(model, weights)
         return found, _config_folder(found)
     stored = _local("path", path)
-    has_config = is_gguf(stored) or (stored / "config.json").exists()
+    has_config = is_gguf(stored) or os.path.exists(stored / "config.json")
     if model is None or (has_config and not _is_local(model)):
         return stored, _config_folder(stored)
     return stored, _config_folder(_find(model, weights=False))
@@ -67,17 +68,30 @@ def _local(argument: str, name: str) -> Path:
     """What a name of the user's stands for on this machine: a folder, or the GGUF file that it is or holds."""
     found = _expand(name)
     if os.path.isfile(found) and is_gguf(found):
-        return found
+        return parts(found)[0]
     if not os.path.isdir(found):  # of os.path: a Path raises for a name that is too long
-        others = set(os.listdir(found.parent)) - {found.name} if os.path.isdir(found.parent) else []
-        near = get_close_matches(found.name, others, n=1)
+        near = get_close_matches(found.name, _neighbours(found), n=1)
         is_there = os.path.exists(found)
         advice = "; give a folder or a .gguf file" if is_there else f"; is it {near[0]}?" if near else ""
         raise UserError(f"`{argument}` {name}: no such folder or GGUF file{advice}")
-    ggufs = [] if weight_files(found) else sorted(file for file in found.iterdir() if is_gguf(file))
-    if len(ggufs) > 1:
-        raise UserError(f"`{argument}` {name} holds several GGUF files, name one: {', '.join(f.name for f in ggufs)}")
-    return ggufs[0] if ggufs else found
+    for entry in listed(found):
+        if entry.endswith((".json", ".model")):  # the config and the tokenizer
+            check_fetched(found / entry)
+    if weight_files(found):
+        return found
+    models = sorted({parts(found / entry)[0] for entry in listed(found) if is_gguf(found / entry)})
+    if len(models) > 1:
+        names = ", ".join(model.name for model in models)
+        raise UserError(f"`{argument}` {name} holds several GGUF files, name one: {names}")
+    return models[0] if models else found
+
+
+def _neighbours(path: Path) -> list[str]:
+    """What else is in the folder of a path, if that can be seen."""
+    try:
+        return [name for name in os.listdir(path.parent) if name != path.name]
+    except OSError:
+        return []
 
 
 def _demo_model() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +11,11 @@ from h2o_flexgen.errors import UserError
 
 #: of the sizes in a config; no product of three overflows a float
 LARGEST = (1 << 31) - 1
+#: far more than any model has: a list of all layers, or a table of a head's elements, must not fill the memory
+MOST_LAYERS = 10_000
+MOST_HEAD_DIM = 1 << 16
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 80
 #: {short name: (name in the checkpoint, shape)}
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -108,6 +114,11 @@ def vectors(short: str, name: str, size: int, parts: Iterable[str] = ("weight",)
     return {f"{short}.{part}": (f"{name}.{part}", (size,)) for part in parts}
 
 
+def shortened(value) -> str:
+    """A value of a file for a message: a long one is cut."""
+    return _SHORT.repr(value)
+
+
 class Config:
     """A checkpoint's config.json, which messages call `where`. Methods raise UserError if a value is missing or of a
     wrong type."""
@@ -120,20 +131,20 @@ class Config:
 
     def _checked(self, key: str, value, what: str, fits: Callable[[object], bool]):
         if not fits(value):
-            raise self.error(f"{key} must be {what}, not {value!r}")
+            raise self.error(f"{key} must be {what}, not {shortened(value)}")
         return value
 
     def _number(self, key: str, default):
         """A number that is null is left out."""
         return default if self.data.get(key) is None else self.data[key]
 
-    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        what, fits = f"a whole number from {least} to {LARGEST}", lambda n: type(n) is int and least <= n <= LARGEST
-        return self._checked(key, self._number(key, default), what, fits)
+    def size(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        fits = lambda n: type(n) is int and least <= n <= most
+        return self._checked(key, self._number(key, default), f"a whole number from {least} to {most}", fits)
 
     def number(self, key: str, default: float | None = None) -> float:
-        what, fits = "a positive number", lambda x: type(x) in (int, float) and 0 < x < 1e300
-        return float(self._checked(key, self._number(key, default), what, fits))
+        fits = lambda x: type(x) in (int, float) and 0 < x < 1e300
+        return float(self._checked(key, self._number(key, default), "a positive number", fits))
 
     def flag(self, key: str, default: bool) -> bool:
         return self._checked(key, self.data.get(key, default), "true or false", lambda x: isinstance(x, bool))
@@ -159,13 +170,15 @@ class Config:
         if not grouped:
             read = {k: v for k, v in self.data.items() if k not in ("num_key_value_heads", "head_dim")}
             return Config(read, self.where).sizes()
-        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        hidden = self.size("hidden_size")
+        heads = self.size("num_attention_heads")
         left_out = "num_key_value_heads" not in self.data
         kv_heads = self.size("num_key_value_heads", (left_out and kv_heads) or heads)
         if heads % kv_heads:
             raise self.error(f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}")
         if self.data.get("head_dim", head_dim) is None and hidden % heads:
             raise self.error(f"hidden_size {hidden} is not divisible by num_attention_heads {heads}")
-        head_dim = self.size("head_dim", head_dim or max(1, hidden // heads))
-        layers, vocab = self.size("num_hidden_layers"), self.size("vocab_size")
+        head_dim = self.size("head_dim", head_dim or max(1, hidden // heads), most=MOST_HEAD_DIM)
+        layers = self.size("num_hidden_layers", most=MOST_LAYERS)
+        vocab = self.size("vocab_size")
         return dict(layers=layers, hidden=hidden, vocab=vocab, heads=heads, kv_heads=kv_heads, head_dim=head_dim)

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.files import read_json
+from h2o_flexgen.models.folder import check_fetched
 from h2o_flexgen.models.sentence_piece import read_pieces
 
 #: a tokenizer as the library `tokenizers` reads it
@@ -18,8 +19,6 @@ _DESCRIBED = "tokenizer.json"
 #: a tokenizer as SentencePiece reads it
 _PIECES = "tokenizer.model"
 _FILES = (_DESCRIBED, "tokenizer_config.json", "vocab.json", _PIECES)
-#: what a file begins with that Git LFS has not fetched
-_POINTER = b"version https://git-lfs"
 #: texts that tokenizers take apart in different ways: blanks, digits, accents (composed and not), code, scripts, lines
 _PROBES = (
     "Hello, world! It's what they've said: WE'LL see.",
@@ -55,13 +54,11 @@ def load_tokenizer(folder: Path):
         return None
     _check_files(folder)
     try:
-        tokenizer = _loaded(folder)
+        return _loaded(folder)
     except UserError:
         raise
     except Exception as e:
         raise UserError(f"cannot load the tokenizer of {folder}: {reason(e)}") from None
-    _mark_special(tokenizer, _end_of_answer(tokenizer))
-    return tokenizer
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -79,9 +76,7 @@ def end_ids(tokenizer) -> frozenset[int]:
 def _check_files(folder: Path) -> None:
     """Raises UserError for a file that Git LFS has not fetched, or that no installed package can read."""
     for path in (folder / name for name in _FILES if (folder / name).is_file()):
-        with open(path, "rb") as file:
-            if file.read(len(_POINTER)) == _POINTER:
-                raise UserError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in {folder}")
+        check_fetched(path)
     if _is_pieces(folder) and (find_spec("sentencepiece") is None or find_spec("google.protobuf") is None):
         extra = "pip install 'h2o_flexgen[sentencepiece]', or sentencepiece and protobuf by themselves"
         raise UserError(f"reading {folder / _PIECES} needs the extra sentencepiece: {extra}")
@@ -175,12 +170,3 @@ def _end_of_answer(tokenizer) -> int | None:
     behind = text.partition(_ANSWER)[2]
     added = {how.content: token for token, how in tokenizer.added_tokens_decoder.items() if how.content.strip()}
     return added.get(max(filter(behind.startswith, added), key=len, default=None))
-
-
-def _mark_special(tokenizer, token: int | None) -> None:
-    """Keep a token out of texts, as many fine-tunes forget to say of their <|im_end|>."""
-    if token is not None and not tokenizer.added_tokens_decoder[token].special:
-        from transformers import AddedToken
-
-        text = tokenizer.added_tokens_decoder[token].content
-        tokenizer.add_tokens([AddedToken(text, special=True, normalized=False)], special_tokens=True)

@@ -16,6 +16,7 @@ from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.files import cache_root, converted
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.models.gguf import GGUFFile
+from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.policy import gib
 from h2o_flexgen.progress import bar
@@ -37,7 +38,7 @@ def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype,
     shapes = [shape for layer in layers for shape in layer.shapes.values()]
     needed = sum(map(prod, shapes)) * dtype.itemsize
     tensors = lambda: GGUFFile(file).checkpoint_tensors(layers, dtype)  # noqa: E731  opened when it is needed
-    return made_once([file], f"weights but blocks in {dtype_name(dtype)}", tensors, len(shapes), needed, progress)
+    return made_once(parts(file), f"weights but blocks in {dtype_name(dtype)}", tensors, len(shapes), needed, progress)
 
 
 def bins_to_safetensors(files: list[Path], layers: Sequence[Layer], progress: bool) -> list[Path]:

@@ -111,7 +111,6 @@ def test_a_text_ends_at_what_the_chat_template_writes_behind_an_answer(folder, s
     end, start = add(folder, "<|im_end|>", "<|im_start|>", special=special)
     tokenizer = load_tokenizer(configure(folder, chat_template=CHATML))
     assert end_ids(tokenizer) == {2, end}
-    assert tokenizer.decode([68, end], skip_special_tokens=True) == tokenizer.decode([68])
 
 
 @pytest.mark.parametrize(
