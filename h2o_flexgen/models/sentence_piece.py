@@ -7,6 +7,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from h2o_flexgen.errors import UserError, reason
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -30,12 +32,19 @@ def is_control(kind: int) -> bool:
 
 def read_pieces(path: Path) -> tuple[Tokenizer, dict[str, str]] | None:
     """The tokenizer of a tokenizer.model and its special tokens, named as in a tokenizer_config.json: with BOS in front
-    of a text. None for another algorithm than byte pairs, or one that changes texts first."""
+    of a text. None for another algorithm than byte pairs, or one that changes texts first. Raises UserError for a file
+    that is damaged."""
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto()
-    model.ParseFromString(path.read_bytes())
-    how, before = model.trainer_spec, model.normalizer_spec
+    try:
+        model.ParseFromString(path.read_bytes())
+    except Exception as e:  # of a class that depends on the version of protobuf
+        raise UserError(
+            f"{path} is not a whole SentencePiece model ({reason(e)}): it or a tokenizer.json is needed"
+        ) from None
+    how = model.trainer_spec
+    before = model.normalizer_spec
     if how.model_type != how.BPE or before.precompiled_charsmap or before.remove_extra_whitespaces:
         return None
     tokens = [piece.piece for piece in model.pieces]

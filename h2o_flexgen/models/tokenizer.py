@@ -18,7 +18,8 @@ from h2o_flexgen.models.sentence_piece import read_pieces
 _DESCRIBED = "tokenizer.json"
 #: a tokenizer as SentencePiece reads it
 _PIECES = "tokenizer.model"
-_FILES = (_DESCRIBED, "tokenizer_config.json", "vocab.json", _PIECES)
+_CONFIG = "tokenizer_config.json"
+_FILES = (_DESCRIBED, _CONFIG, "vocab.json", _PIECES)
 #: texts that tokenizers take apart in different ways: blanks, digits, accents (composed and not), code, scripts, lines
 _PROBES = (
     "Hello, world! It's what they've said: WE'LL see.",
@@ -50,15 +51,16 @@ def load_tokenizer(folder: Path):
         UserError: a file that is damaged or not fetched, a package that is missing, or a tokenizer that transformers
             cannot load.
     """
+    _check_files(folder)
     if not has_tokenizer(folder):
         return None
-    _check_files(folder)
     try:
         return _loaded(folder)
     except UserError:
         raise
     except Exception as e:
-        raise UserError(f"cannot load the tokenizer of {folder}: {reason(e)}") from None
+        needed = "" if (folder / _DESCRIBED).exists() else "; it needs tokenizer.json, or vocab.json and merges.txt"
+        raise UserError(f"cannot load the tokenizer of {folder}: {reason(e)}{needed}") from None
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -74,12 +76,21 @@ def end_ids(tokenizer) -> frozenset[int]:
 
 
 def _check_files(folder: Path) -> None:
-    """Raises UserError for a file that Git LFS has not fetched, or that no installed package can read."""
-    for path in (folder / name for name in _FILES if (folder / name).is_file()):
+    """Raises UserError for a file that is not whole, or that no installed package can read."""
+    for path in (folder / name for name in _FILES):
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"{path} is a link to a file that is missing: download it again")
         check_fetched(path)
+    if not isinstance(_config(folder), dict):
+        raise UserError(f"{folder / _CONFIG} does not hold a JSON object")
     if _is_pieces(folder) and (find_spec("sentencepiece") is None or find_spec("google.protobuf") is None):
         extra = "pip install 'h2o_flexgen[sentencepiece]', or sentencepiece and protobuf by themselves"
         raise UserError(f"reading {folder / _PIECES} needs the extra sentencepiece: {extra}")
+
+
+def _config(folder: Path) -> dict:
+    path = folder / _CONFIG
+    return read_json("the tokenizer's", path) if path.exists() else {}
 
 
 def _is_pieces(folder: Path) -> bool:
@@ -98,14 +109,13 @@ def _loaded(folder: Path):
     described = _described(folder / _DESCRIBED)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_OPTIONS)
-    except Exception:  # such as a class that another version of transformers has
-        if described is None:
-            raise
-    else:
         if described is None or _alike(tokenizer, described):
             return tokenizer
         name = type(tokenizer).__name__
         log.warning("%s: %s of transformers splits text in another way than its tokenizer.json", folder, name)
+    except Exception:  # such as a class that another version of transformers has
+        if described is None:
+            raise
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, **_OPTIONS)
     if not _alike(tokenizer, described):
         raise UserError(f"transformers {transformers.__version__} cannot build the tokenizer of {folder}: take another")
@@ -131,8 +141,7 @@ def _of_pieces(folder: Path, tokenizer, special: dict[str, str]):
     """The tokenizer of a folder without a tokenizer.json, as if it had this one."""
     from transformers import PreTrainedTokenizerFast
 
-    path = folder / "tokenizer_config.json"
-    config = read_json("the tokenizer's", path) if path.exists() else {}
+    config = _config(folder)
     kept = {key: value for key, value in config.items() if value is not None and key not in _OF_CLASS}
     with TemporaryDirectory() as name:
         whole = Path(name)
@@ -142,7 +151,7 @@ def _of_pieces(folder: Path, tokenizer, special: dict[str, str]):
         if not config.get("add_bos_token", True):
             tokenizer.post_processor = None
         tokenizer.save(str(whole / _DESCRIBED))
-        (whole / path.name).write_text(json.dumps(special | kept))
+        (whole / _CONFIG).write_text(json.dumps(special | kept))
         return PreTrainedTokenizerFast.from_pretrained(whole, **_OPTIONS)
 
 

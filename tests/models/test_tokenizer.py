@@ -81,6 +81,34 @@ def test_a_file_that_is_not_whole(folder, content, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_link_to_a_file_that_is_missing(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("blob")
+    with pytest.raises(UserError, match="tokenizer.json is a link to a file that is missing"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [("[]", "does not hold a JSON object"), ('{"tok', "is not JSON"), ('{"eos_token": 5}', "eos_token")],
+)
+def test_a_tokenizer_config_that_makes_no_sense(folder, content, message):
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(folder)
+
+
+def test_a_folder_with_no_vocabulary(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="it needs tokenizer.json, or vocab.json and merges.txt"):
+        load_tokenizer(folder)
+
+
+def test_a_class_of_another_algorithm(folder):
+    tokenizer = load_tokenizer(configure(folder, tokenizer_class="BertTokenizerFast"))
+    assert tokenizer(TEXT).input_ids == described(folder).encode(TEXT).ids
+
+
 def test_code_beside_a_tokenizer_is_never_run(folder, monkeypatch):
     monkeypatch.setattr("builtins.input", None)
     (folder / "mine.py").write_text("raise SystemExit('run')")
@@ -200,5 +228,5 @@ def test_a_tokenizer_model_without_the_packages(tmp_path, monkeypatch):
 def test_a_tokenizer_model_that_is_damaged(pieces, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.model").write_bytes((pieces / "tokenizer.model").read_bytes()[:-7])
-    with pytest.raises(UserError, match="cannot load the tokenizer"):
+    with pytest.raises(UserError, match="not a whole SentencePiece model"):
         load_tokenizer(tmp_path)
