@@ -18,7 +18,8 @@ def write_gguf(
     """A checkpoint as llama.cpp's converter writes it: matrices in `kind`, vectors in fp32."""
     config = tiny.hf.config
     writer = gguf.GGUFWriter(path, arch, endianess=endianess or gguf.GGUFEndian.LITTLE)
-    rope = config.rope_parameters
+    # transformers 4 has no `rope_parameters`
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": config.rope_theta}
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

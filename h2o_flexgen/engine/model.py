@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, model_name
 from h2o_flexgen.models.spec import Layer, ModelSpec
-from h2o_flexgen.models.tokenizer import load_tokenizer
+from h2o_flexgen.models.tokenizer import end_ids, load_tokenizer
 from h2o_flexgen.offload.checkpoint import Checkpoint
 from h2o_flexgen.offload.dummy import DummyCheckpoint
 
@@ -66,10 +67,11 @@ class LoadedModel:
     def is_dummy(self) -> bool:
         return isinstance(self.source, DummyCheckpoint)
 
-    @property
+    @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Token ids that end a text; none where weights are random."""
-        return frozenset() if self.is_dummy else self.spec.eos
+        """Token ids that end a text, by the configs, the tokenizer or the chat template; none where weights are
+        random."""
+        return frozenset() if self.is_dummy else self.spec.eos | end_ids(self.tokenizer)
 
     def encode(self, prompt: Prompt, begins: bool = True) -> list[int]:
         """Token ids of a prompt. A UserError stands for a prompt that could not be read, and is raised.
@@ -96,6 +98,11 @@ class LoadedModel:
         for token in ids:
             is_number = isinstance(token, Integral) and not isinstance(token, bool)  # numpy's are welcome
             if not is_number or not 0 <= token < self.spec.vocab:
+                if ids is not prompt:
+                    limit = f"the model's vocabulary has {self.spec.vocab}"
+                    raise UserError(
+                        f"the tokenizer makes token {token!r} of this text, but {limit}: it is of another model"
+                    )
                 raise UserError(f"token ids are whole numbers below {self.spec.vocab}, the vocabulary, not {token!r}")
         return list(map(int, ids))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, cached_property
 
 #: tokens looked at beyond those that a stop string can span: some decoders strip a blank before the first one
 EXTRA_TOKENS = 4
@@ -16,8 +17,14 @@ def decode(tokenizer, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def decode_all(tokenizer, tokens: list[int]) -> str:
+    """As `decode`, with special tokens by their names."""
+    return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
 class StopStrings:
-    """Finds stop strings in generated texts, decoding only the last tokens at each step.
+    """Finds stop strings in generated texts, decoding only the last tokens at each step. A stop string may name special
+    tokens, which no text shows.
 
     A stop string of n bytes ends in the newest token, or it would have been found before. Every token that shows in
     the text has a byte or more, so the last n of these hold it all.
@@ -26,30 +33,61 @@ class StopStrings:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self._shows = cache(lambda token: decode(tokenizer, [token]) != "")
+        self._naming = cache(lambda stop: tuple(s for s in stop if any(text in s for text in self._special.values())))
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """The tokens that no text shows, and their names."""
+        added = [token for token, how in self.tokenizer.added_tokens_decoder.items() if how.special]
+        return {token: decode_all(self.tokenizer, [token]) for token in {*added, *self.tokenizer.all_special_ids}}
 
     def text_before(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
         """The text of `tokens` up to the first stop string, or None if it contains none.
 
         To be asked after every token: a stop string that ends before the newest token need not be found.
         """
-        tail = self._tail(tokens, most_tokens(stop))
-        if not any(text in tail for text in stop):
-            return None
-        # what tokens decode to may depend on those before them
-        whole = decode(self.tokenizer, tokens)
-        return min((whole[: whole.find(text)] for text in stop if text in whole), key=len, default=None)
+        tail = self._tail(tokens, most_tokens(stop), decode, self._shows)
+        if _first(stop, tail) is not None:
+            # what tokens decode to may depend on those before them
+            whole = decode(self.tokenizer, tokens)
+            at = _first(stop, whole)
+            if at is not None:
+                return whole[:at]
+        naming = self._naming(stop)
+        tail = self._tail(tokens, most_tokens(naming), decode_all, lambda token: True) if naming else ""
+        return None if _first(naming, tail) is None else self._text_before_special(tokens, naming)
 
-    def _tail(self, tokens: list[int], count: int) -> str:
+    def _text_before_special(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
+        """The same for stop strings that name special tokens."""
+        whole = decode_all(self.tokenizer, tokens)
+        at = _first(stop, whole)
+        if at is None:
+            return None
+        count = len(tokens)
+        before = whole
+        while len(before) > at or not whole.startswith(before):
+            count -= 1
+            before = decode_all(self.tokenizer, tokens[:count])
+        begun = "" if tokens[count] in self._special else whole[len(before) : at]
+        return decode(self.tokenizer, tokens[:count]) + begun
+
+    def _tail(self, tokens: list[int], count: int, decode: Callable, shows: Callable[[int], bool]) -> str:
         """The text of the last `count` tokens that show, from the beginning of a character on."""
-        begin, shown = len(tokens), 0
+        begin = len(tokens)
+        shown = 0
         while begin > 0 and shown < count:
             begin -= 1
-            shown += self._shows(tokens[begin])
+            shown += shows(tokens[begin])
         tail = decode(self.tokenizer, tokens[begin:])
         while begin > 0 and tail.startswith(PARTIAL):
             begin = max(0, begin - count)
             tail = decode(self.tokenizer, tokens[begin:])
         return tail
+
+
+def _first(stop: tuple[str, ...], text: str) -> int | None:
+    """Where the first stop string begins, if the text holds one."""
+    return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
 
 
 def most_tokens(stop: tuple[str, ...]) -> int:

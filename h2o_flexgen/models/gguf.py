@@ -1,7 +1,7 @@
 """GGUF files, llama.cpp's format of a model in one file: its config, its tokenizer, and its tensors under the names of
 Hugging Face checkpoints.
 
-The package `gguf` knows names and dequantises types; transformers makes the tokenizer and the chat template.
+The package `gguf` knows names and dequantises types.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def unpacked(path: Path) -> Path:
     """The folder with the config and the tokenizer of a GGUF file, made once and kept under the cache folder.
 
     Raises:
-        UserError: as `GGUFFile`; a tokenizer that transformers cannot read; or no space.
+        UserError: as `GGUFFile`; a tokenizer of a kind that is not known; or no space.
     """
     try:
         return converted(parts(path), "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder))

@@ -1,43 +1,180 @@
-"""The tokenizer and the chat template of a GGUF file, made by transformers."""
+"""The tokenizer, the chat template and the end-of-text ids of a GGUF file, by the rules of llama.cpp's vocabulary
+(src/llama-vocab.cpp): what a file leaves out follows from the kind of its tokenizer and from its pre-tokenizer."""
 
 from __future__ import annotations
 
+import json
 import logging
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.models.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from h2o_flexgen.models.sentence_piece import Kind, add_tokens, is_control, pieces_tokenizer, surround
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from h2o_flexgen.models.gguf import GGUFFile
 
-#: names of ways to split text before byte pairs are merged that transformers follows; others it takes for GPT-2's
-PRE_TOKENIZERS = ("default", "gpt-2", "smollm", "llama3", "llama-v3", "llama-bpe", "tekken", "qwen2")
 #: llama.cpp's names for a model without a tokenizer
 NO_TOKENIZER = ("none", "no_vocab")
+#: llama.cpp's names for SentencePiece's byte pairs and for byte-level ones: the tokenizers of the known architectures
+SENTENCE_PIECE = "llama"
+BYTE_LEVEL = "gpt2"
+#: ids of tokens that a file does not name
+DEFAULT_IDS = {
+    SENTENCE_PIECE: {"bos": 1, "eos": 2, "unknown": 0},
+    BYTE_LEVEL: {"bos": 11, "eos": 11},  # Falcon's, and only where that is a special token
+}
+#: tokens that end a text wherever they are special, named by the file or not
+ENDS = frozenset(
+    """
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
+    <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>
+    [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]
+    <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+    """.split()
+)
+#: keys of ids that end a text
+END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 log = logging.getLogger(__name__)
 
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    """Write the files of the tokenizer, if there is one, into a folder.
+    """Write the files of the tokenizer, if there is one, into a folder, and the ids that end a text into its
+    generation_config.json.
 
     Raises:
-        UserError: transformers cannot read the tokenizer, or it cannot be written.
+        UserError: the tokenizer is of a kind that is not known, its metadata make no sense, or it cannot be written.
     """
-    model = file.field("tokenizer.ggml.model", "none")
-    if model in NO_TOKENIZER:
+    if file.field("tokenizer.ggml.model", "none") in NO_TOKENIZER:
         return
-    split = file.field("tokenizer.ggml.pre", "default")
-    if model == "gpt2" and split not in PRE_TOKENIZERS:
-        log.warning("%s: transformers may split text into other tokens than %r does", file.path, split)
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
-    except Exception as e:
+        vocabulary = Vocabulary(file)
+        tokenizer = vocabulary.tokenizer()
+        generation = {"eos_token_id": vocabulary.ends()}
+        config = vocabulary.config()
+    except UserError as e:
+        raise UserError(f"{file.path}: {e}") from None
+    except Exception as e:  # metadata may hold anything, and the errors of Rust have no class of their own
         raise UserError(f"cannot read the tokenizer of {file.path}: {reason(e)}") from None
     try:
-        tokenizer.save_pretrained(folder)
+        tokenizer.save(str(folder / "tokenizer.json"))
     except Exception as e:  # an OSError, or one of Rust's
         raise UserError(f"cannot write the tokenizer of {file.path} into {folder}: {reason(e)}") from None
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+class Vocabulary:
+    """The vocabulary of a GGUF file.
+
+    Raises:
+        UserError: a kind of tokenizer that is not known, or metadata that make no sense.
+    """
+
+    def __init__(self, file: GGUFFile):
+        self.file = file
+        self.kind = self._field("model")
+        if self.kind not in DEFAULT_IDS:
+            known = ", ".join(DEFAULT_IDS)
+            raise UserError(f"no support for GGUF tokenizers of the kind {self.kind!r}; known: {known}")
+        self.tokens = [text or f"[EMPTY_{n}]" for n, text in enumerate(self._list("tokens", str))]
+        self.ids = {text: n for n, text in enumerate(self.tokens)}
+        self.kinds = self._list("token_type", int, [Kind.NORMAL] * len(self.tokens))
+        if len(self.ids) < len(self.tokens):
+            raise UserError("its vocabulary holds a token twice")
+        if len(self.tokens) > file.config["vocab_size"]:
+            embedded = file.config["vocab_size"]
+            raise UserError(f"its vocabulary has {len(self.tokens)} tokens, its embedding {embedded}")
+
+    def _field(self, name: str, default=None):
+        return self.file.field(f"tokenizer.ggml.{name}", default)
+
+    def _list(self, name: str, kind: type, default: list | None = None) -> list:
+        """A list of texts or numbers, with one entry for each token if `name` is not that of the tokens or merges."""
+        values = self._field(name, default)
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            what = "texts" if kind is str else "numbers"
+            raise UserError(f"tokenizer.ggml.{name} must be a list of {what}")
+        if name not in ("tokens", "merges") and len(values) < len(self.tokens):
+            raise UserError(f"tokenizer.ggml.{name} has {len(values)} entries for {len(self.tokens)} tokens")
+        return values
+
+    @cached_property
+    def split(self) -> PreTokenizer:
+        """How text is split before byte pairs are merged."""
+        name = self._field("pre")
+        if name is None:
+            log.warning("%s does not say how text is split: its tokens may be wrong", self.file.path)
+        if name is not None and name not in list(PRE_TOKENIZERS):
+            raise UserError(f"its way to split text, {name!r}, is not known; take the model's checkpoint instead")
+        return PRE_TOKENIZERS["default" if name is None else name]
+
+    def token(self, name: str) -> int | None:
+        """The id of the token that the file calls `name`, or its default."""
+        found = self._field(f"{name}_token_id")
+        if isinstance(found, int) and 0 <= found < len(self.tokens):
+            return found
+        default = DEFAULT_IDS[self.kind].get(name, -1)
+        return default if 0 <= default < len(self.tokens) and self.is_special(default) else None
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token stands for no text: a control token, or one that ends a text."""
+        kind = self.kinds[token]
+        return is_control(kind) or (kind == Kind.USER_DEFINED and self.tokens[token] in ENDS)
+
+    def ends(self) -> list[int]:
+        """Ids of the tokens that end a text."""
+        names = ENDS - ({"<|end|>"} if self.ids.keys() >= {"<|return|>", "<|call|>"} else set())
+        found = {self.ids[text] for text in names & self.ids.keys() if self.is_special(self.ids[text])}
+        return sorted(found | {token for name in END_KEYS if (token := self.token(name)) is not None})
+
+    def config(self) -> dict:
+        """As the tokenizer_config.json of a checkpoint."""
+        names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+        found = {key: self.token(name) for name, key in names.items()}
+        config = {key: self.tokens[token] for key, token in found.items() if token is not None}
+        template = self.file.field("tokenizer.chat_template")
+        if isinstance(template, str):
+            config["chat_template"] = template
+        return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config}
+
+    def tokenizer(self) -> Tokenizer:
+        is_pieces = self.kind == SENTENCE_PIECE
+        tokenizer = self._pieces() if is_pieces else self._byte_level()
+        add_tokens(tokenizer, self.tokens, self.kinds, self.is_special)
+        surround(tokenizer, self._around("bos", is_pieces or self.split.add_bos), self._around("eos", False))
+        return tokenizer
+
+    def _around(self, name: str, default: bool) -> list[str]:
+        """The token that is put before (bos) or behind (eos) a text, if one is."""
+        if not self._field(f"add_{name}_token", default):
+            return []
+        token = self.token(name)
+        if token is None:
+            raise UserError(f"a text has a {name} token around it, but tokenizer.ggml.{name}_token_id names none")
+        return [self.tokens[token]]
+
+    def _pieces(self) -> Tokenizer:
+        unknown = self.token("unknown")
+        name = None if unknown is None else self.tokens[unknown]
+        scores = self._list("scores", (int, float))
+        return pieces_tokenizer(self.tokens, scores, name, bool(self._field("add_space_prefix", True)))
+
+    def _byte_level(self) -> Tokenizer:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        merges = []
+        for merge in self._list("merges", str):
+            at = merge.index(" ", 1)
+            merges.append((merge[:at], merge[at + 1 :]))
+        tokenizer = Tokenizer(models.BPE(self.ids, merges, ignore_merges=self.split.ignore_merges))
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.split.patterns]
+        to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_letters])
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer

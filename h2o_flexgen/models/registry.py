@@ -62,8 +62,8 @@ def spec_of(config: dict, where: str = "the config") -> ModelSpec:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The spec of a model folder; where it has a generation_config.json, that one's ids end a text. Raises UserError as
-    `spec_of`, or for a config.json, or a file of the tokenizer, that cannot be read."""
+    """The spec of a model folder; the ids in a generation_config.json end a text too. Raises UserError as `spec_of`, or
+    for a config.json, or a file of the tokenizer, that cannot be read."""
     for name in TOKENIZER_FILES:
         check_small("the model's", folder / name)
     config = _read(folder / "config.json")
@@ -72,8 +72,16 @@ def read_spec(folder: Path) -> ModelSpec:
         raise UserError(f"no config.json in {folder}: {expected}{describe_unreadable(folder)}")
     generation = _read(folder / "generation_config.json") or {}
     if generation.get("eos_token_id") is not None:
-        config = config | {"eos_token_id": generation["eos_token_id"]}
+        config = config | {"eos_token_id": _listed(config, "eos_token_id") + _listed(generation, "eos_token_id")}
     return spec_of(config, str(folder / "config.json"))
+
+
+def _listed(config: dict, key: str) -> list:
+    """A value, or several, or none, as a list."""
+    value = config.get(key)
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def stored_dtype(folder: Path) -> str | None:

@@ -122,6 +122,30 @@ def test_only_a_few_tokens_are_decoded(byte_level, monkeypatch):
     assert max(sizes) <= 2 * (len("zebra") + 4)
 
 
+@pytest.mark.parametrize(
+    "text, stop, before",
+    [
+        ("one two</s> three", ["</s>"], "one two"),
+        ("one</s>two<s>three", ["<s>"], "onetwo"),  # another one before it is left out, as in any text
+        ("one </s>\ntwo", ["</s>\n"], "one "),
+        ("one </s> two", ["ne </s>"], "o"),
+        ("</s>", ["</s>"], ""),
+        ("é😀</s>", ["😀</s>"], "é"),
+        ("one</s>two", ["onetwo"], ""),  # in the text that is shown
+        ("one</s>two", ["s>", "</", "s"], None),  # a part of a name names nothing
+        ("one two", ["</s>"], None),
+    ],
+)
+def test_a_stop_string_names_special_tokens(byte_level, text, stop, before):
+    assert found(byte_level, stop, encode(byte_level, text))[1] == before
+
+
+def test_a_text_of_pieces_ends_before_a_special_token(fallback):
+    tokens = [*encode(fallback, " a b"), fallback.convert_tokens_to_ids("</s>")]
+    assert found(fallback, ["</s>"], tokens) == (len(tokens), decode(fallback, tokens))
+    assert found(fallback, ["b</s>"], tokens) == (len(tokens), decode(fallback, tokens)[:-1])
+
+
 # as the engine uses it
 
 

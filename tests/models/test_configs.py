@@ -265,9 +265,9 @@ def test_eos_is_none_one_or_several(model_type, eos, ids):
 
 @pytest.mark.parametrize(
     "generation, ids",
-    [({"eos_token_id": [7, 8, 9]}, {7, 8, 9}), ({"eos_token_id": 7}, {7}), ({"eos_token_id": None}, {3}), ({}, {3})],
+    [({"eos_token_id": [7, 8]}, {3, 7, 8}), ({"eos_token_id": 7}, {3, 7}), ({"eos_token_id": None}, {3}), ({}, {3})],
 )
-def test_generation_config_says_what_ends_a_text(tmp_path, generation, ids):
+def test_generation_config_says_what_else_ends_a_text(tmp_path, generation, ids):
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama", eos_token_id=3)))
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read_spec(tmp_path).eos == ids
