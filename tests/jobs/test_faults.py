@@ -62,11 +62,16 @@ class Faults:
         return counted_call
 
     def within_root(self, call, real):
-        return lambda path, *args, **more: (call if str(path).startswith(self.root) else real)(path, *args, **more)
+        def is_within(path) -> bool:
+            name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
+            return name.startswith(self.root)
+
+        return lambda path, *args, **more: (call if is_within(path) else real)(path, *args, **more)
 
     def open(self, path, mode="r", buffering=-1, *text, **options):
         """As the built-in one, of a file whose reads and writes are counted."""
-        file = self.counted("open", self.File)(path, mode.replace("b", ""))
+        make = self.File if isinstance(path, int) else self.counted("open", self.File)  # of a descriptor: os.open
+        file = make(path, mode.replace("b", ""))
         if buffering == 0:
             return file
         file = (io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter)(file)
