@@ -113,7 +113,8 @@ def gain_text(data: dict) -> str:
 
 def throughput(rows: list[dict]) -> str:
     """A line for each row: median tokens/s of every system, in brackets its batch, the type of its file, and what
-    is quantised."""
+    is quantised. Rows on a GPU are left out: no batch of their peers was ever tried against another."""
+    rows = [data for data in rows if data["job"]["device"] == "cpu"]
     shown = [name for name in COLUMNS if any(name in map(column, data["systems"]) for data in rows)]
     lines = []
     for data in rows:

@@ -21,7 +21,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.analyse") -> argparse.Argumen
     parser = cli.Parser(prog, "Show how a model's attention is spread over a text, as the H2O paper does.")
     add = parser.add_argument_group("model and text").add_argument
     add("text", nargs="?", metavar="FILE", help="a text (default: Python's language reference)")
-    add("--model", help="folder or Hugging Face name; the demo model if left out. It must fit into RAM")
+    cli.add_model_options(add, "the demo model if left out. It must fit into RAM")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="to compute in")
     add("--windows", type=cli.count, default=4, help="passages of the text, at even distances (default: 4)")
     add("--prompt-len", type=cli.count, default=512, help="tokens of a passage that are its prompt (default: 512)")
@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
 
     result = origin(args) | {
         "model": model.name,
+        "model_revision": model.revision,
         "dtype": args.dtype,
         "text": name,
         "windows": args.windows,

@@ -34,7 +34,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.calibrate") -> argparse.Argum
     )
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", help="folder or Hugging Face name; the demo model if left out")
+    cli.add_model_options(add)
     add("--path", help="folder of the weights, if it is not the model's")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="to compute in")
     return parser
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
         losses = calibration.measure(layers, ids, args.kv_rule)
     result = origin(args) | {
         "model": model.name,
+        "model_revision": model.revision,
         "dtype": args.dtype,
         "text": name,
         "windows": args.windows,

@@ -23,6 +23,9 @@ from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget, Policy
 #: what other programs call our options
 FOREIGN = {"--max-tokens": "--gen-len", "--max-new-tokens": "--gen-len", "--output-len": "--gen-len"}
 
+#: what torch says where the RAM is full
+TORCH_OUT_OF_MEMORY = "can't allocate memory"
+
 
 class Parser(argparse.ArgumentParser):
     """Of a command; `prog`: what the user typed to run it. Errors are the user's, and end as all of those do."""
@@ -38,6 +41,10 @@ class Parser(argparse.ArgumentParser):
             what = f"unknown option {word}" if is_option else f"unexpected {word!r}, which belongs to no option"
             known = {*self._option_string_actions, *FOREIGN} if is_option else ()
             self.error(what + did_you_mean(word, sorted(known)))
+        if getattr(args, "revision", None) is not None:
+            from h2o_flexgen.models.repository import with_revision
+
+            args.model = with_revision(args.model or getattr(args, "positional", None), args.revision)
         args.command = f"{self.prog} {shlex.join(sys.argv[1:] if argv is None else argv)}".strip()
         return args
 
@@ -82,6 +89,12 @@ def amount(text: str) -> float:
 def gibibytes(text: str) -> int:
     """The value of an option in GiB, in bytes."""
     return int(amount(text) * GIB)
+
+
+def add_model_options(add, model: str = "the demo model if left out", **how) -> None:
+    """--model, of which `model` says more, and --revision, which becomes a part of it."""
+    add("--model", help=f"folder, GGUF file or Hugging Face name (NAME, NAME:Q4_K_M, NAME/FILE.gguf); {model}", **how)
+    add("--revision", help="a branch, tag or commit of the model on the hub, as NAME@REVISION says it too")
 
 
 def add_machine_options(add, weights: tuple[str, ...] = ("int8", "int4")) -> None:
@@ -259,6 +272,11 @@ def check_not_written(args: argparse.Namespace, reads: Iterable[str], writes: tu
 # output
 
 
+def name_at(model: str, revision: str | None) -> str:
+    """A model and its commit on the hub, for people."""
+    return f"{model} (revision {revision[:12]})" if revision else model
+
+
 def describe_job(
     model: str,
     dtype: str,
@@ -364,4 +382,10 @@ def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], No
         _discard(sys.stdout)
         _discard(sys.stderr)
         return 128 + signal.SIGPIPE
+    except (MemoryError, RuntimeError) as e:
+        if not (isinstance(e, MemoryError) or TORCH_OUT_OF_MEMORY in str(e)):
+            raise
+        advice = "end other programs, or take a smaller model, shorter texts or smaller batches"
+        print(f"error: out of memory: {advice}", file=sys.stderr)
+        return 2
     return 0

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 
+#: for the end of a message about the cache folder
+OTHER_HOME = "make room there, or name a folder that can be written in H2O_FLEXGEN_HOME"
 #: the most bytes of a JSON file, and of a text, that are read whole
 JSON_BYTES = 100 << 20
 TEXT_BYTES = 1 << 30

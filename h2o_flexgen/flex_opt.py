@@ -28,7 +28,7 @@ SEARCHED = "gpu_batch_size num_gpu_batches prefill_tokens overlap cpu_cache_comp
 def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.ArgumentParser:
     parser = cli.Parser(prog, "Generate text in large batches with a model that need not fit into memory.")
     add = parser.add_argument_group("model and machine").add_argument
-    add("--model", help="folder or Hugging Face name; the demo model if left out")
+    cli.add_model_options(add)
     add("--path", help="folder of the weights; _DUMMY_ for random weights of the named size, without download")
     cli.add_machine_options(add)
     cli.add_cache_option(add)
@@ -64,10 +64,11 @@ def rate(tokens_per_s: float) -> str:
 
 def describe(report: dict) -> str:
     """The report for people."""
-    policy, predicted = Policy(**report["policy"]), report.get("predicted")
-    model, dtype, device = report["model"], report["dtype"], report["device"]
+    policy = Policy(**report["policy"])
+    predicted = report.get("predicted")
+    model = cli.name_at(report["model"], report.get("model_revision"))
     cache = (report["kv_budget"], report.get("compress_cache"))
-    lines = [cli.describe_job(model, dtype, device, report["workload"], policy, *cache)]
+    lines = [cli.describe_job(model, report["dtype"], report["device"], report["workload"], policy, *cache)]
     if "weights" in report:
         blocks = ", 4 bits as they are stored" if report.get("in_blocks") else ""
         lines.append(f"weights    {', '.join(report['weights'])}; {report.get('compute', 'exact')} matmuls{blocks}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -15,8 +16,9 @@ from h2o_flexgen.formats import Format, dtype_name
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
-from h2o_flexgen.models.hub import is_downloaded
+from h2o_flexgen.models.hub import commit, downloaded
 from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.repository import repository
 from h2o_flexgen.models.source import find_model, model_name
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.models.tokenizer import load_tokenizer
@@ -39,6 +41,7 @@ class Found(NamedTuple):
         gguf: the file that they come from, if it is a GGUF file.
         to_fetch: they are not on this machine yet.
         tokenizer: None too where the config was not read, as the sizes are built in.
+        revision: the commit of a repository on the hub; None for other models, and for one of which nothing is here.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Found(NamedTuple):
     gguf: Path | None = None
     to_fetch: bool = False
     tokenizer: object = None
+    revision: str | None = None
 
     def stored(self, dtype: str) -> str:
         """The type in the checkpoint, for a job that computes in `dtype`."""
@@ -69,7 +73,7 @@ class Found(NamedTuple):
             }
             return found, 0 if self.is_dummy else sum(sizes.values())
         found = in_place(self.gguf, layers) if self.gguf else {}
-        return {name: form for name, (_, _, form) in found.items()}, 0
+        return {name: form for name, (*_, form) in found.items()}, 0
 
 
 def find(model: str | None, path: str | None = None) -> Found:
@@ -77,16 +81,21 @@ def find(model: str | None, path: str | None = None) -> Found:
     sizes are built in. Raises UserError if there is none."""
     if path == DUMMY:
         return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True, to_fetch=False)
-    if path is None and model is not None and not Path(model).expanduser().exists():
+    if path is None and model is not None and not os.path.exists(os.path.expanduser(model)):
         spec = named_spec(model)
         if spec is not None:
-            return Found(model, spec, named_dtype(model), to_fetch=not is_downloaded(model))
+            folder = downloaded(repository(model))
+            revision = folder and commit(folder)
+            return Found(model, spec, named_dtype(model), to_fetch=folder is None, revision=revision)
     weights, folder = find_model(model, path, weights=False)
-    spec, declared, tokenizer = read_spec(folder), stored_dtype(folder), load_tokenizer(folder)
+    spec = read_spec(folder)
+    declared = stored_dtype(folder)
+    tokenizer = load_tokenizer(folder)
     name = model_name(model, path, weights)
     to_fetch = not is_gguf(weights) and not weight_files(weights)
     gguf = weights if is_gguf(weights) else None
-    return Found(name, spec, declared, gguf=gguf, to_fetch=to_fetch, tokenizer=tokenizer)
+    here = {"gguf": gguf, "to_fetch": to_fetch, "tokenizer": tokenizer, "revision": commit(weights)}
+    return Found(name, spec, declared, **here)
 
 
 def this_machine(
@@ -101,7 +110,8 @@ def this_machine(
     `compute` as for `LLM`, for weights of the type `declared`, some of which may be `quantised`."""
     from transformers import AutoTokenizer  # noqa: F401  a job holds it
 
-    device, root = Device(device_name), Path(offload_dir) if offload_dir else default_root()
+    device = Device(device_name)
+    root = Path(offload_dir) if offload_dir else default_root()
     if device.is_cuda:
         device.start(None)
     job = job_dtype(device, dtype, declared, compute=compute)
@@ -118,7 +128,8 @@ def sizes(model: ModelData, stored: str) -> dict:
     """Of a model most of whose weights are of the type `stored`, as plain data."""
     spec = model.spec
     shapes = {name: shape for layer in model.layers for name, shape in layer.shapes.items()}
-    count, nbytes = sum(map(prod, shapes.values())), sum(map(model.stored_bytes, shapes))
+    count = sum(map(prod, shapes.values()))
+    nbytes = sum(map(model.stored_bytes, shapes))
     names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "positions")
     found = {"family": spec.model_type, "parameters": count} | {name: getattr(spec, name) for name in names}
     return found | {"stored_dtype": stored, "weight_bytes": nbytes}

@@ -17,10 +17,12 @@ from h2o_flexgen.engine.requests import admit, to_generate, to_score
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
+from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import dtype_name, prepare_cache
 from h2o_flexgen.kernels.linear import takes_in_blocks
 from h2o_flexgen.losses import Losses
+from h2o_flexgen.models.repository import with_revision
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.offload.disk import default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
@@ -40,6 +42,9 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
 class LLM:
     """A model that need not fit into memory.
 
+    Threads may share one: their calls take turns. A call from within another one, as from `on_output`, is a UserError,
+    and so is one in a process that was forked after an LLM was made.
+
     Args:
         model: folder, Hugging Face name, or None for the demo model.
         policy: a Policy, the path of one as JSON, or "auto": everything on the compute device if the model and a batch
@@ -50,6 +55,7 @@ class LLM:
         device: "auto", "cpu", "cuda", "cuda:N".
         dtype: a float type's name, or "auto": on CUDA fp16, or bf16 for a checkpoint in bf16 where the GPU has it; on
             the CPU the type whose matmuls are the fastest, by measuring (`kernels.linear`).
+        revision: of a repository on the hub, a branch, tag or commit, as `model` "NAME@REVISION" says it too.
         path: folder of the weights if it is not `model`'s; "_DUMMY_" for random weights of the named size.
         compress_weight: "int8" or "int4": matrices are quantised, once, into a copy in the cache folder
             (`compression.compressed`); None: they are as the checkpoint has them.
@@ -86,6 +92,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         *,
+        revision: str | None = None,
         path: str | None = None,
         compress_weight: str | None = None,
         compress_cache: str | None = None,
@@ -107,6 +114,7 @@ class LLM:
         progress: bool = True,
         observer: Observer | None = None,
     ):
+        self.turns = Turns()
         self.device = Device(device)
         cuda = self.device.is_cuda
         if dtype != "auto":
@@ -129,7 +137,8 @@ class LLM:
 
         choose_dtype = partial(job_dtype, self.device, dtype, profile=profile, compute=compute)
         formats = (compress_weight, self.compress_cache, compute)
-        self.model = load_model(model and str(model), path, choose_dtype, progress, *formats, disk_mem)
+        model = with_revision(None if model is None else str(model), revision)
+        self.model = load_model(model, path, choose_dtype, progress, *formats, disk_mem)
         self.model.in_blocks = takes_in_blocks(self.model.formats.values(), compute, cuda, in_blocks)
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
@@ -150,8 +159,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give memory, threads and the offload folder back; the next `generate` starts anew."""
-        self.runner.close()
+        """Free memory, threads and the offload folder once no other call runs; the next `generate` loads them again."""
+        if not self.turns.is_forked:  # there they belong to the parent
+            with self.turns:
+                self.runner.close()
 
     def resources(self) -> Resources:
         """The memory that a job may use now."""
@@ -171,6 +182,7 @@ class LLM:
         """
         return admit(self.model, prompt, gen_len, self.position_rolling)
 
+    @in_turn
     def generate(
         self,
         prompts: str | Seq[Prompt],
@@ -221,6 +233,7 @@ class LLM:
         prompts = [messages if is_conversation(messages) else no_messages for messages in several]
         return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
 
+    @in_turn
     def score(
         self,
         texts: str | Seq[str | Seq[int]],
@@ -254,6 +267,7 @@ class LLM:
             self._run(sequences, gen_len, sink, ScoreCollector(outputs, sink.greedy_token_ids, on_output))
         return outputs
 
+    @in_turn
     def session(
         self,
         kv_budget: KVBudget | None = None,
@@ -282,7 +296,7 @@ class LLM:
         self.choice, most = choose(self.planner, self.resources(), given, budget, *arguments)
         self.observer.on_plan(self.choice)
         self.choice.plan.check()
-        return Session(self.model, self.runner, self.choice, count, most)
+        return Session(self.model, self.runner, self.turns, self.choice, count, most)
 
     def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer) -> None:
         """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""

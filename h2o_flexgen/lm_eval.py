@@ -23,7 +23,7 @@ except ImportError:  # `run` says what to install
     TemplateLM, register_model = object, lambda name: lambda model: model
 
 #: what the harness gives every model; the policy decides on batches
-OF_THE_HARNESS = ("batch_size", "max_batch_size")
+OF_THE_HARNESS = ("batch_size", "max_batch_size", "trust_remote_code")
 #: arguments of a generation that are obeyed, and others with the one value that changes nothing
 GENERATION = "until max_gen_toks do_sample temperature top_k top_p".split()
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0}
@@ -38,7 +38,8 @@ class HarnessLM(TemplateLM):
 
     Args:
         pretrained: as `model` of `LLM`: a folder, a GGUF file, a hub's name, or None for the demo model.
-        path, policy, device, dtype, compress_weight, compress_cache, compute, offload_dir: as for `LLM`.
+        path, revision, policy, device, dtype, compress_weight, compress_cache, compute, offload_dir: as for `LLM`. A
+            revision that the harness reads as a number is given as pretrained=NAME@REVISION.
         hh_ratio, recent_ratio: the KV budget as fractions of the longest context of a call.
         hh_size, recent_size: the KV budget in slots.
         kv_rule: which tokens have the slots.
@@ -49,6 +50,7 @@ class HarnessLM(TemplateLM):
         prefix_token_id: stands for an empty context; by default the tokenizer's first token, or the last if it has no
             first one.
         batch_size, max_batch_size: not used.
+        trust_remote_code: not used, which is said: code that comes with a model never runs.
 
     Raises:
         UserError: an argument that is not known or cannot be used, or a model without a tokenizer.
@@ -60,6 +62,7 @@ class HarnessLM(TemplateLM):
         self,
         pretrained: str | None = None,
         path: str | None = None,
+        revision: str | None = None,
         policy: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
@@ -80,12 +83,15 @@ class HarnessLM(TemplateLM):
         prefix_token_id: int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
+        trust_remote_code: bool | None = None,
         **unknown,
     ):
         super().__init__()
         if unknown:
             known = [name for name in inspect.signature(HarnessLM).parameters if name not in OF_THE_HARNESS]
             raise UserError(f"unknown in --model_args: {', '.join(unknown)}; known: {', '.join(known[:-1])}")
+        if trust_remote_code:
+            print("warning: trust_remote_code is ignored: code that comes with a model never runs", file=sys.stderr)
         numbers = dict(hh_ratio=hh_ratio, recent_ratio=recent_ratio, hh_size=hh_size, recent_size=recent_size)
         caps = dict(gpu_mem=gpu_mem, cpu_mem=cpu_mem, disk_mem=disk_mem)
         _check_numbers(numbers | caps | dict(max_length=max_length, prefix_token_id=prefix_token_id))
@@ -103,6 +109,7 @@ class HarnessLM(TemplateLM):
             device,
             dtype,
             path=path,
+            revision=revision,
             compress_weight=compress_weight,
             compress_cache=compress_cache,
             compute=compute,

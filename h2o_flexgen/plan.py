@@ -28,7 +28,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.plan") -> argparse.ArgumentPa
     add = parser.add_argument_group("job").add_argument
     whole = "folder or Hugging Face name, of which only the config is fetched; the demo model if left out"
     add("positional", nargs="?", metavar="MODEL", help=whole)
-    add("--model", help="the same")
+    cli.add_model_options(add, "the same as MODEL")
     add("--path", help="folder of the weights; _DUMMY_ for random weights")
     add_options(parser, add, "as many as generate would take")
     parser.set_defaults(search=False)
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> None:
     if args.compress_weight == "auto" and args.quality is not None:
         raise UserError("--compress-weight auto does not go with --quality, which is of one format of the weights")
     losses = cli.make_losses(args)
-    budget, policy = cli.make_budget(args, losses), cli.make_policy(args, args.num_prompts)
+    budget = cli.make_budget(args, losses)
+    policy = cli.make_policy(args, args.num_prompts)
 
     args.model = args.model or getattr(args, "positional", None)
 
@@ -74,7 +75,8 @@ def run(args: argparse.Namespace) -> None:
     models = models_of(args, found, profile)
 
     def sizes_of(kind: str | None) -> dict:
-        return forecast.sizes(models[kind], kind or found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
+        sizes = forecast.sizes(models[kind], kind or found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
+        return sizes | ({"revision": found.revision} if found.revision else {})
 
     try:
         choice = choose(args, length, models, profile, policy, budget, losses)
@@ -82,7 +84,8 @@ def run(args: argparse.Namespace) -> None:
         if not args.json:
             cli.say(describe_sizes(sizes_of(next(iter(models)))))
         raise
-    model, sizes = models[choice.compress_weight], sizes_of(choice.compress_weight)
+    model = models[choice.compress_weight]
+    sizes = sizes_of(choice.compress_weight)
     prompts = args.num_prompts or (choice.policy.block_size if args.search else len(choice.workload.prompt_lens))
     workload = {"prompt_len": length, "gen_len": args.gen_len, "num_prompts": prompts}
     sizes["kv_bytes_per_sequence"] = forecast.kv_bytes(model, choice.workload, choice.rule, choice.compress_cache)
@@ -205,6 +208,7 @@ def tell(name: str, choice, profile, workload: dict, result: dict) -> None:
         cli.say(cli.describe_curve(choice.curve) + "\n")
     machine = profile.machine.get("gpu" if profile.device == "cuda" else "cpu", "the profile's machine")
     cache = (result["kv_budget"], choice.compress_cache)
+    name = cli.name_at(name, result["model"].get("revision"))
     job = cli.describe_job(name, profile.dtype, machine, workload, choice.policy, *cache)
     nbytes = result["model"]["kv_bytes_per_sequence"]
     each = f"each       {gib(nbytes['full'])} of KV cache for a sequence"
@@ -217,7 +221,8 @@ def tell(name: str, choice, profile, workload: dict, result: dict) -> None:
 
 def describe(choice) -> str:
     """The costs and the bytes of a policy, for people."""
-    p, plan = choice.prediction, choice.plan
+    p = choice.prediction
+    plan = choice.plan
     lines = [
         f"prefill    {p.prefill_seconds:.1f} s of a block",
         f"decode     {p.decode_seconds:.1f} s of a block",

@@ -16,7 +16,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.policy_search") -> argparse.A
     description = "Find the policy with the highest predicted throughput for a model, a job and a machine."
     parser = cli.Parser(prog, description)
     add = parser.add_argument_group("job").add_argument
-    add("--model", required=True, help="folder or Hugging Face name, of which only the config is fetched")
+    cli.add_model_options(add, "only the config is fetched", required=True)
     add_options(parser, add, "as many as the largest block takes")
     parser.set_defaults(search=True, path=None)
     return parser

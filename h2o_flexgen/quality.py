@@ -69,7 +69,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.quality") -> argparse.Argumen
     add("--plot", metavar="FILE", help="draw bytes against loss into this PNG")
 
     add = parser.add_argument_group("model and machine").add_argument
-    add("--model", help="folder or Hugging Face name; the demo model if left out")
+    cli.add_model_options(add)
     add("--path", help="folder of the weights, if it is not the model's")
     cli.add_machine_options(add)
     return parser
@@ -193,6 +193,7 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
     workload = {
         "task": args.task,
         "model": llm.model.name,
+        "model_revision": llm.model.revision,
         "dtype": dtype_name(llm.dtype),
         "compress_weight": llm.model.compress_weight,
         "compute": llm.model.compute,

@@ -15,14 +15,17 @@ from h2o_flexgen.engine.params import SamplingParams, check_stop, params_of_each
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.stop import PARTIAL
 from h2o_flexgen.engine.streams import Told
-from h2o_flexgen.errors import UserError
-from h2o_flexgen.kv_cache import layer_losses
+from h2o_flexgen.engine.turns import Turns, in_turn
+from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.kv_cache import layer_losses, rule_for
 from h2o_flexgen.models.rope import rollable
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.planner import Choice, Planner
-from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.policy import KVBudget, Policy, gib
 from h2o_flexgen.sizes import Workload
 
+#: more than a compressed cache is smaller than one in floats
+MOST_COMPRESSED = 8
 #: (number of the stream, text that follows what came before)
 OnText = Callable[[int, str], None]
 
@@ -37,11 +40,23 @@ class Session:
     session, as do `close`, `LLM.close` and the next job or session of the same `LLM`.
     """
 
-    def __init__(self, model: LoadedModel, runner: Runner, choice: Choice, count: int | None, most: int | None):
+    def __init__(
+        self,
+        model: LoadedModel,
+        runner: Runner,
+        turns: Turns,
+        choice: Choice,
+        count: int | None,
+        most: int | None,
+    ):
         """`count`: None for a single stream, not a list; `most`: tokens that a stream can have, None if there is no
         end."""
-        self.model, self.choice, self.most = model, choice, most
-        self._runner, self._is_list = runner, count is not None
+        self.model = model
+        self.choice = choice
+        self.most = most
+        self.turns = turns
+        self._runner = runner
+        self._is_list = count is not None
         self._streams = runner.open(choice, count or 1)
         self._answered = [False] * (count or 1)  # whether the text ends with an answer
 
@@ -52,14 +67,17 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Give the caches back; the weights stay with the LLM."""
-        if self._streams.ended is None:
-            self._runner.end_streams("it was closed")
+        """Free the caches; the weights stay with the LLM."""
+        if not self.turns.is_forked:
+            with self.turns:
+                if self._streams.ended is None:
+                    self._runner.end_streams("it was closed")
 
     def lengths(self) -> int | list[int]:
         """Tokens of the text so far."""
         return self._unwrapped([stream.seen + len(stream.waiting) for stream in self._streams.streams])
 
+    @in_turn
     def feed(self, text: str | Seq[int] | None | list) -> list[float] | list[list[float] | None]:
         """Read on. `text`: a text or token ids.
 
@@ -77,6 +95,7 @@ class Session:
         self._end_turn(ids, answered=False)
         return self._unwrapped([found.get(row) for row in range(len(self._answered))])
 
+    @in_turn
     def generate(
         self,
         text: str | Seq[int] | None | list,
@@ -96,6 +115,7 @@ class Session:
         ids = self._encoded(text, self._encode_or_nothing)
         return self._generate(ids, sampling_params, on_text, answered=False)
 
+    @in_turn
     def chat(
         self,
         message: str | None | list,
@@ -119,7 +139,8 @@ class Session:
         """Token ids of each stream that has something to do."""
         if self._streams.ended is not None:
             raise UserError(f"this session has ended ({self._streams.ended}): begin a new one")
-        count, each = len(self._answered), given if self._is_list else [given]
+        count = len(self._answered)
+        each = given if self._is_list else [given]
         if not isinstance(each, (list, tuple)) or len(each) != count:
             raise UserError(f"this session has {count} streams: give a list with something, or None, for each")
         return {row: encode(row, text) for row, text in enumerate(each) if text is not None or not self._is_list}
@@ -137,7 +158,8 @@ class Session:
     def _encode_message(self, row: int, message) -> list[int]:
         if not self._answered[row]:
             return self.model.encode([{"role": "user", "content": message}])
-        ids, waiting = self.model.encode_next(message), self._streams.streams[row].waiting
+        ids = self.model.encode_next(message)
+        waiting = self._streams.streams[row].waiting
         # the model has ended its answer as the template would
         return ids[1:] if ids[:1] == waiting and waiting[0] in self.model.eos_ids else ids
 
@@ -181,12 +203,14 @@ class Pieces:
     """Hands texts on as their tokens come, in whole characters."""
 
     def __init__(self, tokenizer, on_text: OnText):
-        self.tokenizer, self.on_text = tokenizer, on_text
+        self.tokenizer = tokenizer
+        self.on_text = on_text
         self._told = defaultdict(str)
 
     def __call__(self, sequences: list[Sequence]) -> None:
         for s in sequences:
-            text, told = text_of(s, self.tokenizer), self._told[s.index]
+            text = text_of(s, self.tokenizer)
+            told = self._told[s.index]
             is_whole = s.finish_reason is not None or not (s.params.stop or text.endswith(PARTIAL))
             if is_whole and len(text) > len(told):
                 self.on_text(s.index, text[len(told) :])
@@ -231,8 +255,10 @@ def choose(
         raise UserError("`kv_rule`: `layers` shares out the slots of texts of a known length, which a stream has not")
     slots = sum(kv_budget.slots(positions))
     room = max(1, positions - slots) if position_rolling else positions  # the planner refuses slots that leave none
-    workload = Workload((min(chunk, room),) * count, gen_len=slots + 2, held=min(slots, positions))
+    one = Workload((min(chunk, room),), gen_len=slots + 2, held=min(slots, positions))
     kv_budget = replace(kv_budget, position_rolling=bool(position_rolling))
+    _check_count(count, planner.model.shapes(rule_for(kv_budget, one, spec), one).kv_bytes, resources)
+    workload = replace(one, prompt_lens=one.prompt_lens * count)
     choice = planner.choose(workload, resources, policy, kv_budget, compress_cache)
     if choice.rule.growth != "fixed":
         raise UserError(f"the `kv_rule` {kv_budget.rule} keeps all that is generated: a session needs one with an end")
@@ -241,3 +267,11 @@ def choose(
         policy = replace(choice.policy, num_gpu_batches=batches)
         choice = planner.choose(workload, resources, policy, kv_budget, choice.compress_cache)
     return choice, None if position_rolling else positions
+
+
+def _check_count(count: int, kv_bytes: int, resources: Resources) -> None:
+    """Raises PlanError for streams that no machine like this one can hold, however their caches are compressed: a
+    plan lists them all, which might fill the memory."""
+    room = sum(resources.limits.values())
+    if count * kv_bytes // MOST_COMPRESSED > room:
+        raise PlanError(f"`count`: {count} streams need more than the {gib(room)} that are free: give fewer")

@@ -32,7 +32,7 @@ PLAIN_TURN = "USER: {}\n\nASSISTANT: "
 def make_parser(prog: str = "python -m h2o_flexgen.stream") -> argparse.ArgumentParser:
     parser = cli.Parser(prog, "Go through turns or a text without end, over a KV cache of a fixed size.")
     add = parser.add_argument_group("model and machine").add_argument
-    add("--model", help="folder or Hugging Face name; the demo model if left out")
+    cli.add_model_options(add)
     add("--path", help="folder of the weights, if it is not the model's")
     cli.add_machine_options(add)
     cli.add_cache_option(add)
@@ -140,7 +140,7 @@ def describe(llm, session, is_full: bool) -> dict:
     from h2o_flexgen.formats import dtype_name
 
     choice, dtype = session.choice, dtype_name(llm.dtype)
-    found = {"model": llm.model.name, "device": str(llm.device), "dtype": dtype}
+    found = {"model": llm.model.name, "model_revision": llm.model.revision, "device": str(llm.device), "dtype": dtype}
     found |= {"policy": asdict(choice.policy), "chunk": choice.workload.longest}
     found["kv_budget"] = None if is_full else choice.rule.to_dict()
     return found | {"planned_bytes": choice.plan.needed("ram" if choice.plan.shared else "gpu")}

@@ -307,7 +307,16 @@ BAD = [
     (dict(max_length=161), "`max_length` must be a whole number up to 160, which"),
     (dict(max_length=0), "`max_length` must be a whole number"),
     (dict(pretrained="./nowhere"), "nowhere: no such folder"),
+    (dict(revision=1234567), "`revision` must be a branch, a tag or a commit, not 1234567"),
+    (dict(revision="main"), "is on this machine, and only a repository on the hub has revisions"),
 ]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_that_comes_with_a_model_is_not_trusted_and_that_is_said(tiny, capsys, trusted):
+    with pytest.raises(UserError, match="has no tokenizer"):
+        lm_eval.HarnessLM(str(tiny("llama").folder), device="cpu", trust_remote_code=trusted)
+    assert capsys.readouterr().err.count("trust_remote_code is ignored") == trusted
 
 
 @needs_harness

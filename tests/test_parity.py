@@ -209,11 +209,11 @@ def test_prompts_of_one_token(tiny, run, name, budget):
 
 
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
-@pytest.mark.parametrize("name", [name for name in zoo.CONFIGS if "dynamic" in name])
-def test_dynamic_rope_does_not_see_the_neighbours(tiny, run, name, budget):
+@pytest.mark.parametrize("name", zoo.BY_LENGTH)
+def test_rope_by_length_does_not_see_the_neighbours(tiny, run, name, budget):
     """Texts that end before, at and behind the trained length, alone and beside a long one that starts behind it."""
     model = tiny(name)
-    trained = model.hf.config.max_position_embeddings
+    trained = 16
     lengths = [trained - 9, trained - 2, trained - 1, trained, trained + 1, 2 * trained]
     prompts = model.clear_cut_prompts(lengths, 8, [budget or (None, None)])
     together = run(model, prompts, 8, budget, gpu_batch_size=len(prompts))

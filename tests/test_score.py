@@ -56,9 +56,9 @@ def test_a_whole_text_scores_as_with_transformers(tiny, name, policy):
         assert any(greedy) or len(text) < 4
 
 
-@pytest.mark.parametrize("name, policy", [case for case in CASES if "dynamic" not in case[0]])
+@pytest.mark.parametrize("name, policy", [case for case in CASES if case[0] not in zoo.BY_LENGTH])
 def test_tokens_behind_a_prompt_score_as_with_transformers(tiny, name, policy):
-    """Not with dynamic RoPE, which turns a token by the length of the text so far, in one pass by that of the whole."""
+    """Not with RoPE by the length: of the text so far, but in one pass of the whole text."""
     model = tiny(name)
     texts = natural(model, LENGTHS)
     for output, text in zip(score(model, texts, PROMPT, **POLICIES[policy]), texts, strict=True):

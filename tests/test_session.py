@@ -11,13 +11,14 @@ from stream_oracle import StreamOracle
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.streams import Streams
+from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.offload import memory
 
 pytest_plugins = ["cli_tools"]
 
-#: of every kind of RoPE, of attention groups and of families that rotate, but for dynamic RoPE
-MODELS = [name for name in zoo.CONFIGS if zoo.FAMILY[name] != "opt" and "dynamic" not in name]
+#: of every kind of RoPE, of attention groups and of families that rotate, but for RoPE by the length of the text
+MODELS = [name for name in zoo.CONFIGS if zoo.FAMILY[name] != "opt" and name not in zoo.BY_LENGTH]
 RAM = dict(gpu_batch_size=4)
 DISK = dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=1)
 POLICIES = {
@@ -286,6 +287,7 @@ def test_conversations_side_by_side(demo):
     [
         ("opt", {}, "needs RoPE: opt's positions are in its embeddings"),
         ("llama_groups_of_8_dynamic", {}, "dynamic turns tokens by the length of the text"),
+        ("llama_longrope", {}, "longrope turns tokens by the length of the text"),
         ("llama", dict(count=0), "`count` must be a whole number"),
         ("llama", dict(chunk=2.5), "`chunk` must be a whole number"),
         ("llama", dict(kv_budget=KVBudget.from_ratio(0.2)), "is in slots"),
@@ -304,6 +306,14 @@ def test_a_full_cache_cannot_roll(tiny):
     with LLM(str(tiny("llama").folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
         with pytest.raises(UserError, match="`position_rolling` needs a KV budget"):
             llm.session(position_rolling=True)
+
+
+@pytest.mark.parametrize("policy", [Policy(**RAM), "auto"])
+@pytest.mark.parametrize("count", [10**9, 10**18])
+def test_more_streams_than_any_machine_holds(tiny, policy, count):
+    with opened(tiny("llama")) as llm, pytest.raises(PlanError, match=f"`count`: {count} streams need more than"):
+        llm.policy = policy
+        llm.session(count=count)
 
 
 @pytest.mark.parametrize(

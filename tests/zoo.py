@@ -71,6 +71,11 @@ YARN = dict(
     max_position_embeddings=16,
     rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
 )
+#: texts are shorter and longer than the original 16 positions
+LONGROPE = dict(
+    original_max_position_embeddings=16,
+    rope_scaling={"type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 4.0]},
+)
 THREE = dict(num_attention_heads=6, num_key_value_heads=2)
 EIGHT = dict(num_attention_heads=8, num_key_value_heads=1, hidden_size=32)
 #: model_type -> {variant: what its config has otherwise}; the first one of a family runs under many policies
@@ -106,6 +111,7 @@ VARIANTS = {
         "llama_groups_of_3_wide_heads_linear": dict(**THREE, **LINEAR, head_dim=10),
         "llama_groups_of_8_dynamic": dict(**EIGHT, **DYNAMIC, tie_word_embeddings=True),
         "llama_biases_llama3": dict(**LLAMA3, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3),
+        "llama_longrope": dict(**LONGROPE),
         "llama_yarn": dict(**YARN, hidden_act="gelu_pytorch_tanh", vocab_size=77),
     },
     "mistral": {
@@ -139,6 +145,8 @@ VARIANTS = {
 }
 FAMILY = {name: model_type for model_type, variants in VARIANTS.items() for name in variants}
 CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name]} for name in FAMILY}
+#: those whose RoPE turns a token by the length of the text
+BY_LENGTH = [name for name in CONFIGS if "dynamic" in name or "longrope" in name]
 #: family -> its first variant
 FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
 

@@ -15,6 +15,7 @@ from h2o_flexgen.compression import cache_formats, check_compute, compressed
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.formats import Format, prepare
 from h2o_flexgen.kernels import int8
+from h2o_flexgen.models.hub import commit
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import find_model, model_name
@@ -41,6 +42,7 @@ class LoadedModel:
         tokenizer: None if the model has none.
         formats: of the matrices in the checkpoint. Vectors do not count: they never stream.
         compress_weight, compute: the arguments of `LLM`; in_blocks: whether matmuls in int8 take 4 bits as stored.
+        revision: the commit of weights from the Hugging Face hub; None for others.
     """
 
     name: str
@@ -53,6 +55,7 @@ class LoadedModel:
     compress_weight: str | None = None
     compute: str = "exact"
     in_blocks: bool = False
+    revision: str | None = None
 
     @property
     def is_quantised(self) -> bool:
@@ -205,6 +208,7 @@ def load_model(
         source.compress(compressed_to, disk_mem, progress)
     name = model_name(model, path, weights)
     found = LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight, compute)
+    found.revision = weights and commit(weights)
     prepare_loops(dtype, found.is_quantised, compute)
     return found
 

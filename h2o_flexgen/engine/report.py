@@ -64,6 +64,7 @@ class Report:
     compress_cache: str | None = None
     compute: str | None = None  # of the matmuls; None: exact
     in_blocks: bool | None = None  # in int8, whether weights in 4 bits are multiplied as they are stored
+    model_revision: str | None = None  # the commit of a model from the Hugging Face hub
 
     @classmethod
     def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
@@ -102,11 +103,12 @@ class Report:
             compress_cache=job.compress_cache,
             compute=None if model.compute == "exact" else model.compute,
             in_blocks=model.in_blocks or None,
+            model_revision=model.revision,
         )
 
     def to_dict(self) -> dict:
         """For JSON; some only where there is something to say."""
-        optional = ("predicted", "weights", "compress_weight", "compress_cache", "compute", "in_blocks")
+        optional = "predicted weights compress_weight compress_cache compute in_blocks model_revision".split()
         return {name: value for name, value in asdict(self).items() if value is not None or name not in optional}
 
 

@@ -36,7 +36,10 @@ class Runner:
     """
 
     def __init__(self, model: LoadedModel, device: Device, offload_root: Path, gpu_mem: int | None, progress: bool):
-        self.model, self.device, self.offload_root, self.progress = model, device, offload_root, progress
+        self.model = model
+        self.device = device
+        self.offload_root = offload_root
+        self.progress = progress
         self.transport: Transport | None = None
         self.weights: WeightStore | None = None
         self.streams: Streams | None = None
@@ -115,7 +118,8 @@ class Runner:
         size = job.policy.block_size
         blocks = [sequences[at : at + size] for at in range(0, len(sequences), size)]
         self._load_weights(job)
-        stores, meter = Stores(self.model, job, self.weights, self.transport), Meter(self.transport)
+        stores = Stores(self.model, job, self.weights, self.transport)
+        meter = Meter(self.transport)
         observer.on_begin()
         for n, block in enumerate(blocks):
             observer.on_block(n, len(blocks), block)
@@ -142,9 +146,11 @@ class Runner:
             return
         self.close()
         self.transport = Transport(self.device, self.offload_root, job.policy.overlap)
-        layers, source = self.model.layers, self.model.source
+        layers = self.model.layers
+        source = self.model.source
         if job.decoding is not None:
-            layers, source = job.decoding.layers, Decoded(source, job.decoding.formats)
+            layers = job.decoding.layers
+            source = Decoded(source, job.decoding.formats)
         gathered = {short: tensor for layer in layers for short, tensor in layer.gathered.items()}
         streamed = [layer.streamed for layer in layers]
         self.weights = WeightStore(

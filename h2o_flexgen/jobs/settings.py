@@ -26,6 +26,7 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
     layers = layer_losses(budget.rule) if isinstance(budget, KVBudget) else None
     return {
         "model": llm.model.name,
+        "model_revision": llm.model.revision,
         "files": fingerprint(llm.model),
         "dtype": dtype_name(llm.dtype),
         "compress_weight": llm.model.compress_weight,
@@ -42,10 +43,10 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
 
 
 def changes(old: dict, new: dict) -> list[str]:
-    """In words, which settings differ. Where the same model lies does not matter."""
+    """In words, which settings differ. Where the same files lie, and which revision they are of, does not matter."""
     names = [name for name in new if old.get(name) != new[name]]
-    if "files" not in names and "model" in names:
-        names.remove("model")
+    if "files" not in names:
+        names = [name for name in names if name not in ("model", "model_revision")]
     return [FILES.get(name) or f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in names]
 
 

@@ -2,54 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import logging
+from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.models.folder import is_whole
-from h2o_flexgen.models.registry import hub_name, read_spec
+from h2o_flexgen.models.folder import is_whole, weight_files
+from h2o_flexgen.models.hub_errors import why
+from h2o_flexgen.models.hub_files import are_all_parts, chosen, gguf_files, shortened, what_it_is
+from h2o_flexgen.models.registry import read_spec
+from h2o_flexgen.models.repository import Repository
 from h2o_flexgen.models.tokenizer import has_tokenizer
 
-_SMALL_FILES = ["*.json", "*.txt", "*.model"]
+_SMALL = ["*.json", "*.txt", "*.model", "*.jinja"]
+#: the weights, in the order of preference
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+#: what decides how texts are read and end
+_OF_TEXTS = (
+    "tokenizer* chat_template* additional_chat_templates/*.jinja vocab.* merges.txt generation_config.json".split()
+)
+_TEMPLATE = "chat_template.jinja"
+#: what `why` says of a model of which nothing is here
+_NOT_HERE = "neither a local folder nor in the local cache, and "
+#: seconds to ask whether there is a file
+_PATIENCE = 3
+
+log = logging.getLogger(__name__)
 
 
-def is_downloaded(name: str) -> bool:
-    """Whether the weights of a repository, or of a built-in name, are in the local cache."""
-    return _cached(hub_name(name), is_whole) is not None
+def downloaded(repo: Repository) -> Path | None:
+    """The folder of a repository in the local cache, if its weights are there."""
+    folder = _cached(repo)
+    return folder if folder is not None and is_whole(folder) else None
 
 
-def _cached(name: str, has_all: Callable[[Path], bool]) -> Path | None:
-    """The folder of a repository in the local cache, if what is asked of it is there."""
-    from huggingface_hub import try_to_load_from_cache
+def commit(path: Path) -> str | None:
+    """The commit that a file or folder in the hub's cache belongs to; None for any other path."""
+    names = path.absolute().parts
+    for parent, name, below in zip(names, names[1:], names[2:]):
+        if parent.startswith("models--") and name == "snapshots":
+            return below
+    return None
 
-    config = try_to_load_from_cache(name, "config.json")
-    return Path(config).parent if isinstance(config, str) and has_all(Path(config).parent) else None
 
+def snapshot(repo: Repository, weights: bool) -> Path:
+    """The folder of a repository's config and tokenizer, and of its `weights` if they are wanted, or the GGUF file in
+    it that is named, which holds all three: what is not in the local cache is downloaded.
 
-def snapshot(name: str, weights: bool) -> Path:
-    """The folder of a repository's config and tokenizer, and of its `weights` if they are wanted: what is not in the
-    local cache is downloaded."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
+    Raises:
+        UserError: it cannot be had, or it is not a model that can be run.
+    """
     try:
-        if cached := _cached(name, is_whole if weights else has_tokenizer):
-            return cached
-        folder = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
-        if not (folder / "config.json").exists():
-            advice = f"if it has GGUF files, download one (hf download {name} FILE) and give its path"
-            raise UserError(f"the repository {name} has no config.json: {advice}")
-        read_spec(folder)  # before gigabytes of a model that cannot be run
-        for kind in ("model*.safetensors", "pytorch_model*.bin"):
-            if weights and not is_whole(folder):
-                folder = Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, kind]))
-        return folder
+        return _gguf_file(repo) if repo.gguf else _folder(repo, weights)
     except UserError:
         raise
-    except LocalEntryNotFoundError:  # its message is a paragraph
-        cause = "neither a local folder nor in the local cache, and the Hugging Face hub cannot be reached"
-        raise UserError(f"cannot get the model {name!r}: {cause}; check the network, or give a folder") from None
     except Exception as e:
-        cause = f"neither a local folder nor to be had from the Hugging Face hub ({reason(e)})"
-        advice = "check the name and the network, or give a folder"
-        raise UserError(f"cannot get the model {name!r}: {cause}; {advice}") from None
+        cause = why(e, repo)
+    folder = None
+    with suppress(Exception):
+        folder = _cached(repo)
+    if folder is not None and not repo.gguf:
+        cause = f"the local cache lacks {shortened(_lacking(folder, weights))}; {cause.removeprefix(_NOT_HERE)}"
+    raise UserError(f"cannot get the model {repo.name!r}: {cause}")
+
+
+def _folder(repo: Repository, weights: bool) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import OfflineModeIsEnabled
+
+    folder = _cached(repo)
+    if folder is not None and (folder / "config.json").exists():
+        is_known = has_tokenizer(folder) or _listing(folder) is not None
+        if is_whole(folder) if weights else is_known:
+            _complete(repo, folder)
+            return folder
+    folder = _download(repo, _SMALL)
+    if not (folder / "config.json").exists():
+        if constants.HF_HUB_OFFLINE:  # some versions of the client then give what there is
+            raise OfflineModeIsEnabled
+        raise _not_a_model(repo, folder, "config.json")
+    read_spec(folder)  # before gigabytes of a model that cannot be run
+    at_commit = repo._replace(revision=commit(folder) or repo.revision)  # a branch may move meanwhile
+    for kind in _WEIGHTS:
+        if weights and not is_whole(folder):
+            folder = _download(at_commit, [*_SMALL, kind])
+    if weights and not is_whole(folder):
+        if constants.HF_HUB_OFFLINE:
+            raise OfflineModeIsEnabled
+        if weight_files(folder):
+            raise UserError(f"the repository {repo.name} lacks {shortened(_lacking(folder, weights))}: take another")
+        raise _not_a_model(repo, folder, "weights in safetensors or .bin files")
+    return folder
+
+
+def _download(repo: Repository, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(repo.name, revision=repo.revision, allow_patterns=patterns))
+
+
+# the local cache
+
+
+def _cached(repo: Repository) -> Path | None:
+    """The folder of a repository's revision in the local cache, whole or not."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    root = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo.name, repo_type="model"))
+    revision = repo.revision or "main"
+    with suppress(OSError, ValueError):  # a cache that may not be read or is damaged, and names that are too long
+        if (root / "refs" / revision).is_file():
+            revision = (root / "refs" / revision).read_text().strip()
+        folder = root / "snapshots" / revision
+        return folder if folder.is_dir() else None
+    return None
+
+
+def _listing(folder: Path) -> list[str] | None:
+    """The files of the repository that a folder in the cache is of, if the hub's client has kept their names."""
+    try:
+        return list(json.loads((folder.parents[1] / "trees" / f"{folder.name}.json").read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _complete(repo: Repository, folder: Path) -> None:
+    """Fetch what a folder in the cache lacks of its tokenizer and chat templates, if the hub can be reached: other
+    programs, and earlier versions of this one, left some of them out."""
+    listing = _listing(folder)
+    if listing is not None:
+        missing = [name for name in listing if _is_of_texts(name) and not (folder / name).exists()]
+    else:
+        missing = _OF_TEXTS if _has_more_templates(repo, folder) else []
+    if missing:
+        try:
+            _download(repo._replace(revision=folder.name), missing)
+        except Exception as e:
+            cause = why(e, repo).removeprefix(_NOT_HERE)
+            log.warning("%s: the local cache lacks %s; %s", repo.name, shortened(missing), cause)
+
+
+def _has_more_templates(repo: Repository, folder: Path) -> bool:
+    """Whether the repository has a chat template that a folder without one lacks. That it has none is kept where the
+    hub's client keeps it, so that it is asked once."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import EntryNotFoundError
+
+    config = folder / "tokenizer_config.json"
+    absent = folder.parents[1] / ".no_exist" / folder.name / _TEMPLATE
+    inside = config.exists() and '"chat_template"' in config.read_text(errors="replace")
+    if inside or not has_tokenizer(folder) or (folder / _TEMPLATE).exists() or absent.exists():
+        return False
+    try:
+        get_hf_file_metadata(hf_hub_url(repo.name, _TEMPLATE, revision=folder.name), timeout=_PATIENCE)
+        return True
+    except EntryNotFoundError:
+        with suppress(OSError):
+            absent.parent.mkdir(parents=True, exist_ok=True)
+            absent.touch()
+    except Exception as e:
+        log.info("%s: whether there is a %s is not known (%s)", repo.name, _TEMPLATE, reason(e))
+    return False
+
+
+def _is_of_texts(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in _OF_TEXTS)
+
+
+def _lacking(folder: Path, weights: bool) -> list[str]:
+    """What a folder in the cache lacks, as far as is known."""
+    listing = _listing(folder) or []
+    missing = ["config.json"] * (not (folder / "config.json").exists())
+    missing += [name for name in listing if _is_of_texts(name) and not (folder / name).exists()]
+    if not weights:
+        return missing or ["its tokenizer"]
+    files = [file.name for file in weight_files(folder)]
+    for kind in _WEIGHTS:
+        files = files or [name for name in listing if fnmatch(name, kind)]
+    return [name for name in files if not (folder / name).exists()] + missing or ["the weights"]
+
+
+# GGUF files, and what is no model
+
+
+def _gguf_file(repo: Repository) -> Path:
+    """The GGUF file that is named, the first one of those that it is split into."""
+    from huggingface_hub import HfApi
+
+    folder = _cached(repo)
+    if folder is not None:
+        files = chosen(repo, [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")])
+        if are_all_parts(files):
+            return folder / files[0]
+    names = HfApi().list_repo_files(repo.name, revision=repo.revision)
+    files = chosen(repo, names)
+    if not files:
+        raise UserError(f"the repository {repo.name} has no GGUF file {repo.gguf}; {gguf_files(repo, names)}")
+    return _download(repo, files) / files[0]
+
+
+def _not_a_model(repo: Repository, folder: Path, lacks: str) -> UserError:
+    from huggingface_hub import HfApi
+
+    names = _listing(folder)
+    if names is None:
+        try:
+            names = HfApi().list_repo_files(repo.name, revision=repo.revision)
+        except Exception:
+            names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+    return UserError(what_it_is(repo, names, folder, lacks))

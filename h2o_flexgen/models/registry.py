@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_small, read_json
-from h2o_flexgen.models.spec import Config, ModelSpec
+from h2o_flexgen.models.folder import check_fetched, describe_unreadable
+from h2o_flexgen.models.spec import Config, ModelSpec, shortened
 
 #: `model_type` of every family, each a module of this package
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
@@ -50,8 +52,10 @@ def spec_of(config: dict, where: str = "the config") -> ModelSpec:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise UserError(f"{where}: the architecture {model_type!r} is not supported; known model types: {known}")
-    if config.get("quantization_config") is not None:
+        raise UserError(
+            f"{where}: the architecture {shortened(model_type)} is not supported; known model types: {known}"
+        )
+    if any(config.get(name) is not None for name in ("quantization_config", "quantization")):  # the latter by MLX
         advice = "take one in float16, bfloat16 or float32"
         raise UserError(f"{where}: the checkpoint is quantised, which is not supported: {advice}")
     return family(model_type).spec(Config(config, where))
@@ -64,7 +68,8 @@ def read_spec(folder: Path) -> ModelSpec:
         check_small("the model's", folder / name)
     config = _read(folder / "config.json")
     if config is None:
-        raise UserError(f"no config.json in {folder}: a model folder holds one and the weights, or one .gguf file")
+        expected = "a model folder holds one and the weights, or one .gguf file"
+        raise UserError(f"no config.json in {folder}: {expected}{describe_unreadable(folder)}")
     generation = _read(folder / "generation_config.json") or {}
     if generation.get("eos_token_id") is not None:
         config = config | {"eos_token_id": generation["eos_token_id"]}
@@ -79,8 +84,9 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def _read(path: Path) -> dict | None:
-    if not path.exists():
+    if not os.path.exists(path):
         return None
+    check_fetched(path)
     data = read_json("the model's", path)
     if not isinstance(data, dict):
         raise UserError(f"{path} does not hold a JSON object")

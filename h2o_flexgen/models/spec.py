@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +11,11 @@ from h2o_flexgen.errors import UserError
 
 #: of the sizes in a config; no product of three overflows a float
 LARGEST = (1 << 31) - 1
+#: far more than any model has: a list of all layers, or a table of a head's elements, must not fill the memory
+MOST_LAYERS = 10_000
+MOST_HEAD_DIM = 1 << 16
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 80
 #: {short name: (name in the checkpoint, shape)}
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -18,7 +24,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 class Rope:
     """Rotary position embeddings (RoFormer, arXiv 2104.09864) of a head."""
 
-    type: str  # "default", "linear", "dynamic", "llama3" or "yarn", as in transformers
+    type: str  # "default", "linear", "dynamic", "llama3", "yarn" or "longrope", as in transformers
     theta: float  # the base of the frequencies
     dim: int  # elements of a head that are rotated; the others stay as they are (partial rotary)
     positions: int  # `max_position_embeddings` of the config
@@ -66,13 +72,17 @@ class ModelSpec:
     def check_length(self, prompt_len: int, gen_len: int = 0, rolling: bool = False) -> None:
         """Raises UserError unless the model can take a prompt and an output of these lengths, which has no end where
         positions roll; without an output the prompt is a text to be scored, whose last token is never an input."""
-        is_longer, what = f"the text has {prompt_len} tokens, more than the model's", "the text"
+        is_longer = f"the text has {prompt_len} tokens, more than the model's"
+        what = "the text"
         needed = prompt_len - 1
         if gen_len and rolling:
-            is_longer, what, needed = f"prompt of {prompt_len} tokens is longer than the model's", "it", prompt_len
+            is_longer = f"prompt of {prompt_len} tokens is longer than the model's"
+            what = "it"
+            needed = prompt_len
         elif gen_len:
             is_longer = f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's"
-            what, needed = "the prompt or the output", prompt_len + gen_len
+            what = "the prompt or the output"
+            needed = prompt_len + gen_len
         if needed > self.positions:
             raise UserError(f"{is_longer} {self.positions} positions")
         if self.window is not None and needed > self.window:
@@ -108,32 +118,44 @@ def vectors(short: str, name: str, size: int, parts: Iterable[str] = ("weight",)
     return {f"{short}.{part}": (f"{name}.{part}", (size,)) for part in parts}
 
 
+def shortened(value) -> str:
+    """A value of a file for a message: a long one is cut."""
+    return _SHORT.repr(value)
+
+
 class Config:
     """A checkpoint's config.json, which messages call `where`. Methods raise UserError if a value is missing or of a
     wrong type."""
 
     def __init__(self, data: dict, where: str = "the config"):
-        self.data, self.where = data, where
+        self.data = data
+        self.where = where
 
     def error(self, what: str) -> UserError:
         return UserError(f"{self.where}: {what}")
 
     def _checked(self, key: str, value, what: str, fits: Callable[[object], bool]):
         if not fits(value):
-            raise self.error(f"{key} must be {what}, not {value!r}")
+            raise self.error(f"{key} must be {what}, not {shortened(value)}")
         return value
 
     def _number(self, key: str, default):
         """A number that is null is left out."""
         return default if self.data.get(key) is None else self.data[key]
 
-    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        what, fits = f"a whole number from {least} to {LARGEST}", lambda n: type(n) is int and least <= n <= LARGEST
-        return self._checked(key, self._number(key, default), what, fits)
+    def size(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        fits = lambda n: type(n) is int and least <= n <= most
+        return self._checked(key, self._number(key, default), f"a whole number from {least} to {most}", fits)
 
     def number(self, key: str, default: float | None = None) -> float:
-        what, fits = "a positive number", lambda x: type(x) in (int, float) and 0 < x < 1e300
-        return float(self._checked(key, self._number(key, default), what, fits))
+        fits = lambda x: type(x) in (int, float) and 0 < x < 1e300
+        return float(self._checked(key, self._number(key, default), "a positive number", fits))
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of so many positive numbers."""
+        is_number = lambda x: type(x) in (int, float) and 0 < x < 1e300
+        fits = lambda value: isinstance(value, list) and len(value) == count and all(map(is_number, value))
+        return tuple(map(float, self._checked(key, self.data.get(key), f"a list of {count} positive numbers", fits)))
 
     def flag(self, key: str, default: bool) -> bool:
         return self._checked(key, self.data.get(key, default), "true or false", lambda x: isinstance(x, bool))
@@ -159,13 +181,15 @@ class Config:
         if not grouped:
             read = {k: v for k, v in self.data.items() if k not in ("num_key_value_heads", "head_dim")}
             return Config(read, self.where).sizes()
-        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        hidden = self.size("hidden_size")
+        heads = self.size("num_attention_heads")
         left_out = "num_key_value_heads" not in self.data
         kv_heads = self.size("num_key_value_heads", (left_out and kv_heads) or heads)
         if heads % kv_heads:
             raise self.error(f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}")
         if self.data.get("head_dim", head_dim) is None and hidden % heads:
             raise self.error(f"hidden_size {hidden} is not divisible by num_attention_heads {heads}")
-        head_dim = self.size("head_dim", head_dim or max(1, hidden // heads))
-        layers, vocab = self.size("num_hidden_layers"), self.size("vocab_size")
+        head_dim = self.size("head_dim", head_dim or max(1, hidden // heads), most=MOST_HEAD_DIM)
+        layers = self.size("num_hidden_layers", most=MOST_LAYERS)
+        vocab = self.size("vocab_size")
         return dict(layers=layers, hidden=hidden, vocab=vocab, heads=heads, kv_heads=kv_heads, head_dim=head_dim)

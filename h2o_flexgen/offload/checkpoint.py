@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Quantised, convert
-from h2o_flexgen.models.folder import weight_files
+from h2o_flexgen.models.folder import describe_choice, describe_unreadable, weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
+from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.offload.convert import bins_to_safetensors, gguf_to_safetensors, made_once
 from h2o_flexgen.offload.device import as_numpy
@@ -26,6 +28,8 @@ from h2o_flexgen.policy import gib
 
 #: names that safetensors has for the dtypes of weights
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+log = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -49,7 +53,7 @@ class Checkpoint:
         self.copy_bytes = 0
         self.tensors: dict[str, Stored] = {}
         if is_gguf(path):
-            self.files = [path]
+            self.files = parts(path)
             self._add_gguf(layers, dtype, progress)
             return
         self.files = _weight_files(path)
@@ -63,9 +67,9 @@ class Checkpoint:
         others = [_without(layer, in_file) for layer in layers]
         for file in gguf_to_safetensors(self.path, others, dtype, progress):
             self.add_file(file)
-        file = File(self.path)
-        for name, (offset, shape, form) in in_file.items():
-            self.tensors[name] = Stored(file, offset, shape, form)
+        files = {file: File(file) for file in {place[0] for place in in_file.values()}}
+        for name, (file, offset, shape, form) in in_file.items():
+            self.tensors[name] = Stored(files[file], offset, shape, form)
 
     def compress(self, formats: dict[str, Format], disk_mem: int | None, progress: bool) -> None:
         """Take the tensors in these formats, from a copy in the cache folder, which is made if there is none.
@@ -202,8 +206,11 @@ def _weight_files(path: Path) -> list[Path]:
     """The files of a model in a folder."""
     files = weight_files(path)
     if not files:
-        raise UserError(f"no weights in {path}: expected *.safetensors, pytorch_model.bin or one .gguf file")
+        expected = "expected model.safetensors, its shards, pytorch_model.bin or one .gguf file"
+        raise UserError(f"no weights in {path}: {expected}{describe_unreadable(path)}")
     for file in files:
-        if not file.exists():
+        if not os.path.isfile(file):
             raise UserError(f"the shard {file} is missing; download it again")
+    if choice := describe_choice(path):
+        log.warning("%s", choice)
     return files

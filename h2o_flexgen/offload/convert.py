@@ -14,9 +14,10 @@ from torch import Tensor
 
 from h2o_flexgen.copies import converted
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.files import cache_root
+from h2o_flexgen.files import OTHER_HOME, cache_root
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.models.gguf import GGUFFile
+from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.spec import Layer
 from h2o_flexgen.policy import gib
 from h2o_flexgen.progress import bar
@@ -39,7 +40,7 @@ def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype,
     needed = sum(map(prod, shapes.values())) * dtype.itemsize
     tensors = lambda: GGUFFile(file).checkpoint_tensors(layers, dtype)  # noqa: E731  opened when it is needed
     kind = f"weights in {dtype_name(dtype)}: {shapes}"  # another config asks for other ones
-    return made_once([file], kind, tensors, len(shapes), needed, progress)
+    return made_once(parts(file), kind, tensors, len(shapes), needed, progress)
 
 
 def bins_to_safetensors(files: list[Path], layers: Sequence[Layer], progress: bool) -> list[Path]:
@@ -69,8 +70,8 @@ def made_once(
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise UserError(
-                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} are free: make "
-                "room, or name another folder in H2O_FLEXGEN_HOME"
+                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} are free: "
+                f"{OTHER_HOME}"
             )
         with bar(desc=f"converting {files[0].name}", total=count, unit="tensors", show=progress) as shown:
             _save(tensors(), folder, shown)
@@ -79,8 +80,7 @@ def made_once(
         folder = converted(files, kind, make)
     except (OSError, SafetensorError) as e:
         cause = (isinstance(e, OSError) and e.strerror) or reason(e)
-        advice = "make room, or name another folder in H2O_FLEXGEN_HOME"
-        raise UserError(f"cannot convert {files[0]} into {cache_root()}: {cause}; {advice}") from None
+        raise UserError(f"cannot convert {files[0]} into {cache_root()}: {cause}; {OTHER_HOME}") from None
     return sorted(folder.glob("*.safetensors"))
 
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from cli_tools import environment
 
-from h2o_flexgen import __version__
+from h2o_flexgen import __version__, cli
 from h2o_flexgen.main import COMMANDS, main
 
 
@@ -70,3 +71,27 @@ def test_it_is_a_module_too():
     argv = [sys.executable, "-m", "h2o_flexgen", "search", "--help"]
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("usage: python -m h2o_flexgen search ")
+
+
+def no_memory_in_torch(args) -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def no_memory_in_python(args) -> None:
+    bytes(1 << 60)
+
+
+@pytest.mark.parametrize("run", [no_memory_in_torch, no_memory_in_python])
+def test_a_lack_of_memory_is_one_line(run, capsys):
+    parser = cli.Parser("x", "y")
+    assert cli.main(parser, run, []) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: out of memory: ") and err.count("\n") == 1
+
+
+def test_another_error_at_run_time_is_a_bug(capsys):
+    def run(args):
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        cli.main(cli.Parser("x", "y"), run, [])

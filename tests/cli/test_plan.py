@@ -129,18 +129,6 @@ def test_what_matmuls_hold_is_that_of_the_machine_asked_about(planned, tmp_path)
     assert may_tile((2048, 2048)) == (needed["tiled"] < needed["native"])
 
 
-def test_of_a_model_on_the_hub_only_the_config_is_fetched(planned, deep, monkeypatch):
-    asked = []
-
-    def snapshot(name, allow_patterns):
-        asked.extend(allow_patterns)
-        return str(deep)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    assert planned("someone/some-model", "--prompt-len", 10, "--gen-len", 4)[0] == 0
-    assert asked and not any(pattern.endswith(("safetensors", "bin")) for pattern in asked)
-
-
 def test_bytes_of_a_sequences_cache(planned, deep):
     """2 of K and V x 12 layers x 256 wide x 2 bytes a slot; the last of 32 tokens is never attended to."""
     result = json.loads(planned(deep, "--prompt-len", 10, "--gen-len", 22, "--hh-size", 3, "--json")[1])

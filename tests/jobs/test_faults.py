@@ -62,11 +62,11 @@ class Faults:
         return counted_call
 
     def within_root(self, call, real):
-        def is_within(path) -> bool:
+        def opened(path, *args, **more):
             name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path)
-            return name.startswith(self.root)
+            return (call if name.startswith(self.root) else real)(path, *args, **more)
 
-        return lambda path, *args, **more: (call if is_within(path) else real)(path, *args, **more)
+        return opened
 
     def open(self, path, mode="r", buffering=-1, *text, **options):
         """As the built-in one, of a file whose reads and writes are counted."""

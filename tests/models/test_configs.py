@@ -98,7 +98,11 @@ def assert_means(spec, config):
     assert spec.rope.theta == given.pop("rope_theta")
     assert spec.rope.dim == int(spec.head_dim * partial)
     assert spec.rope.positions == config.max_position_embeddings <= spec.positions
-    assert dict(spec.rope.scaling) == {key: value for key, value in given.items() if key != "type"}
+    ours = dict(spec.rope.scaling)
+    if spec.rope.type == "longrope":  # the factor is derived; what comes of it is tested with the rotation
+        given.setdefault("attention_factor", ours["attention_factor"])
+    theirs = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key != "type"}
+    assert ours == theirs
     if getattr(config, "layer_types", None):
         assert spec.window == (config.sliding_window if "sliding_attention" in config.layer_types else None)
 
@@ -172,7 +176,15 @@ SCALINGS = {
         "original_max_position_embeddings": 32,
     },
     "yarn": {"factor": 4.0, "beta_fast": 16.0, "original_max_position_embeddings": 64},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64},
 }
+
+
+def scaling_of(rope_type: str, model_type: str, **changes) -> dict:
+    """A scaling with as many divisors as the model's heads have pairs."""
+    pairs = spec_of(config_of(model_type, **changes)).rope.dim // 2
+    scaling = SCALINGS[rope_type].items()
+    return {key: value[:1] * pairs if isinstance(value, list) else value for key, value in scaling}
 
 
 @pytest.mark.parametrize("model_type", WITH_ROPE)
@@ -181,18 +193,41 @@ def test_old_and_new_spelling_of_rope_are_one_spec(model_type, rope_type):
     neox = model_type == "gpt_neox"
     theta, partial = ("rotary_emb_base", {"rotary_pct": 0.5}) if neox else ("rope_theta", {})
     more = {"max_position_embeddings": 256}
+    scaling = scaling_of(rope_type, model_type, **partial)
     old = [
-        config_of(model_type, rope_scaling={key: rope_type, **SCALINGS[rope_type]}, **more, **partial, **{theta: 5e5})
+        config_of(model_type, rope_scaling={key: rope_type, **scaling}, **more, **partial, **{theta: 5e5})
         for key in ("type", "rope_type")
     ]
     new_partial = {"partial_rotary_factor": 0.5} if neox else {}
-    parameters = {"rope_type": rope_type, "rope_theta": 5e5, **SCALINGS[rope_type], **new_partial}
+    parameters = {"rope_type": rope_type, "rope_theta": 5e5, **scaling, **new_partial}
     new = config_of(model_type, rope_parameters=parameters, **more)
     transformers = AutoConfig.for_model(**copy.deepcopy(old[0]))
     specs = [spec_of(config) for config in (*old, new, json.loads(transformers.to_json_string()))]
     assert all(spec == specs[0] for spec in specs)
     assert specs[0].rope.type == rope_type and specs[0].rope.theta == 5e5
     assert_means(specs[0], transformers)
+
+
+def test_longrope_by_its_first_name_and_with_its_original_length_beside_it():
+    """As in Phi-3's configs."""
+    scaling = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    outside = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
+    inside = {"max_position_embeddings": 256, "rope_scaling": {"type": "longrope", **scaling, **outside}}
+    inside["rope_scaling"].pop("max_position_embeddings")
+    specs = [
+        spec_of(config_of("llama", rope_scaling={"type": kind, **scaling}, **outside)) for kind in ("su", "longrope")
+    ]
+    assert specs[0] == specs[1] == spec_of(config_of("llama", **inside))
+    assert specs[0].positions == 256
+
+
+@pytest.mark.parametrize("key", ["short_factor", "long_factor"])
+@pytest.mark.parametrize(
+    "value", [None, [], [1.0] * 7, [1.0] * 9, [1.0] * 7 + [0], [1.0] * 7 + [True], ["1.0"] * 8, 1.0, [1e400] * 8]
+)
+def test_divisors_of_longrope_that_make_no_sense(key, value):
+    says = refusal(config_of("llama", rope_scaling={"rope_type": "longrope", **SCALINGS["longrope"], key: value}))
+    assert f"{key} must be a list of 8 positive numbers" in says
 
 
 @pytest.mark.parametrize("model_type", WITH_ROPE)
@@ -204,7 +239,8 @@ def test_no_scaling_is_the_default_rope(model_type):
 
 
 @pytest.mark.parametrize(
-    "rope_type, positions", [("default", 256), ("linear", 512), ("dynamic", 1024), ("llama3", 256), ("yarn", 256)]
+    "rope_type, positions",
+    [("default", 256), ("linear", 512), ("dynamic", 1024), ("llama3", 256), ("yarn", 256), ("longrope", 256)],
 )
 def test_scaling_takes_a_model_behind_its_trained_positions(rope_type, positions):
     scaling = {"rope_type": rope_type, **SCALINGS[rope_type]}
@@ -382,7 +418,7 @@ def test_heads_that_do_not_divide_the_hidden_size_are_refused(model_type):
 
 
 @pytest.mark.parametrize("model_type", WITH_ROPE)
-@pytest.mark.parametrize("rope_type", ["longrope", "su", "mrope", "", "LINEAR"])
+@pytest.mark.parametrize("rope_type", ["proportional", "mrope", "", "LINEAR"])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_an_unknown_rope_type_is_refused_with_those_that_are_known(model_type, rope_type, key):
     says = refusal(config_of(model_type, **{key: {"rope_type": rope_type, "factor": 2.0}}))

@@ -16,6 +16,7 @@ import torch
 import zoo
 from cli_tools import write_rows
 from gguf import GGMLQuantizationType as Type
+from gguf_tools import one_tensor, write_gguf
 from int8_oracle import in_blocks, multiplying
 from machines import kernels, laptop
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,7 @@ from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile, in_place
 from h2o_flexgen.models.registry import family, read_spec, spec_of
+from h2o_flexgen.models.rope import frequencies
 from h2o_flexgen.models.source import find_model
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.sizes import Workload
@@ -41,69 +43,10 @@ READ_ONLY = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL,
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **LLAMA3_ROPE}
 
 
-def write_gguf(
-    path: Path, tiny: zoo.Tiny, kind: Type = Type.F32, arch: str = "llama", endianess=None, **metadata
-) -> Path:
-    """A checkpoint as llama.cpp's converter writes it: matrices in `kind`, vectors in fp32."""
-    config = tiny.hf.config
-    writer = gguf.GGUFWriter(path, arch, endianess=endianess or gguf.GGUFEndian.LITTLE)
-    rope = config.rope_parameters
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_eos_token_id(2)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    writer.add_key_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    for key, value in metadata.items():
-        writer.kv_data[0].pop(key.replace("__", "."), None)
-        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
-    names = gguf.get_tensor_name_map(
-        next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == arch), config.num_hidden_layers
-    )
-    for name, tensor in load_file(tiny.folder / "model.safetensors").items():
-        module, _, part = name.rpartition(".")
-        data = in_llama_cpps_order(module, tensor, config, arch).float().numpy()
-        stored = kind if data.ndim > 1 else Type.F32
-        writer.add_tensor(f"{names.get_name(module)}.{part}", gguf.quantize(data, stored), raw_dtype=stored)
-    if rope["rope_type"] == "llama3":  # its frequencies are a tensor
-        plain = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
-        writer.add_tensor("rope_freqs.weight", (plain / tiny.hf.base_model.rotary_emb.inv_freq).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def in_llama_cpps_order(module: str, tensor, config, arch: str):
-    if arch == "llama" and module.endswith(("q_proj", "k_proj")):
-        heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
-        halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
-        return halves.swapaxes(1, 2).reshape(tensor.shape)
-    return tensor
-
-
 def tensors(path: Path, dtype=torch.float32) -> dict[str, torch.Tensor]:
     file = GGUFFile(path)
     spec = spec_of(file.config)
     return dict(file.checkpoint_tensors(family(spec.model_type).tensors(spec), dtype))
-
-
-def one_tensor(path: Path, data: np.ndarray, kind: Type) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("x", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, *QUANTISED], ids=lambda kind: kind.name)
@@ -153,6 +96,18 @@ def test_rope_scaling_of_llama_3_is_known_by_its_frequencies(tmp_path, factor):
     tiny = zoo.build("llama", tmp_path / "checkpoint", rope_parameters=rope, max_position_embeddings=131072)
     found = spec_of(GGUFFile(write_gguf(tmp_path / "model.gguf", tiny)).config)
     assert found.rope == read_spec(tiny.folder).rope
+
+
+def test_longrope_is_known_by_its_two_sets_of_divisors(tmp_path, tiny):
+    model = tiny("llama_longrope")
+    found = spec_of(GGUFFile(write_gguf(tmp_path / "model.gguf", model)).config).rope
+    wanted = read_spec(model.folder).rope
+    assert (found.type, found.theta, found.dim) == (wanted.type, wanted.theta, wanted.dim)
+    for length in (16, 17):
+        each, scale = frequencies(found, length)
+        their_each, their_scale = frequencies(wanted, length)
+        torch.testing.assert_close(each, their_each)
+        assert scale == pytest.approx(their_scale)
 
 
 def test_rope_divisors_that_are_not_those_of_llama_3(tmp_path):
@@ -228,9 +183,6 @@ def test_bad_files(tmp_path):
             GGUFFile(bad)
     with pytest.raises(UserError, match="cannot read"):
         GGUFFile(tmp_path / "missing.gguf")
-    tiny = zoo.build("llama", tmp_path / "other")
-    with pytest.raises(UserError, match="split"):
-        GGUFFile(write_gguf(tmp_path / "part.gguf", tiny, split__count=2))
     writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", "gemma3")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -316,24 +268,11 @@ def layers_of(path: Path) -> list:
     return family(spec.model_type).tensors(spec)
 
 
-def test_where_its_tensors_lie_is_read_once_until_the_file_changes(quantised, tmp_path, monkeypatch):
-    path, layers = shutil.copy(quantised.folder, tmp_path / "model.gguf"), layers_of(quantised.folder)
-    offsets = {int(t.data_offset) for t in GGUFFile(path).tensors.values() if len(t.shape) > 1}
-    found = in_place(path, layers)
-    assert {offset for offset, _, _ in found.values()} == offsets
-    with monkeypatch.context() as patch:
-        patch.setattr("h2o_flexgen.models.gguf.GGUFFile", None)
-        assert in_place(path, layers) == found
-    write_gguf(path, zoo.build("llama", tmp_path / "floats", **SIZES))
-    assert in_place(path, layers) == {}
-
-
-def test_a_table_that_cannot_be_kept_is_read_from_the_file(quantised, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "file"))
-    assert len(in_place(quantised.folder, layers_of(quantised.folder))) > 0
-    with pytest.raises(UserError, match="cannot read .*missing.gguf"):
-        in_place(tmp_path / "missing.gguf", [])
+def test_where_its_tensors_lie_is_what_the_package_gguf_says(quantised):
+    path = quantised.folder
+    offsets = {int(t.data_offset) for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1}
+    found = in_place(path, layers_of(path))
+    assert {offset for _, offset, *_ in found.values()} == offsets and {file for file, *_ in found.values()} == {path}
 
 
 def test_a_config_of_another_model(quantised, tiny):
@@ -342,7 +281,7 @@ def test_a_config_of_another_model(quantised, tiny):
 
 
 def source_type(tiny: zoo.Tiny) -> str:
-    return GGUFFile(tiny.folder).tensors["token_embd.weight"].tensor_type.name
+    return GGUFFile(tiny.folder).tensors["token_embd.weight"].type
 
 
 @pytest.mark.parametrize("where", [IN_RAM, ON_DISK], ids=["in_ram", "on_disk"])

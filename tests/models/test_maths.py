@@ -14,7 +14,7 @@ from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, read_spec
 from h2o_flexgen.models.rope import rotate_to
 
-T = 21  # with dynamic RoPE longer than the trained length
+T = 21  # with dynamic RoPE and LongRoPE longer than the trained length
 
 
 def layers_of(spec):
@@ -64,7 +64,9 @@ def test_each_layer_is_that_of_transformers(tiny, name):
     torch.testing.assert_close(logits, expected.logits[:, -1], atol=5e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in zoo.FAMILY.items() if kind != "opt" and "dynamic" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name, kind in zoo.FAMILY.items() if kind != "opt" and name not in zoo.BY_LENGTH]
+)
 def test_without_positions_attention_gets_what_is_not_rotated_yet(tiny, name):
     """Where the cache holds keys as they are and rotates at use."""
     model = tiny(name)

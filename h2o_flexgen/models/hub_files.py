@@ -1,0 +1,72 @@
+"""What the names of a repository's files say of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.repository import Repository
+
+#: endings of weights for other programs
+_FOREIGN = (".onnx", ".h5", ".msgpack", ".npz", ".ckpt", ".pt", ".pth", ".tflite", ".engine", ".xml")
+#: names in a message
+_MOST = 12
+
+
+def chosen(repo: Repository, names: Sequence[str]) -> list[str]:
+    """The GGUF files among `names` that `repo.gguf` means, all parts of one model in their order; [] if there are none.
+
+    Raises:
+        UserError: it may mean several models.
+    """
+    is_path = repo.gguf.lower().endswith(".gguf")
+    of_type = re.compile(rf"(?!.*mmproj)(?:.*[-._/])?{re.escape(repo.gguf)}\.gguf", re.I)
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        whole = _unsplit(name)
+        if whole == _unsplit(repo.gguf) if is_path else of_type.fullmatch(whole):
+            models.setdefault(whole, []).append(name)
+    if len(models) > 1:
+        raise UserError(f"{repo.name}:{repo.gguf} may mean several files, name one: {shortened(list(models))}")
+    return next(iter(models.values()), [])
+
+
+def are_all_parts(files: Sequence[str]) -> bool:
+    """Whether a model's GGUF files are as many as their names say."""
+    split = re.search(r"-of-(\d{5})\.gguf$", files[0]) if files else None
+    return len(files) == (int(split[1]) if split else 1)
+
+
+def _unsplit(name: str) -> str:
+    """The name that a part of a split GGUF file would have as a whole."""
+    return re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", name)
+
+
+def gguf_files(repo: Repository, names: Sequence[str]) -> str:
+    """Those of a repository, and how to name one."""
+    files = sorted({_unsplit(name) for name in names if name.endswith(".gguf")})
+    return f"name one of its GGUF files, as {repo.name}/{files[0]}: {shortened(files)}" if files else "it holds none"
+
+
+def what_it_is(repo: Repository, names: Sequence[str], folder: Path, lacks: str) -> str:
+    """What a repository is that lacks what every model has, and what to take instead. `folder`: of its small files."""
+    if any(name.endswith(".gguf") for name in names):
+        return f"the repository {repo.name} has no {lacks}: {gguf_files(repo, names)}"
+    if "adapter_config.json" in names:
+        try:
+            base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        except (OSError, ValueError, KeyError, TypeError):
+            base = "its base model"
+        advice = "merge the two with peft (merge_and_unload), save that, and give its folder"
+        return f"{repo.name} is an adapter (LoRA) of {base}, not a model: {advice}"
+    foreign = [name for name in names if name.endswith(_FOREIGN)]
+    instead = f" but {shortened(foreign)}, which cannot be read" if foreign else ""
+    return f"the repository {repo.name} has no {lacks}{instead}: take one that has config.json and safetensors"
+
+
+def shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + more

@@ -1,0 +1,76 @@
+"""Writes GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+import zoo
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file
+
+
+def write_gguf(
+    path: Path, tiny: zoo.Tiny, kind: Type = Type.F32, arch: str = "llama", endianess=None, **metadata
+) -> Path:
+    """A checkpoint as llama.cpp's converter writes it: matrices in `kind`, vectors in fp32."""
+    config = tiny.hf.config
+    writer = gguf.GGUFWriter(path, arch, endianess=endianess or gguf.GGUFEndian.LITTLE)
+    rope = config.rope_parameters
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_eos_token_id(2)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, value in metadata.items():
+        writer.kv_data[0].pop(key.replace("__", "."), None)
+        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+    names = gguf.get_tensor_name_map(
+        next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == arch), config.num_hidden_layers
+    )
+    for name, tensor in load_file(tiny.folder / "model.safetensors").items():
+        module, _, part = name.rpartition(".")
+        data = in_llama_cpps_order(module, tensor, config, arch).float().numpy()
+        stored = kind if data.ndim > 1 else Type.F32
+        writer.add_tensor(f"{names.get_name(module)}.{part}", gguf.quantize(data, stored), raw_dtype=stored)
+    if rope["rope_type"] == "llama3":  # its frequencies are a tensor
+        plain = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / tiny.hf.base_model.rotary_emb.inv_freq).numpy())
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(tiny.hf.base_model.rotary_emb.attention_scaling)
+        for which in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def in_llama_cpps_order(module: str, tensor, config, arch: str):
+    if arch == "llama" and module.endswith(("q_proj", "k_proj")):
+        heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
+        halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def one_tensor(path: Path, data: np.ndarray, kind: Type) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("x", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
