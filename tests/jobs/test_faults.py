@@ -70,9 +70,7 @@ class Faults:
 
     def open(self, path, mode="r", buffering=-1, *text, **options):
         """As the built-in one, of a file whose reads and writes are counted."""
-        make = (
-            self.File if isinstance(path, int) else self.counted("open", self.File)
-        )  # a descriptor is counted where it comes from
+        make = self.File if isinstance(path, int) else self.counted("open", self.File)  # of a descriptor: os.open
         file = make(path, mode.replace("b", ""))
         if buffering == 0:
             return file
