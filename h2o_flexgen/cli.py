@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import logging
 import math
 import os
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from h2o_flexgen import interrupts
+from h2o_flexgen.engine.messages import checked_kwargs
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
 from h2o_flexgen.losses import Losses
@@ -104,6 +106,20 @@ def add_cache_option(add) -> None:
     """The format of the KV cache."""
     quantised = "keep K and V in 8 bits, or K in 8 and V in 4; auto: in as few as make it faster"
     add("--compress-cache", choices=("int8", "int4", "auto"), help=quantised)
+
+
+def add_template_option(add) -> None:
+    """Variables of the chat template."""
+
+    def variables(text: str) -> dict:
+        try:
+            return checked_kwargs(json.loads(text) or {})
+        except (ValueError, RecursionError):
+            raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}") from None
+
+    example = """'{"enable_thinking": false}'"""
+    what = f"variables of the model's chat template, such as {example}; those of a row win"
+    add("--chat-template-kwargs", type=variables, metavar="JSON", help=what)
 
 
 def add_policy_options(add) -> None:
@@ -236,7 +252,7 @@ def check_files(args: argparse.Namespace, reads: tuple[str, ...], writes: tuple[
     seen = {}
     for name in reads + writes:
         given = getattr(args, name)
-        if given is None:
+        if given is None or (given == "-" and name in reads):
             continue
         path = os.path.realpath(given)
         if path in seen:
@@ -351,6 +367,9 @@ def name_options(text: str, parser: argparse.ArgumentParser) -> str:
 def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
     """Run a command to its end; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
     interrupts.take_over()
+    for stream in (sys.stdout, sys.stderr):  # cron and old locales: what they cannot show must not end a job
+        if getattr(stream, "errors", None) in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
     logging.getLogger("h2o_flexgen").addHandler(logging.lastResort)  # plain warnings on stderr; added once
     try:
         run(parser.parse_args(argv))

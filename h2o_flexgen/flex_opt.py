@@ -11,6 +11,7 @@ import sys
 from contextlib import nullcontext
 
 from h2o_flexgen import cli
+from h2o_flexgen.engine.messages import content_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import write_text
 from h2o_flexgen.jobs.input import Row, builtin_rows, read_rows
@@ -20,7 +21,9 @@ from h2o_flexgen.policy import Policy, gib
 
 #: options that LLM takes as they are
 PASSED = "model device dtype compress_weight compress_cache compute path offload_dir gpu_mem cpu_mem disk_mem".split()
-PASSED += ["hardware", "max_latency"]
+PASSED += ["hardware", "max_latency", "chat_template_kwargs"]
+#: options that SamplingParams takes as they are
+SAMPLED = "temperature top_k top_p ignore_eos seed stop stop_token_ids".split()
 #: options of a search, and of the policy that --percent makes
 SEARCHED = "gpu_batch_size num_gpu_batches prefill_tokens overlap cpu_cache_compute".split()
 
@@ -35,7 +38,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.Argume
 
     add = parser.add_argument_group("prompts and outputs").add_argument
     rows = '{"prompt": "text"}, {"prompt_token_ids": [..]} or {"messages": [..]}'
-    add("--input-file", help=f"JSON lines: {rows}, or OpenAI's batch format")
+    add("--input-file", help=f"JSON lines, also packed by gzip: {rows}, or OpenAI's batch format; - is stdin")
     add("--output-file", help="JSON lines in input order; if it has some of them already, the job goes on")
     add("--restart", action="store_true", help="begin anew; the old output file is kept as FILE~")
     add("--retry-errors", action="store_true", help="run the rows again that failed in an earlier run")
@@ -44,6 +47,8 @@ def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.Argume
     add("--gen-len", type=cli.count, default=32, help="output tokens of a row that says nothing else (default: 32)")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     add("--stop", action="append", metavar="TEXT", help="end a text before this one; may be given several times")
+    add("--stop-token-ids", type=int, nargs="+", metavar="ID", help="end a text at one of these tokens")
+    cli.add_template_option(add)
     add("--temperature", type=float, default=0.0, help="0 takes the most likely token")
     add("--top-k", type=int, default=0, help="sample among the k most likely tokens; 0: all")
     add("--top-p", type=float, default=1.0, help="sample among the most likely tokens that reach p together")
@@ -112,7 +117,7 @@ def show(tokenizer, outputs: list) -> str:
 def last_question(messages: list[dict]) -> str:
     """The last message of the user, or if there is none the last one."""
     asked = [message for message in messages if message["role"] == "user"]
-    return (asked or messages)[-1]["content"]
+    return content_text((asked or messages)[-1]["content"])
 
 
 def _last_lines(text: str) -> str:
@@ -138,8 +143,8 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.jobs.job import Job, request
     from h2o_flexgen.llm import LLM
 
-    sampling = (args.temperature, args.top_k, args.top_p, args.gen_len, args.ignore_eos, args.seed, args.stop)
-    params = SamplingParams(*sampling)
+    sampled = {name: getattr(args, name) for name in SAMPLED}
+    params = SamplingParams(max_tokens=args.gen_len, **sampled)
 
     class Planned(Observer):
         """Prints the policy before it is run."""
@@ -166,7 +171,7 @@ def run(args: argparse.Namespace) -> None:
                 tell(llm, args, job.errors())
                 return
             # a bad row keeps its place: what the others get must not depend on it
-            prompts, sampling = zip(*(request(row, params, llm.tokenizer) for row in rows))
+            prompts, sampling = zip(*(request(row, params, llm.model) for row in rows))
             keys = [row.key for row in rows]
             outputs = llm.generate(prompts, sampling, keys=keys, skip_errors=args.input_file is not None)
     errors = [f"row {output.index}: {output.error}" for output in outputs if output.error is not None]

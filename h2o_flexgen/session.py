@@ -157,7 +157,7 @@ class Session:
     def _generate(self, ids, sampling_params, on_text, answered: bool):
         params = params_of_each(sampling_params, len(self._answered))
         for row in ids:
-            check_stop(params[row], self.model.tokenizer)
+            check_stop(params[row], self.model.tokenizer, self.model.spec.vocab)
         self._check_lengths(ids, params)
         tell = Pieces(self.model.tokenizer, on_text) if on_text else lambda sequences: None
         sampler = Told(self.model.eos_ids, self.model.tokenizer, tell)

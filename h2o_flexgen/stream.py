@@ -11,12 +11,12 @@ import math
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_text, write_text
 from h2o_flexgen.flex_opt import PASSED, SEARCHED
+from h2o_flexgen.jobs.content import read_content
 from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget
 
 #: slots of the KV cache, if none are given: half for heavy hitters, half for recent tokens
@@ -38,11 +38,12 @@ def make_parser(prog: str = "python -m h2o_flexgen.stream") -> argparse.Argument
     cli.add_cache_option(add)
 
     add = parser.add_argument_group("what is read; one of the first two").add_argument
-    add("--input-file", help='JSON lines {"turns": [..]} or {"prompt": ..}: one conversation, never reset')
+    add("--input-file", help='JSON lines {"turns": [..]} or {"prompt": ..}: one conversation, never reset; - is stdin')
     add("--plain", metavar="FILE", help=f"a text to read only; prints perplexity, speed and memory by {WINDOW} tokens")
     add("--begin", type=int, default=0, help="of --plain, the first token to read (default: 0)")
     add("--tokens", type=cli.count, help="of --plain, how many tokens to read (default: all)")
     add("--gen-len", type=cli.count, help=f"the most tokens of an answer (default: {GEN_LEN})")
+    cli.add_template_option(add)
     add("--report", help="write the measurements to this file as JSON")
 
     add = parser.add_argument_group("KV cache").add_argument
@@ -64,12 +65,8 @@ def read_turns(path: str) -> list[str]:
     Raises:
         UserError: the file cannot be read, has a row of another form, or no turn.
     """
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as e:
-        raise UserError(f"cannot read --input-file {path}: {e.strerror}") from None
     turns = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_content(path).splitlines(), 1):
         if line.strip():
             try:
                 row = json.loads(line)

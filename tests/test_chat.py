@@ -102,7 +102,10 @@ BAD = [
     ([{"role": "user"}], "content"),
     ([{"content": "a"}], "role"),
     ([{"role": "user", "content": None}], 'message 0: "content" must be a text'),
-    ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "must be a text"),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        "of type text, not 'image_url'",
+    ),
     ([{"role": 5, "content": "a"}], 'message 0: "role" must be a text'),
     ([*ASK, {"role": "assistant"}], "message 1"),
     ([{"role": "user", "content": "half \ud800 a pair"}], "surrogate"),

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer, Observers
 from h2o_flexgen.engine.params import SamplingParams, check_stop
 from h2o_flexgen.errors import UserError
@@ -288,9 +289,10 @@ def keep_old(path: Path, is_moved: bool) -> None:
 
 def admitted(llm: LLM, rows: list[Row], params: SamplingParams) -> tuple[list[tuple], list[tuple]]:
     """(row, token ids, sampling) of the rows that can be run, and (row, error) of the others."""
-    todo, refused = [], []
+    todo = []
+    refused = []
     for row in rows:
-        prompt, own = request(row, params, llm.tokenizer)
+        prompt, own = request(row, params, llm.model)
         try:
             todo.append((row, llm.admit(prompt, own.max_tokens), own))
         except UserError as e:
@@ -298,11 +300,11 @@ def admitted(llm: LLM, rows: list[Row], params: SamplingParams) -> tuple[list[tu
     return todo, refused
 
 
-def request(row: Row, params: SamplingParams, tokenizer) -> tuple:
+def request(row: Row, params: SamplingParams, model: LoadedModel) -> tuple:
     """The prompt of a row, or the UserError that stands for one, and its sampling: `params` and what it sets itself."""
     try:
         own = replace(params, **row.params)
-        check_stop(own, tokenizer)
+        check_stop(own, model.tokenizer, model.spec.vocab)
         return row.prompt, own
     except UserError as e:
         return e, params

@@ -23,7 +23,8 @@ FILES = {"files": "the model's files or tokenizer", "layers": "what the file of 
 
 def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
     """All that decides the tokens of a row, besides itself and the slots of its KV cache."""
-    budget, sampling = llm.kv_budget, ("temperature", "top_k", "top_p", "ignore_eos", "seed")
+    budget = llm.kv_budget
+    sampling = ("temperature", "top_k", "top_p", "ignore_eos", "seed")
     layers = layer_losses(budget.rule) if isinstance(budget, KVBudget) else None
     return {
         "model": llm.model.name,
@@ -38,6 +39,8 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         **{name: getattr(params, name) for name in sampling},
         "gen_len": params.max_tokens,
         "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids) or None,  # None: as jobs have that began without
+        "chat_template_kwargs": llm.model.chat.template_kwargs or None,
         "version": __version__,
     }
 
