@@ -40,10 +40,14 @@ class Session:
     def __init__(self, model: LoadedModel, runner: Runner, choice: Choice, count: int | None, most: int | None):
         """`count`: None for a single stream, not a list; `most`: tokens that a stream can have, None if there is no
         end."""
-        self.model, self.choice, self.most = model, choice, most
-        self._runner, self._is_list = runner, count is not None
+        self.model = model
+        self.choice = choice
+        self.most = most
+        self._runner = runner
+        self._is_list = count is not None
         self._streams = runner.open(choice, count or 1)
         self._answered = [False] * (count or 1)  # whether the text ends with an answer
+        self._ends = [model.eos_ids] * (count or 1)  # token ids that end an answer
 
     def __enter__(self) -> Session:
         return self
@@ -119,7 +123,8 @@ class Session:
         """Token ids of each stream that has something to do."""
         if self._streams.ended is not None:
             raise UserError(f"this session has ended ({self._streams.ended}): begin a new one")
-        count, each = len(self._answered), given if self._is_list else [given]
+        count = len(self._answered)
+        each = given if self._is_list else [given]
         if not isinstance(each, (list, tuple)) or len(each) != count:
             raise UserError(f"this session has {count} streams: give a list with something, or None, for each")
         return {row: encode(row, text) for row, text in enumerate(each) if text is not None or not self._is_list}
@@ -137,9 +142,10 @@ class Session:
     def _encode_message(self, row: int, message) -> list[int]:
         if not self._answered[row]:
             return self.model.encode([{"role": "user", "content": message}])
-        ids, waiting = self.model.encode_next(message), self._streams.streams[row].waiting
+        ids = self.model.encode_next(message)
+        waiting = self._streams.streams[row].waiting
         # the model has ended its answer as the template would
-        return ids[1:] if ids[:1] == waiting and waiting[0] in self.model.eos_ids else ids
+        return ids[1:] if ids[:1] == waiting and waiting[0] in self._ends[row] else ids
 
     def _check_lengths(self, ids: dict[int, list[int]], params: Seq[SamplingParams] | None = None) -> None:
         """Raises UserError for a stream that would outgrow the model."""
@@ -159,6 +165,8 @@ class Session:
         for row in ids:
             check_stop(params[row], self.model.tokenizer, self.model.spec.vocab)
         self._check_lengths(ids, params)
+        for row in ids:
+            self._ends[row] = self.model.eos_ids.union(params[row].stop_token_ids)
         tell = Pieces(self.model.tokenizer, on_text) if on_text else lambda sequences: None
         sampler = Told(self.model.eos_ids, self.model.tokenizer, tell)
         found = {}
@@ -181,12 +189,14 @@ class Pieces:
     """Hands texts on as their tokens come, in whole characters."""
 
     def __init__(self, tokenizer, on_text: OnText):
-        self.tokenizer, self.on_text = tokenizer, on_text
+        self.tokenizer = tokenizer
+        self.on_text = on_text
         self._told = defaultdict(str)
 
     def __call__(self, sequences: list[Sequence]) -> None:
         for s in sequences:
-            text, told = text_of(s, self.tokenizer), self._told[s.index]
+            text = text_of(s, self.tokenizer)
+            told = self._told[s.index]
             is_whole = s.finish_reason is not None or not (s.params.stop or text.endswith(PARTIAL))
             if is_whole and len(text) > len(told):
                 self.on_text(s.index, text[len(told) :])

@@ -79,13 +79,16 @@ def _in_utf8(path: str, content: bytes, encoding: str) -> bytes:
         raise UserError(f"`input_file` {path} begins as {name} does, and is not: save it in UTF-8") from None
 
 
-def check_json_lines(path: str, content: bytes) -> None:
-    """For a file in which no line is an object: raises UserError if it is another kind of file that people have."""
-    text = content.strip()
-    if text.startswith(b"[") and _is_json(text):
+def check_no_array(path: str, content: bytes) -> None:
+    """Raises UserError for a file that is one JSON array, whose last line may look like a row."""
+    if content.lstrip().startswith(b"[") and _is_json(content):
         advice = f"jq -c '.[]' {path} > rows.jsonl"
         raise UserError(f"`input_file` {path} is a JSON array: give an object a line, as by {advice}")
-    first = text.partition(b"\n")[0].strip()
+
+
+def check_no_table(path: str, content: bytes) -> None:
+    """For a file in which no line is an object: raises UserError if it looks like a CSV."""
+    first = content.strip().partition(b"\n")[0].strip()
     if path.lower().endswith((".csv", ".tsv")) or HEADER.fullmatch(first):
         example = '{"prompt": "text"}'
         raise UserError(f"`input_file` {path} is a table (CSV): give JSON lines, an object a line, such as {example}")

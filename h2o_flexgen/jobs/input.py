@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from h2o_flexgen.engine.messages import Conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs import openai
-from h2o_flexgen.jobs.content import check_json_lines, read_content
+from h2o_flexgen.jobs.content import check_no_array, check_no_table, read_content
 from h2o_flexgen.jobs.keys import sampling
 
 
@@ -59,6 +59,7 @@ def read_rows(path: str) -> list[Row]:
         UserError: the file cannot be read, is of another form, holds no rows, or has a custom_id twice.
     """
     content = read_content(path)
+    check_no_array(path, content)
     rows = []
     seen = {}
     for number, line in enumerate(content.splitlines(), 1):  # of bytes: a text may hold other line separators
@@ -73,7 +74,7 @@ def read_rows(path: str) -> list[Row]:
     if not rows:
         raise UserError(f"`input_file` {path} holds no prompts")
     if all(isinstance(row.prompt, NotAnObject) for row in rows):
-        check_json_lines(path, content)
+        check_no_table(path, content)
     return rows
 
 
