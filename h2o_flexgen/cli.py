@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.engine.messages import checked_kwargs
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import check_writable
 from h2o_flexgen.losses import Losses
@@ -113,9 +112,12 @@ def add_template_option(add) -> None:
 
     def variables(text: str) -> dict:
         try:
-            return checked_kwargs(json.loads(text) or {})
+            found = json.loads(text)
         except (ValueError, RecursionError):
-            raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}") from None
+            found = None
+        if not isinstance(found, dict):
+            raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}")
+        return found
 
     example = """'{"enable_thinking": false}'"""
     what = f"variables of the model's chat template, such as {example}; those of a row win"

@@ -134,7 +134,7 @@ class LLM:
         formats = (compress_weight, self.compress_cache, compute)
         self.model = load_model(model and str(model), path, choose_dtype, progress, *formats, disk_mem)
         self.model.in_blocks = takes_in_blocks(self.model.formats.values(), compute, cuda, in_blocks)
-        self.model.chat.template_kwargs = checked_kwargs(chat_template_kwargs)
+        self.model.chat.set_kwargs(checked_kwargs(chat_template_kwargs))
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
         for form in () if cuda else cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):

@@ -42,6 +42,12 @@ class ChatTemplate:
         self._forms: dict[tuple, Form] = {}  # by the shape of a conversation
         self._known: set[str] = set()  # names of variables
 
+    def set_kwargs(self, template_kwargs: dict) -> None:
+        """Variables for all conversations. Raises UserError for names that cannot be variables."""
+        if self.tokenizer is not None and self.tokenizer.chat_template is not None:
+            self._check_kwargs(template_kwargs)
+        self.template_kwargs = template_kwargs
+
     def render(self, conversation: Conversation) -> str:
         """The text of a conversation, special tokens included, and the beginning of an answer: also behind a last
         message of the assistant's, which is not continued.
@@ -56,7 +62,7 @@ class ChatTemplate:
         if self.tokenizer.chat_template is None:
             raise UserError("the model has no chat template: give a prompt instead of messages")
         template_kwargs = self.template_kwargs | conversation.template_kwargs
-        self.check_kwargs(template_kwargs)
+        self._check_kwargs(template_kwargs)
         shape = (*map(_shape, messages), repr(sorted(template_kwargs.items())))
         if shape not in self._forms:
             self._forms[shape] = self._find_form(messages, template_kwargs)
@@ -79,7 +85,7 @@ class ChatTemplate:
             raise UserError("the model's chat template changes earlier answers: use `feed` and `generate`")
         return behind
 
-    def check_kwargs(self, template_kwargs: dict) -> None:
+    def _check_kwargs(self, template_kwargs: dict) -> None:
         """Warn of variables that the template does not read. Raises UserError for names that cannot be variables."""
         for name in template_kwargs.keys() - self._known:
             if name in self._reserved:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -52,7 +52,11 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise UserError(f"{name} must be a number, not {value!r}")
-        if not 0 <= self.temperature <= sys.float_info.max:
+            try:
+                self._set(name, float(value))
+            except OverflowError:  # a whole number of hundreds of digits
+                self._set(name, math.inf)
+        if not 0 <= self.temperature < math.inf:
             raise UserError(f"temperature must be 0 or more, and finite, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
@@ -61,8 +65,6 @@ class SamplingParams:
         if self.seed >= 1 << 64:
             raise UserError(f"seed must be less than 2**64, not {self.seed}")
         self._set("top_k", max(0, self.top_k))
-        self._set("temperature", float(self.temperature))
-        self._set("top_p", float(self.top_p))
         self._set("ignore_eos", bool(self.ignore_eos))
         self._set("stop", self._checked_stop())
         self._set("stop_token_ids", self._checked_stop_token_ids())
@@ -80,9 +82,8 @@ class SamplingParams:
         return tuple(stop)
 
     def _checked_stop_token_ids(self) -> tuple[int, ...]:
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        if not isinstance(ids, (list, tuple, set, frozenset)):
-            raise UserError(f"stop_token_ids must be a list of token ids, not {ids!r:.60}")
+        given = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = list_of("stop_token_ids must be a list of token ids", given)
         return tuple(sorted({whole_number("each of stop_token_ids", token, 0) for token in ids}))
 
 

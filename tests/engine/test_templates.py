@@ -222,7 +222,7 @@ def test_variables_of_a_conversation_win(texts, caplog):
     template = ChatTemplate(tokenizer)
     assert template.render(Conversation([user("a")])) == "a"
     assert template.render(Conversation([user("a")], {"enable_thinking": False})) == "a<think></think>"
-    template.template_kwargs = {"enable_thinking": False}
+    template.set_kwargs({"enable_thinking": False})
     assert template.render(Conversation([user("a")])) == "a<think></think>"
     assert template.render(Conversation([user("a")], {"enable_thinking": True})) == "a"
     assert caplog.records == []
