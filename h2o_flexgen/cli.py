@@ -144,7 +144,8 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | N
     if args.max_latency is not None:
         raise UserError("--percent contradicts --max-latency: give one of the two")
     size = args.gpu_batch_size or min(32, num_prompts or 4)
-    on_cpu, tokens = bool(args.cpu_cache_compute), args.prefill_tokens or Policy.prefill_tokens
+    on_cpu = bool(args.cpu_cache_compute)
+    tokens = args.prefill_tokens or Policy.prefill_tokens
     return Policy(size, args.num_gpu_batches or 1, tuple(args.percent), args.overlap is not False, on_cpu, tokens)
 
 
@@ -204,7 +205,8 @@ def check_model(losses: Losses | None, kv_rule: str | None, model: str, weights:
     if kv_rule is not None:
         from h2o_flexgen.kv_cache import layer_losses
 
-        layers, name = layer_losses(kv_rule), kv_rule.partition(":")[0]
+        layers = layer_losses(kv_rule)
+        name = kv_rule.partition(":")[0]
         if layers is not None and layers.model not in (None, model):
             print(f"warning: the layers of --kv-rule are of {layers.model}, this job is of {model}", file=sys.stderr)
         if layers is not None and layers.rule and layers.rule.partition(":")[0] != name:
@@ -321,7 +323,8 @@ def describe_curve(curve: list[BudgetPoint]) -> str:
     """A table for people: formats of weights and cache where there are several, KV budget, block, tokens per second,
     how many times those of the largest budget in the formats with most bits, and the loss where one is known. An arrow
     marks the one that `largest_free` takes."""
-    chosen, formats = largest_free(curve), [(point.compress_weight, point.compress_cache) for point in curve]
+    chosen = largest_free(curve)
+    formats = [(point.compress_weight, point.compress_cache) for point in curve]
     dearest = [point for point, each in zip(curve, formats) if each == formats[0]][-1]
     has_losses = any(point.loss is not None for point in curve)
     has_weights, has_caches = (len(set(each)) > 1 for each in zip(*formats))

@@ -69,10 +69,10 @@ def rate(tokens_per_s: float) -> str:
 
 def describe(report: dict) -> str:
     """The report for people."""
-    policy, predicted = Policy(**report["policy"]), report.get("predicted")
-    model, dtype, device = report["model"], report["dtype"], report["device"]
+    predicted = report.get("predicted")
+    machine = (report["model"], report["dtype"], report["device"])
     cache = (report["kv_budget"], report.get("compress_cache"))
-    lines = [cli.describe_job(model, dtype, device, report["workload"], policy, *cache)]
+    lines = [cli.describe_job(*machine, report["workload"], Policy(**report["policy"]), *cache)]
     if "weights" in report:
         blocks = ", 4 bits as they are stored" if report.get("in_blocks") else ""
         lines.append(f"weights    {', '.join(report['weights'])}; {report.get('compute', 'exact')} matmuls{blocks}")
@@ -84,7 +84,8 @@ def describe(report: dict) -> str:
     forecast = f" (predicted {rate(predicted['tokens_per_s'])}, bound by {predicted['bound_by']})" if predicted else ""
     speed = f"{rate(total['tokens_per_s'])} tokens/s{forecast}"
     lines.append(f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, {speed}")
-    peaks, plans = report["peak_memory_bytes"], report["planned_memory_bytes"]
+    peaks = report["peak_memory_bytes"]
+    plans = report["planned_memory_bytes"]
     used = [tier for tier in peaks if peaks[tier] or plans[tier]]
     lines.append("memory     " + "; ".join(f"{t} peak {gib(peaks[t])}, planned {gib(plans[t])}" for t in used))
     moved = {link.replace("_", " "): nbytes for link, nbytes in report["bytes_moved"].items() if nbytes}
@@ -125,38 +126,19 @@ def _last_lines(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    for name in ("num_prompts", "prompt_len"):
-        if args.input_file is not None and getattr(args, name) is not None:
-            raise UserError(f"{cli.option(name)} is for built-in prompts; --input-file brings its own")
-    if args.percent is not None and args.policy is not None:
-        raise UserError("--percent contradicts --policy: give one of the two")
-    for name in ("restart", "retry_errors"):
-        if getattr(args, name) and args.output_file is None:
-            raise UserError(f"{cli.option(name)} is for a job with an --output-file")
-    cli.check_files(args, reads=("input_file", "policy", "hardware", "quality"), writes=("output_file", "report"))
+    check(args)
     rows = read_rows(args.input_file) if args.input_file is not None else None
     losses = cli.make_losses(args)
-    policy, budget = cli.make_policy(args, len(rows) if rows else args.num_prompts), cli.make_budget(args, losses)
+    policy = cli.make_policy(args, len(rows) if rows else args.num_prompts)
+    budget = cli.make_budget(args, losses)
 
-    from h2o_flexgen.engine.observer import Observer
     from h2o_flexgen.engine.sampling import SamplingParams
-    from h2o_flexgen.jobs.job import Job, request
+    from h2o_flexgen.jobs.job import Job
     from h2o_flexgen.llm import LLM
 
-    sampled = {name: getattr(args, name) for name in SAMPLED}
-    params = SamplingParams(max_tokens=args.gen_len, **sampled)
-
-    class Planned(Observer):
-        """Prints the policy before it is run."""
-
-        def on_plan(self, choice) -> None:
-            if choice.curve:
-                print(cli.describe_curve(choice.curve), file=sys.stderr)
-            if args.verbose:
-                print(f"policy: {choice.policy.to_json()}\n{choice.plan.describe()}", file=sys.stderr)
-
+    params = SamplingParams(max_tokens=args.gen_len, **{name: getattr(args, name) for name in SAMPLED})
     options = {name: getattr(args, name) for name in (PASSED if policy else PASSED + SEARCHED)}
-    options |= {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "losses": losses, "observer": Planned()}
+    options |= {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "losses": losses, "observer": planned(args)}
     with nullcontext() if args.output_file is None else Job(args.output_file, args.restart) as job:
         if job is not None and job.dtype and args.dtype == "auto":
             options["dtype"] = job.dtype
@@ -166,14 +148,48 @@ def run(args: argparse.Namespace) -> None:
             weights = weights_text(llm.model.compress_weight, llm.model.compute)
             cli.check_model(losses, args.kv_rule, llm.model.name, weights)
             rows = made_up_rows(llm, args) if rows is None else rows
-            if job is not None:
+            if job is None:
+                show_texts(llm, args, rows, params)
+            else:
                 job.run(llm, rows, params, args.retry_errors)
                 tell(llm, args, job.errors())
-                return
-            # a bad row keeps its place: what the others get must not depend on it
-            prompts, sampling = zip(*(request(row, params, llm.model) for row in rows))
-            keys = [row.key for row in rows]
-            outputs = llm.generate(prompts, sampling, keys=keys, skip_errors=args.input_file is not None)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError for options that contradict each other."""
+    for name in ("num_prompts", "prompt_len"):
+        if args.input_file is not None and getattr(args, name) is not None:
+            raise UserError(f"{cli.option(name)} is for built-in prompts; --input-file brings its own")
+    if args.percent is not None and args.policy is not None:
+        raise UserError("--percent contradicts --policy: give one of the two")
+    for name in ("restart", "retry_errors"):
+        if getattr(args, name) and args.output_file is None:
+            raise UserError(f"{cli.option(name)} is for a job with an --output-file")
+    cli.check_files(args, reads=("input_file", "policy", "hardware", "quality"), writes=("output_file", "report"))
+
+
+def planned(args: argparse.Namespace):
+    """An observer that prints the policy before it is run."""
+    from h2o_flexgen.engine.observer import Observer
+
+    class Planned(Observer):
+        def on_plan(self, choice) -> None:
+            if choice.curve:
+                print(cli.describe_curve(choice.curve), file=sys.stderr)
+            if args.verbose:
+                print(f"policy: {choice.policy.to_json()}\n{choice.plan.describe()}", file=sys.stderr)
+
+    return Planned()
+
+
+def show_texts(llm, args: argparse.Namespace, rows: list[Row], params) -> None:
+    """Run a job without an output file."""
+    from h2o_flexgen.jobs.admission import request
+
+    # a bad row keeps its place: what the others get must not depend on it
+    prompts, sampling = zip(*(request(row, params, llm.model) for row in rows))
+    keys = [row.key for row in rows]
+    outputs = llm.generate(prompts, sampling, keys=keys, skip_errors=args.input_file is not None)
     errors = [f"row {output.index}: {output.error}" for output in outputs if output.error is not None]
     if errors and not llm.report:
         raise UserError(f"none of the {len(outputs)} rows of --input-file can be run; {errors[0]}")

@@ -87,8 +87,9 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("give one of --input-file, with turns, and --plain, a text")
     if args.plain is None and (args.begin or args.tokens):
         raise UserError("--begin and --tokens are for --plain")
-    if args.plain is not None and args.gen_len is not None:
-        raise UserError("--gen-len is of answers: leave it out, --plain only reads")
+    for name in ("gen_len", "chat_template_kwargs"):
+        if args.plain is not None and getattr(args, name) is not None:
+            raise UserError(f"{cli.option(name)} is of answers: leave it out, --plain only reads")
     of_batches = ("gpu_batch_size", "num_gpu_batches", "prefill_tokens")
     if given := [cli.option(name) for name in of_batches if getattr(args, name) is not None]:
         raise UserError(f"a stream is one sequence: leave {' and '.join(given)} out")
@@ -98,7 +99,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--full keeps all tokens: leave --hh-size, --recent-size and --kv-rule out")
     cli.check_files(args, reads=("input_file", "plain", "hardware"), writes=("report",))
     turns = read_turns(args.input_file) if args.plain is None else None
-    budget, policy = make_budget(args), cli.make_policy(args, 1)
+    budget = make_budget(args)
+    policy = cli.make_policy(args, 1)
 
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.llm import LLM
@@ -136,8 +138,8 @@ def describe(llm, session, is_full: bool) -> dict:
     """What the report says of a session before it has done anything."""
     from h2o_flexgen.formats import dtype_name
 
-    choice, dtype = session.choice, dtype_name(llm.dtype)
-    found = {"model": llm.model.name, "device": str(llm.device), "dtype": dtype}
+    choice = session.choice
+    found = {"model": llm.model.name, "device": str(llm.device), "dtype": dtype_name(llm.dtype)}
     found |= {"policy": asdict(choice.policy), "chunk": choice.workload.longest}
     found["kv_budget"] = None if is_full else choice.rule.to_dict()
     return found | {"planned_bytes": choice.plan.needed("ram" if choice.plan.shared else "gpu")}
@@ -147,10 +149,12 @@ def talk(llm, session, turns: list[str], gen_len: int, report: dict) -> None:
     """Let the model answer each turn, and print the answers as they come."""
     from h2o_flexgen.engine.params import SamplingParams
 
-    params, rows = SamplingParams(max_tokens=gen_len), report.setdefault("turns", [])
+    params = SamplingParams(max_tokens=gen_len)
+    rows = report.setdefault("turns", [])
     chats = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
     for number, turn in enumerate(turns, 1):
-        before, start = session.lengths(), time.perf_counter()
+        before = session.lengths()
+        start = time.perf_counter()
         cli.say(f"\n--- turn {number}, {before} tokens so far\nUSER: {turn}\n\nASSISTANT: ", end="")
         say = lambda _, piece: cli.say(piece, end="")
         session.chat(turn, params, say) if chats else session.generate(PLAIN_TURN.format(turn), params, say)

@@ -96,7 +96,7 @@ class ChatTemplate:
 
     @cached_property
     def _reserved(self) -> set[str]:
-        return {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        return {"messages", "self", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
 
     def _apply(self, messages: list[dict], template_kwargs: dict) -> str:
         how = {"add_generation_prompt": True, "tokenize": False}

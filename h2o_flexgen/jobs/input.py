@@ -170,7 +170,8 @@ def builtin_prompts(tokenizer, vocab: int, count: int, length: int) -> list[list
     its beginning where it ends; without a tokenizer random ids below `vocab`."""
     if tokenizer is None:
         rng = random.Random(0)
-        return [[rng.randrange(4, vocab) for _ in range(length)] for _ in range(count)]
+        ids = [rng.randrange(4, vocab) for _ in range(count * length)]
+        return [ids[begin : begin + length] for begin in range(0, count * length, length)]
     first = tokenizer("")["input_ids"][:length]  # what the tokenizer puts before every text
     ids = tokenizer(builtin_text(), add_special_tokens=False, verbose=False)["input_ids"]
     left = length - len(first)
