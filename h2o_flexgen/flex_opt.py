@@ -38,7 +38,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.Argume
 
     add = parser.add_argument_group("prompts and outputs").add_argument
     rows = '{"prompt": "text"}, {"prompt_token_ids": [..]} or {"messages": [..]}'
-    add("--input-file", help=f"JSON lines, also packed by gzip: {rows}, or OpenAI's batch format; - is stdin")
+    add("--input-file", help=f"JSON lines, may be gzipped: {rows}, or OpenAI's batch format; - is stdin")
     add("--output-file", help="JSON lines in input order; if it has some of them already, the job goes on")
     add("--restart", action="store_true", help="begin anew; the old output file is kept as FILE~")
     add("--retry-errors", action="store_true", help="run the rows again that failed in an earlier run")

@@ -1,4 +1,4 @@
-"""What an input file holds, in whichever form people have it: JSON lines in UTF-8, whole or packed by gzip."""
+"""The content of an input file, whatever form people have it in: compressed, in another encoding, or from a pipe."""
 
 from __future__ import annotations
 
@@ -13,25 +13,17 @@ import zlib
 
 from h2o_flexgen.errors import UserError
 
-#: how files begin that say their encoding; UTF-32 before UTF-16, which begins alike
-ENCODINGS = {
-    codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF32_LE: "utf-32-le",
-    codecs.BOM_UTF32_BE: "utf-32-be",
-    codecs.BOM_UTF16_LE: "utf-16-le",
-    codecs.BOM_UTF16_BE: "utf-16-be",
-}
 GZIP = b"\x1f\x8b\x08"
-#: how files begin that are no text
+#: the first bytes of other files
 OTHERS = {
     b"PK\x03\x04": "a zip archive or a spreadsheet",
     b"PAR1": "a Parquet file",
     b"ARROW1": "an Arrow file",
-    b"\x28\xb5\x2f\xfd": "packed by zstd",
-    b"\xfd7zXZ\x00": "packed by xz",
-    b"BZh": "packed by bzip2",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\xfd7zXZ\x00": "compressed with xz",
+    b"BZh": "compressed with bzip2",
 }
-#: names of columns, as a CSV file begins
+#: the first line of a CSV
 HEADER = re.compile(rb'"?[\w .-]+"?([,;\t]"?[\w .-]+"?)+')
 
 
@@ -39,7 +31,7 @@ def read_content(path: str) -> bytes:
     """An input file, - for stdin, in UTF-8 and without a byte order mark.
 
     Raises:
-        UserError: the file cannot be read, is not a regular file, pipe or terminal, or of another form.
+        UserError: the file cannot be read; is not a regular file, pipe or terminal; or is known to hold something else.
     """
     try:
         content = _read(path)
@@ -49,18 +41,17 @@ def read_content(path: str) -> bytes:
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as e:
-            raise UserError(f"`input_file` {path} is packed by gzip, and damaged or cut short: {e}") from None
+            raise UserError(f"`input_file` {path} is compressed with gzip, but damaged or cut short: {e}") from None
     for begin, what in OTHERS.items():
         if content.startswith(begin):
-            raise UserError(f"`input_file` {path} is {what}: give JSON lines, plain or packed by gzip")
-    for mark, encoding in ENCODINGS.items():
-        if content.startswith(mark):
-            return _in_utf8(path, content[len(mark) :], encoding)
-    return content
+            raise UserError(f"`input_file` {path} is {what}: give JSON lines, plain or compressed with gzip")
+    return _in_utf8(path, content)
 
 
 def _read(path: str) -> bytes:
     if path == "-":
+        if sys.stdin is None:
+            raise UserError("cannot read `input_file` -: stdin is closed")
         return sys.stdin.buffer.read()
     with open(path, "rb") as file:
         mode = os.fstat(file.fileno()).st_mode
@@ -69,14 +60,15 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def _in_utf8(path: str, content: bytes, encoding: str) -> bytes:
-    if encoding == "utf-8":
-        return content
+def _in_utf8(path: str, content: bytes) -> bytes:
+    encoding = json.detect_encoding(content)
+    if encoding.startswith("utf-8"):  # a line that is not UTF-8 is a bad row alone
+        return content.removeprefix(codecs.BOM_UTF8)
     try:
         return content.decode(encoding).encode()
-    except UnicodeDecodeError:
+    except UnicodeError:
         name = encoding[:6].upper()
-        raise UserError(f"`input_file` {path} begins as {name} does, and is not: save it in UTF-8") from None
+        raise UserError(f"`input_file` {path} begins like {name}, but is not: save it in UTF-8") from None
 
 
 def check_no_array(path: str, content: bytes) -> None:

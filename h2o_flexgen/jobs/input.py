@@ -119,7 +119,7 @@ def _without_duplicates(pairs: list[tuple]) -> dict:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"the key {twice!r} is there twice: leave one out")
+        raise UserError(f"the key {twice!r} appears twice: leave one out")
     return found
 
 
@@ -128,7 +128,7 @@ def _prompt(data: dict) -> str | list[int] | Conversation:
     if "messages" in data:
         for name in ("prompt", "prompt_token_ids"):
             if name in data:
-                raise UserError(f'there are "messages" and a "{name}": give one of the two')
+                raise UserError(f'a row has "messages" or a "{name}", not both')
         return openai.conversation(data)
     openai.refuse_template_kwargs(data)
     if "prompt_token_ids" in data:

@@ -167,7 +167,7 @@ def _refuse(data: dict) -> None:
         if name in REFUSED and value not in REFUSED[name]:
             raise RowError(f"{name} is not supported: leave it out", name)
         if right := right_name(name):
-            raise RowError(f"{name} is not a key of rows: give {right}", name)
+            raise RowError(f"{name} is not a key of rows: use {right}", name)
 
 
 @cache

@@ -50,7 +50,7 @@ def parse(data: dict, row: Row) -> None:
         raise RowError("body must be an object", "body")
     row.model = body["model"] if isinstance(body.get("model"), str) else None
     if outside := SAMPLING.keys() & data.keys():
-        raise RowError(f"{min(outside)} belongs into the body", min(outside))
+        raise RowError(f"{min(outside)} belongs in the body", min(outside))
     row.params = sampling(body)
     for name, value in body.items():
         if value is not None and not (name in SAMPLING or name in REFUSED or name in OTHERS):

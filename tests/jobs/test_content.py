@@ -1,4 +1,4 @@
-"""Input files as people have them: packed, in other encodings, from a pipe; what is no JSON lines is named."""
+"""Input files as people have them: compressed, in other encodings, from a pipe; other kinds of files are named."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ FORMS = {
     "UTF-16 BE": b"\xfe\xff" + LINES.decode().encode("utf-16-be"),
     "UTF-32 LE": b"\xff\xfe\x00\x00" + LINES.decode().encode("utf-32-le"),
     "UTF-32 BE": b"\x00\x00\xfe\xff" + LINES.decode().encode("utf-32-be"),
+    "UTF-16 without a mark": LINES.decode().encode("utf-16-le"),
     "gzip": gzip.compress(LINES),
     "gzip of two parts": gzip.compress(LINES[:60]) + gzip.compress(LINES[60:]),
     "gzip of UTF-16": gzip.compress(b"\xff\xfe" + LINES.decode().encode("utf-16-le")),
@@ -63,6 +64,12 @@ def test_stdin_and_a_pipe_with_a_writer(tmp_path, monkeypatch):
     writer.join()
 
 
+def test_a_closed_stdin(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match="stdin is closed"):
+        read_rows("-")
+
+
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
 def test_a_device_is_no_input_file(path):
     with pytest.raises(UserError, match="neither a file nor a pipe"):
@@ -72,15 +79,15 @@ def test_a_device_is_no_input_file(path):
 @pytest.mark.parametrize(
     "content, say",
     [
-        (gzip.compress(LINES * 99)[:100], "packed by gzip, and damaged or cut short"),
-        (gzip.compress(LINES)[:-4], "packed by gzip, and damaged or cut short"),
-        (gzip.compress(LINES) + b"garbage", "packed by gzip, and damaged or cut short"),
-        (bytes([*gzip.compress(LINES)[:20], *b"x" * 40]), "packed by gzip, and damaged or cut short"),
-        (bz2.compress(LINES), "packed by bzip2: give JSON lines, plain or packed by gzip"),
+        (gzip.compress(LINES * 99)[:100], "compressed with gzip, but damaged or cut short"),
+        (gzip.compress(LINES)[:-4], "compressed with gzip, but damaged or cut short"),
+        (gzip.compress(LINES) + b"garbage", "compressed with gzip, but damaged or cut short"),
+        (bytes([*gzip.compress(LINES)[:20], *b"x" * 40]), "compressed with gzip, but damaged or cut short"),
+        (bz2.compress(LINES), "compressed with bzip2: give JSON lines, plain or compressed with gzip"),
         (b"PK\x03\x04" + b"x" * 99, "a zip archive or a spreadsheet"),
         (b"PAR1" + b"x" * 99, "a Parquet file"),
-        (b"\xff\xfe" + LINES[:11], "begins as UTF-16 does, and is not: save it in UTF-8"),
-        (b"\xff\xfe\x00\x00" + LINES[:11], "begins as UTF-32 does, and is not: save it in UTF-8"),
+        (b"\xff\xfe" + LINES[:11], "begins like UTF-16, but is not: save it in UTF-8"),
+        (b"\xff\xfe\x00\x00" + LINES[:11], "begins like UTF-32, but is not: save it in UTF-8"),
         (b"[" + LINES.replace(b"\n", b",") + b"]", "is a JSON array: give an object a line, as by jq -c '.[]' "),
         (b"\n[\n" + LINES.replace(b"\n", b",\n") + b"\n]\n", "is a JSON array"),
         (b"[]", "is a JSON array"),
