@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import logging
 import math
 import os
@@ -119,6 +120,23 @@ def add_cache_option(add) -> None:
     add("--compress-cache", choices=("int8", "int4", "auto"), help=quantised)
 
 
+def add_template_option(add) -> None:
+    """Variables of the chat template."""
+
+    def variables(text: str) -> dict:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}")
+        return found
+
+    example = """'{"enable_thinking": false}'"""
+    what = f"variables of the model's chat template, such as {example}; those of a row win"
+    add("--chat-template-kwargs", type=variables, metavar="JSON", help=what)
+
+
 def add_policy_options(add) -> None:
     """The policy; what is not given is searched. `make_policy` reads them."""
     tiers = "percent of weights gpu cpu, cache gpu cpu, activations gpu cpu; the rest is on disk"
@@ -139,7 +157,8 @@ def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | N
     if args.max_latency is not None:
         raise UserError("--percent contradicts --max-latency: give one of the two")
     size = args.gpu_batch_size or min(32, num_prompts or 4)
-    on_cpu, tokens = bool(args.cpu_cache_compute), args.prefill_tokens or Policy.prefill_tokens
+    on_cpu = bool(args.cpu_cache_compute)
+    tokens = args.prefill_tokens or Policy.prefill_tokens
     return Policy(size, args.num_gpu_batches or 1, tuple(args.percent), args.overlap is not False, on_cpu, tokens)
 
 
@@ -199,7 +218,8 @@ def check_model(losses: Losses | None, kv_rule: str | None, model: str, weights:
     if kv_rule is not None:
         from h2o_flexgen.kv_cache import layer_losses
 
-        layers, name = layer_losses(kv_rule), kv_rule.partition(":")[0]
+        layers = layer_losses(kv_rule)
+        name = kv_rule.partition(":")[0]
         if layers is not None and layers.model not in (None, model):
             print(f"warning: the layers of --kv-rule are of {layers.model}, this job is of {model}", file=sys.stderr)
         if layers is not None and layers.rule and layers.rule.partition(":")[0] != name:
@@ -249,7 +269,7 @@ def check_files(args: argparse.Namespace, reads: tuple[str, ...], writes: tuple[
     seen = {}
     for name in reads + writes:
         given = getattr(args, name)
-        if given is None:
+        if given is None or (given == "-" and name in reads):
             continue
         path = os.path.realpath(given)
         if path in seen:
@@ -321,7 +341,8 @@ def describe_curve(curve: list[BudgetPoint]) -> str:
     """A table for people: formats of weights and cache where there are several, KV budget, block, tokens per second,
     how many times those of the largest budget in the formats with most bits, and the loss where one is known. An arrow
     marks the one that `largest_free` takes."""
-    chosen, formats = largest_free(curve), [(point.compress_weight, point.compress_cache) for point in curve]
+    chosen = largest_free(curve)
+    formats = [(point.compress_weight, point.compress_cache) for point in curve]
     dearest = [point for point, each in zip(curve, formats) if each == formats[0]][-1]
     has_losses = any(point.loss is not None for point in curve)
     has_weights, has_caches = (len(set(each)) > 1 for each in zip(*formats))
@@ -369,6 +390,9 @@ def name_options(text: str, parser: argparse.ArgumentParser) -> str:
 def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
     """Run a command to its end; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
     interrupts.take_over()
+    for stream in (sys.stdout, sys.stderr):  # cron and old locales: what they cannot show must not end a job
+        if getattr(stream, "errors", None) in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
     logging.getLogger("h2o_flexgen").addHandler(logging.lastResort)  # plain warnings on stderr; added once
     try:
         run(parser.parse_args(argv))

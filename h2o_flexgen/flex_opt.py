@@ -11,6 +11,7 @@ import sys
 from contextlib import nullcontext
 
 from h2o_flexgen import cli
+from h2o_flexgen.engine.messages import content_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import write_text
 from h2o_flexgen.jobs.input import Row, builtin_rows, read_rows
@@ -20,7 +21,9 @@ from h2o_flexgen.policy import Policy, gib
 
 #: options that LLM takes as they are
 PASSED = "model device dtype compress_weight compress_cache compute path offload_dir gpu_mem cpu_mem disk_mem".split()
-PASSED += ["hardware", "max_latency"]
+PASSED += ["hardware", "max_latency", "chat_template_kwargs"]
+#: options that SamplingParams takes as they are
+SAMPLED = "temperature top_k top_p ignore_eos seed stop stop_token_ids".split()
 #: options of a search, and of the policy that --percent makes
 SEARCHED = "gpu_batch_size num_gpu_batches prefill_tokens overlap cpu_cache_compute".split()
 
@@ -35,7 +38,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.Argume
 
     add = parser.add_argument_group("prompts and outputs").add_argument
     rows = '{"prompt": "text"}, {"prompt_token_ids": [..]} or {"messages": [..]}'
-    add("--input-file", help=f"JSON lines: {rows}, or OpenAI's batch format")
+    add("--input-file", help=f"JSON lines, may be gzipped: {rows}, or OpenAI's batch format; - is stdin")
     add("--output-file", help="JSON lines in input order; if it has some of them already, the job goes on")
     add("--restart", action="store_true", help="begin anew; the old output file is kept as FILE~")
     add("--retry-errors", action="store_true", help="run the rows again that failed in an earlier run")
@@ -44,6 +47,8 @@ def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.Argume
     add("--gen-len", type=cli.count, default=32, help="output tokens of a row that says nothing else (default: 32)")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     add("--stop", action="append", metavar="TEXT", help="end a text before this one; may be given several times")
+    add("--stop-token-ids", type=int, nargs="+", metavar="ID", help="end a text at one of these tokens")
+    cli.add_template_option(add)
     add("--temperature", type=float, default=0.0, help="0 takes the most likely token")
     add("--top-k", type=int, default=0, help="sample among the k most likely tokens; 0: all")
     add("--top-p", type=float, default=1.0, help="sample among the most likely tokens that reach p together")
@@ -80,7 +85,8 @@ def describe(report: dict) -> str:
     forecast = f" (predicted {rate(predicted['tokens_per_s'])}, bound by {predicted['bound_by']})" if predicted else ""
     speed = f"{rate(total['tokens_per_s'])} tokens/s{forecast}"
     lines.append(f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, {speed}")
-    peaks, plans = report["peak_memory_bytes"], report["planned_memory_bytes"]
+    peaks = report["peak_memory_bytes"]
+    plans = report["planned_memory_bytes"]
     used = [tier for tier in peaks if peaks[tier] or plans[tier]]
     lines.append("memory     " + "; ".join(f"{t} peak {gib(peaks[t])}, planned {gib(plans[t])}" for t in used))
     moved = {link.replace("_", " "): nbytes for link, nbytes in report["bytes_moved"].items() if nbytes}
@@ -113,7 +119,7 @@ def show(tokenizer, outputs: list) -> str:
 def last_question(messages: list[dict]) -> str:
     """The last message of the user, or if there is none the last one."""
     asked = [message for message in messages if message["role"] == "user"]
-    return (asked or messages)[-1]["content"]
+    return content_text((asked or messages)[-1]["content"])
 
 
 def _last_lines(text: str) -> str:
@@ -121,38 +127,19 @@ def _last_lines(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    for name in ("num_prompts", "prompt_len"):
-        if args.input_file is not None and getattr(args, name) is not None:
-            raise UserError(f"{cli.option(name)} is for built-in prompts; --input-file brings its own")
-    if args.percent is not None and args.policy is not None:
-        raise UserError("--percent contradicts --policy: give one of the two")
-    for name in ("restart", "retry_errors"):
-        if getattr(args, name) and args.output_file is None:
-            raise UserError(f"{cli.option(name)} is for a job with an --output-file")
-    cli.check_files(args, reads=("input_file", "policy", "hardware", "quality"), writes=("output_file", "report"))
+    check(args)
     rows = read_rows(args.input_file) if args.input_file is not None else None
     losses = cli.make_losses(args)
-    policy, budget = cli.make_policy(args, len(rows) if rows else args.num_prompts), cli.make_budget(args, losses)
+    policy = cli.make_policy(args, len(rows) if rows else args.num_prompts)
+    budget = cli.make_budget(args, losses)
 
-    from h2o_flexgen.engine.observer import Observer
     from h2o_flexgen.engine.sampling import SamplingParams
-    from h2o_flexgen.jobs.job import Job, request
+    from h2o_flexgen.jobs.job import Job
     from h2o_flexgen.llm import LLM
 
-    sampling = (args.temperature, args.top_k, args.top_p, args.gen_len, args.ignore_eos, args.seed, args.stop)
-    params = SamplingParams(*sampling)
-
-    class Planned(Observer):
-        """Prints the policy before it is run."""
-
-        def on_plan(self, choice) -> None:
-            if choice.curve:
-                print(cli.describe_curve(choice.curve), file=sys.stderr)
-            if args.verbose:
-                print(f"policy: {choice.policy.to_json()}\n{choice.plan.describe()}", file=sys.stderr)
-
+    params = SamplingParams(max_tokens=args.gen_len, **{name: getattr(args, name) for name in SAMPLED})
     options = {name: getattr(args, name) for name in (PASSED if policy else PASSED + SEARCHED)}
-    options |= {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "losses": losses, "observer": Planned()}
+    options |= {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "losses": losses, "observer": planned(args)}
     with nullcontext() if args.output_file is None else Job(args.output_file, args.restart) as job:
         if job is not None and job.dtype and args.dtype == "auto":
             options["dtype"] = job.dtype
@@ -162,14 +149,48 @@ def run(args: argparse.Namespace) -> None:
             weights = weights_text(llm.model.compress_weight, llm.model.compute)
             cli.check_model(losses, args.kv_rule, llm.model.name, weights)
             rows = made_up_rows(llm, args) if rows is None else rows
-            if job is not None:
+            if job is None:
+                show_texts(llm, args, rows, params)
+            else:
                 job.run(llm, rows, params, args.retry_errors)
                 tell(llm, args, job.errors())
-                return
-            # a bad row keeps its place: what the others get must not depend on it
-            prompts, sampling = zip(*(request(row, params, llm.tokenizer) for row in rows))
-            keys = [row.key for row in rows]
-            outputs = llm.generate(prompts, sampling, keys=keys, skip_errors=args.input_file is not None)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError for options that contradict each other."""
+    for name in ("num_prompts", "prompt_len"):
+        if args.input_file is not None and getattr(args, name) is not None:
+            raise UserError(f"{cli.option(name)} is for built-in prompts; --input-file brings its own")
+    if args.percent is not None and args.policy is not None:
+        raise UserError("--percent contradicts --policy: give one of the two")
+    for name in ("restart", "retry_errors"):
+        if getattr(args, name) and args.output_file is None:
+            raise UserError(f"{cli.option(name)} is for a job with an --output-file")
+    cli.check_files(args, reads=("input_file", "policy", "hardware", "quality"), writes=("output_file", "report"))
+
+
+def planned(args: argparse.Namespace):
+    """An observer that prints the policy before it is run."""
+    from h2o_flexgen.engine.observer import Observer
+
+    class Planned(Observer):
+        def on_plan(self, choice) -> None:
+            if choice.curve:
+                print(cli.describe_curve(choice.curve), file=sys.stderr)
+            if args.verbose:
+                print(f"policy: {choice.policy.to_json()}\n{choice.plan.describe()}", file=sys.stderr)
+
+    return Planned()
+
+
+def show_texts(llm, args: argparse.Namespace, rows: list[Row], params) -> None:
+    """Run a job without an output file."""
+    from h2o_flexgen.jobs.admission import request
+
+    # a bad row keeps its place: what the others get must not depend on it
+    prompts, sampling = zip(*(request(row, params, llm.model) for row in rows))
+    keys = [row.key for row in rows]
+    outputs = llm.generate(prompts, sampling, keys=keys, skip_errors=args.input_file is not None)
     errors = [f"row {output.index}: {output.error}" for output in outputs if output.error is not None]
     if errors and not llm.report:
         raise UserError(f"none of the {len(outputs)} rows of --input-file can be run; {errors[0]}")

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from h2o_flexgen.compression import cache_formats
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.engine.model import Prompt, is_conversation, load_model
+from h2o_flexgen.engine.messages import Conversation, checked_kwargs, is_conversation
+from h2o_flexgen.engine.model import Prompt, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreCollector, ScoreOutput
-from h2o_flexgen.engine.params import SamplingParams
+from h2o_flexgen.engine.params import SamplingParams, list_of
 from h2o_flexgen.engine.requests import admit, to_generate, to_score
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
@@ -72,6 +73,7 @@ class LLM:
         hardware: a profile as `python -m h2o_flexgen.hardware` writes it, instead of measuring.
         max_latency: the most seconds that a block may take, for policy "auto".
         min_hh_ratio: the floor of kv_budget "auto".
+        chat_template_kwargs: variables of the model's chat template, such as {"enable_thinking": False}.
         losses: what budgets cost in quality, for kv_budget "auto": it stays within their `max_loss`.
         progress: show bars on stderr.
         observer: is told of the policy, and of steps, batches and blocks as they run.
@@ -111,6 +113,7 @@ class LLM:
         max_latency: float | None = None,
         min_hh_ratio: float = MIN_HH_RATIO,
         losses: Losses | None = None,
+        chat_template_kwargs: dict | None = None,
         progress: bool = True,
         observer: Observer | None = None,
     ):
@@ -140,6 +143,7 @@ class LLM:
         model = with_revision(None if model is None else str(model), revision)
         self.model = load_model(model, path, choose_dtype, progress, *formats, disk_mem)
         self.model.in_blocks = takes_in_blocks(self.model.formats.values(), compute, cuda, in_blocks)
+        self.model.chat.set_kwargs(checked_kwargs(chat_template_kwargs))
         self.dtype = self.model.dtype
         self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
         for form in () if cuda else cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
@@ -196,7 +200,8 @@ class LLM:
 
         Args:
             prompts: texts, lists of token ids, or conversations, which go through the model's chat template: lists of
-                messages, each {"role": "user", "content": "text"} or of another role that the template knows.
+                messages, each {"role": "user", "content": "text"} or of another role that the template knows. A history
+                may hold content parts of type text, and tool calls, as OpenAI has them.
             sampling_params: for all prompts, or one for each.
             keys: a number below 2**64 for each prompt. Random numbers depend on the seed, the key and the step, and on
                 nothing else: with its old key a prompt gets its old text in any job. Default: places in the job.
@@ -209,7 +214,8 @@ class LLM:
                 that are not one for each prompt; or a job for which there is no memory.
         """
         self.report = {}
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        what = "`prompts` must be a text, or a list of texts, lists of token ids and conversations"
+        prompts = [prompts] if isinstance(prompts, str) else list_of(what, prompts)
         how = (sampling_params, keys, self.position_rolling, skip_errors)
         sequences, outputs = to_generate(self.model, prompts, *how)
         if sequences:
@@ -226,11 +232,21 @@ class LLM:
         keys: Seq[int] | None = None,
         skip_errors: bool = False,
         on_output: Callable[[RequestOutput], None] | None = None,
+        chat_template_kwargs: dict | None = None,
     ) -> list[RequestOutput]:
-        """The model's answer to one conversation or to each of several; all else as in `generate`."""
-        several = [conversations] if is_conversation(conversations) else conversations
-        no_messages = UserError("a conversation is a list of messages, one or more, with role and content")
-        prompts = [messages if is_conversation(messages) else no_messages for messages in several]
+        """The model's answer to one conversation or to each of several; all else as in `generate`.
+
+        Args:
+            chat_template_kwargs: variables of the chat template, such as {"enable_thinking": False}; they win over
+                those of the LLM.
+        """
+        no_messages = "a conversation is a list of messages, one or more, with role and content"
+        several = [conversations] if is_conversation(conversations) else list_of(no_messages, conversations)
+        variables = checked_kwargs(chat_template_kwargs)
+        prompts = [
+            Conversation(messages, variables) if is_conversation(messages) else UserError(no_messages)
+            for messages in several
+        ]
         return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
 
     @in_turn
@@ -259,7 +275,8 @@ class LLM:
             UserError: `prompt_len` is no whole number from 1 on, or not one for each text, or there is no memory.
         """
         self.report = {}
-        texts = [texts] if isinstance(texts, str) else list(texts)
+        what = "`texts` must be a text, or a list of texts and lists of token ids"
+        texts = [texts] if isinstance(texts, str) else list_of(what, texts)
         sequences, outputs, targets = to_score(self.model, texts, prompt_len, self.position_rolling)
         if sequences:
             sink = TeacherForcing(targets, every_position=prompt_len is None)

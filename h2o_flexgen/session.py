@@ -59,6 +59,7 @@ class Session:
         self._is_list = count is not None
         self._streams = runner.open(choice, count or 1)
         self._answered = [False] * (count or 1)  # whether the text ends with an answer
+        self._ends = [model.eos_ids] * (count or 1)  # token ids that end an answer
 
     def __enter__(self) -> Session:
         return self
@@ -161,7 +162,7 @@ class Session:
         ids = self.model.encode_next(message)
         waiting = self._streams.streams[row].waiting
         # the model has ended its answer as the template would
-        return ids[1:] if ids[:1] == waiting and waiting[0] in self.model.eos_ids else ids
+        return ids[1:] if ids[:1] == waiting and waiting[0] in self._ends[row] else ids
 
     def _check_lengths(self, ids: dict[int, list[int]], params: Seq[SamplingParams] | None = None) -> None:
         """Raises UserError for a stream that would outgrow the model."""
@@ -179,8 +180,10 @@ class Session:
     def _generate(self, ids, sampling_params, on_text, answered: bool):
         params = params_of_each(sampling_params, len(self._answered))
         for row in ids:
-            check_stop(params[row], self.model.tokenizer)
+            check_stop(params[row], self.model.tokenizer, self.model.spec.vocab)
         self._check_lengths(ids, params)
+        for row in ids:
+            self._ends[row] = self.model.eos_ids.union(params[row].stop_token_ids)
         tell = Pieces(self.model.tokenizer, on_text) if on_text else lambda sequences: None
         sampler = Told(self.model.eos_ids, self.model.tokenizer, tell)
         found = {}

@@ -11,12 +11,12 @@ import math
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_text, write_text
 from h2o_flexgen.flex_opt import PASSED, SEARCHED
+from h2o_flexgen.jobs.content import read_content
 from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget
 
 #: slots of the KV cache, if none are given: half for heavy hitters, half for recent tokens
@@ -38,11 +38,12 @@ def make_parser(prog: str = "python -m h2o_flexgen.stream") -> argparse.Argument
     cli.add_cache_option(add)
 
     add = parser.add_argument_group("what is read; one of the first two").add_argument
-    add("--input-file", help='JSON lines {"turns": [..]} or {"prompt": ..}: one conversation, never reset')
+    add("--input-file", help='JSON lines {"turns": [..]} or {"prompt": ..}: one conversation, never reset; - is stdin')
     add("--plain", metavar="FILE", help=f"a text to read only; prints perplexity, speed and memory by {WINDOW} tokens")
     add("--begin", type=int, default=0, help="of --plain, the first token to read (default: 0)")
     add("--tokens", type=cli.count, help="of --plain, how many tokens to read (default: all)")
     add("--gen-len", type=cli.count, help=f"the most tokens of an answer (default: {GEN_LEN})")
+    cli.add_template_option(add)
     add("--report", help="write the measurements to this file as JSON")
 
     add = parser.add_argument_group("KV cache").add_argument
@@ -64,12 +65,8 @@ def read_turns(path: str) -> list[str]:
     Raises:
         UserError: the file cannot be read, has a row of another form, or no turn.
     """
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as e:
-        raise UserError(f"cannot read --input-file {path}: {e.strerror}") from None
     turns = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_content(path).splitlines(), 1):
         if line.strip():
             try:
                 row = json.loads(line)
@@ -90,8 +87,9 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("give one of --input-file, with turns, and --plain, a text")
     if args.plain is None and (args.begin or args.tokens):
         raise UserError("--begin and --tokens are for --plain")
-    if args.plain is not None and args.gen_len is not None:
-        raise UserError("--gen-len is of answers: leave it out, --plain only reads")
+    for name in ("gen_len", "chat_template_kwargs"):
+        if args.plain is not None and getattr(args, name) is not None:
+            raise UserError(f"{cli.option(name)} is of answers: leave it out, --plain only reads")
     of_batches = ("gpu_batch_size", "num_gpu_batches", "prefill_tokens")
     if given := [cli.option(name) for name in of_batches if getattr(args, name) is not None]:
         raise UserError(f"a stream is one sequence: leave {' and '.join(given)} out")
@@ -101,7 +99,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--full keeps all tokens: leave --hh-size, --recent-size and --kv-rule out")
     cli.check_files(args, reads=("input_file", "plain", "hardware"), writes=("report",))
     turns = read_turns(args.input_file) if args.plain is None else None
-    budget, policy = make_budget(args), cli.make_policy(args, 1)
+    budget = make_budget(args)
+    policy = cli.make_policy(args, 1)
 
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.llm import LLM
@@ -139,8 +138,9 @@ def describe(llm, session, is_full: bool) -> dict:
     """What the report says of a session before it has done anything."""
     from h2o_flexgen.formats import dtype_name
 
-    choice, dtype = session.choice, dtype_name(llm.dtype)
-    found = {"model": llm.model.name, "model_revision": llm.model.revision, "device": str(llm.device), "dtype": dtype}
+    choice = session.choice
+    found = {"model": llm.model.name, "model_revision": llm.model.revision}
+    found |= {"device": str(llm.device), "dtype": dtype_name(llm.dtype)}
     found |= {"policy": asdict(choice.policy), "chunk": choice.workload.longest}
     found["kv_budget"] = None if is_full else choice.rule.to_dict()
     return found | {"planned_bytes": choice.plan.needed("ram" if choice.plan.shared else "gpu")}
@@ -150,10 +150,12 @@ def talk(llm, session, turns: list[str], gen_len: int, report: dict) -> None:
     """Let the model answer each turn, and print the answers as they come."""
     from h2o_flexgen.engine.params import SamplingParams
 
-    params, rows = SamplingParams(max_tokens=gen_len), report.setdefault("turns", [])
+    params = SamplingParams(max_tokens=gen_len)
+    rows = report.setdefault("turns", [])
     chats = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
     for number, turn in enumerate(turns, 1):
-        before, start = session.lengths(), time.perf_counter()
+        before = session.lengths()
+        start = time.perf_counter()
         cli.say(f"\n--- turn {number}, {before} tokens so far\nUSER: {turn}\n\nASSISTANT: ", end="")
         say = lambda _, piece: cli.say(piece, end="")
         session.chat(turn, params, say) if chats else session.generate(PLAIN_TURN.format(turn), params, say)

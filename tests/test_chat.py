@@ -102,7 +102,10 @@ BAD = [
     ([{"role": "user"}], "content"),
     ([{"content": "a"}], "role"),
     ([{"role": "user", "content": None}], 'message 0: "content" must be a text'),
-    ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "must be a text"),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        "of type text, not 'image_url'",
+    ),
     ([{"role": 5, "content": "a"}], 'message 0: "role" must be a text'),
     ([*ASK, {"role": "assistant"}], "message 1"),
     ([{"role": "user", "content": "half \ud800 a pair"}], "surrogate"),
@@ -172,3 +175,144 @@ def test_without_an_output_file_questions_and_answers_are_on_stdout(cli, talks, 
     assert "--- prompt 1 asks, and the model answers:\nBe short.\n⟦" in out
     assert "--- prompt 2 ends, and the model goes on:\na b⟦" in out
     assert "[user]" not in out
+
+
+#: knows tool calls, and whether to think
+AGENT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
+    "[assistant]{% if enable_thinking is false %}<think></think>{% endif %}"
+)
+HISTORY = [
+    {"role": "user", "content": [{"type": "text", "text": "Rain in"}, {"type": "text", "text": "Bern?"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "rain", "arguments": '{"in": "Bern"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "name": "rain", "content": "no"},
+]
+RENDERED = '[user]Rain in\nBern?\n[assistant]rain{"in": "Bern"}\n[tool]no\n[assistant]'
+
+
+@pytest.fixture(scope="module")
+def agent(talker, tmp_path_factory):
+    """With a template of an agent's."""
+    folder = tmp_path_factory.mktemp("agent") / "model"
+    shutil.copytree(talker, folder)
+    (folder / "chat_template.jinja").write_text(AGENT)
+    return folder
+
+
+@pytest.fixture
+def ids_of(agent):
+    from h2o_flexgen.models.tokenizer import load_tokenizer
+
+    return lambda text: load_tokenizer(agent)(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture
+def job(cli, tmp_path):
+    """Run a job on rows: its output rows."""
+
+    def run(folder, rows: list, *options, code: int = 0) -> list[dict] | str:
+        files = ("--input-file", write_rows(tmp_path / "in.jsonl", rows), "--output-file", tmp_path / "out.jsonl")
+        found, _, err = cli("--model", folder, *FP32, *files, "--gen-len", 4, "--ignore-eos", *options)
+        assert found == code, err
+        return read_rows(tmp_path / "out.jsonl") if code == 0 else err
+
+    return run
+
+
+def request(**body) -> dict:
+    return {"custom_id": f"{body}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def test_a_history_with_tool_calls_is_the_same_in_rows_requests_and_python(agent, job, ids_of):
+    rows = [{"messages": HISTORY}, request(messages=HISTORY), {"prompt_token_ids": ids_of(RENDERED)}]
+    plain, answer, by_ids = job(agent, rows)
+    assert plain["token_ids"] == by_ids["token_ids"]
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == by_ids["text"]
+    assert answer["response"]["body"]["usage"]["prompt_tokens"] == len(ids_of(RENDERED))
+    with LLM(str(agent), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        (output,) = llm.chat(HISTORY, GREEDY)
+    assert output.outputs[0].token_ids == by_ids["token_ids"] and output.prompt == HISTORY
+
+
+def test_a_history_that_the_template_does_not_show_is_refused(talker, job):
+    plain, answer, _ = job(talker, [{"messages": HISTORY}, request(messages=HISTORY), {"prompt": "a"}])
+    assert "leaves out the tool calls of message 1" in plain["error"]
+    assert answer["response"]["status_code"] == 400
+    assert "leaves out the tool calls of message 1" in answer["response"]["body"]["error"]["message"]
+
+
+def test_the_variables_of_the_template(agent, job, ids_of):
+    """Those of a row win over the option's."""
+    off = {"enable_thinking": False}
+    on = {"enable_thinking": True}
+    rows = [
+        {"messages": ASK},
+        {"messages": ASK, "chat_template_kwargs": off},
+        request(messages=ASK, chat_template_kwargs=off),
+        {"messages": ASK, "chat_template_kwargs": on},
+        {"messages": ASK, "chat_template_kwargs": None},
+        {"messages": ASK, "chat_template_kwargs": {"tokenize": False}},
+        {"messages": ASK, "chat_template_kwargs": "off"},
+        {"prompt_token_ids": ids_of("[user]What is a list?\n[assistant]")},
+        {"prompt_token_ids": ids_of("[user]What is a list?\n[assistant]<think></think>")},
+    ]
+    found = job(agent, rows)
+    thinks = found[7]["token_ids"]
+    does_not = found[8]["token_ids"]
+    assert thinks != does_not
+    assert [found[n]["token_ids"] for n in (0, 1, 3, 4)] == [thinks, does_not, thinks, thinks]
+    assert found[2]["response"]["body"]["choices"][0]["message"]["content"] == found[8]["text"]
+    assert "no variable of a chat template" in found[5]["error"] and "must be an object" in found[6]["error"]
+    err = job(agent, rows, "--chat-template-kwargs", json.dumps(off), code=2)
+    assert "--chat-template-kwargs None, now {'enable_thinking': False}" in err and "--restart" in err
+    found = job(agent, rows, "--chat-template-kwargs", json.dumps(off), "--restart")
+    assert [found[n]["token_ids"] for n in (0, 1, 3, 4)] == [does_not, does_not, thinks, does_not]
+
+
+def test_the_variables_of_the_template_in_python(agent, ids_of):
+    off = {"enable_thinking": False}
+    asked = "[user]What is a list?\n[assistant]"
+    with LLM(str(agent), Policy(), device="cpu", dtype="float32", progress=False, chat_template_kwargs=off) as llm:
+        outputs = [
+            *llm.chat(ASK, GREEDY),
+            *llm.chat([ASK], GREEDY, chat_template_kwargs={"enable_thinking": True}),
+            *llm.generate([ASK], GREEDY),
+        ]
+        assert [output.prompt_token_ids for output in outputs] == [
+            ids_of(asked + "<think></think>"),
+            ids_of(asked),
+            ids_of(asked + "<think></think>"),
+        ]
+        with llm.session() as session:
+            session.chat("What is a list?", GREEDY)
+            assert session.lengths() == len(ids_of(asked + "<think></think>")) + 4
+        for wrong in ("off", [1], {1: 2}):
+            with pytest.raises(UserError, match="chat_template_kwargs must be an object"):
+                llm.chat(ASK, GREEDY, chat_template_kwargs=wrong)
+
+
+@pytest.mark.parametrize(
+    "value, say",
+    [
+        ("enable_thinking=false", "must be a JSON object, not 'enable_thinking=false'"),
+        ("[1]", "must be a JSON object"),
+        ("null", "must be a JSON object"),
+        ('{"tokenize": false}', "tokenize is no variable of a chat template"),
+    ],
+)
+def test_an_option_that_is_no_object_of_variables(refused, agent, value, say):
+    message = refused("--model", agent, "--num-prompts", 1, "--prompt-len", 4, "--chat-template-kwargs", value)
+    assert say in message
+
+
+def test_content_parts_are_shown_as_the_question(cli, agent, tmp_path):
+    rows = write_rows(tmp_path / "in.jsonl", [{"messages": HISTORY}])
+    code, out, err = cli("--model", agent, *FP32, "--gen-len", 2, "--ignore-eos", "--input-file", rows)
+    assert code == 0, err
+    assert "--- prompt 0 asks, and the model answers:\nRain in\nBern?\n⟦" in out

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, ON_DISK, end, environment, last_line, read_rows, read_until, start, wide, write_prompts
+from cli_tools import (
+    FP32,
+    ON_DISK,
+    end,
+    environment,
+    last_line,
+    read_rows,
+    read_until,
+    start,
+    wide,
+    write_prompts,
+    write_rows,
+)
 
 from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.engine.chat import ChatTemplate
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.interrupts import STOPPING, check, deferred, take_over
@@ -100,6 +115,24 @@ def test_stopped_before_the_model_is_there(cli, model, monkeypatch):
     """In this process: the signal comes while the weights' headers are read."""
     monkeypatch.setattr(Checkpoint, "add_file", lambda self, path: signal.raise_signal(signal.SIGTERM))
     assert cli("--model", model) == (143, "", "interrupted\n")
+
+
+def test_a_chat_template_without_an_end_is_stopped_by_the_first_signal(cli, talker, tmp_path, monkeypatch):
+    folder = tmp_path / "endless"
+    shutil.copytree(talker, folder)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(loop)
+    rows = write_rows(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
+    real = ChatTemplate._apply
+
+    def apply(self, *rest):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return real(self, *rest)
+
+    monkeypatch.setattr(ChatTemplate, "_apply", apply)
+    code, out, err = cli("--model", folder, *FP32, "--input-file", rows, "--output-file", tmp_path / "out.jsonl")
+    assert (code, out, err) == (143, "", "interrupted\n")
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_while_a_job_runs_a_signal_waits_for_the_next_check():

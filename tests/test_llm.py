@@ -183,6 +183,9 @@ def test_a_prompt_with_its_old_key_gets_its_old_text(tiny):
         (dict(keys=[1, -1]), "whole number"),
         (dict(keys=[1, 2**64]), "whole number"),
         (dict(keys=[1, "a"]), "whole number"),
+        (dict(keys=[1, True]), "whole number"),
+        (dict(keys=5), "`keys` must be a list"),
+        (dict(keys={1, 2}), "`keys` must be a list"),
     ],
     ids=str,
 )
@@ -191,6 +194,43 @@ def test_lists_that_do_not_fit_the_prompts_are_refused(tiny, given, say):
         with pytest.raises(UserError, match=say):
             llm.generate([[5, 6], [7]], skip_errors=True, **given)
         assert llm.generate([], []) == []
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, 5.0, b"ab", {"prompt": "a"}, {"a", "b"}, LLM, [None], [5], [b"ab"]], ids=str
+)
+def test_what_is_no_list_of_prompts_is_refused(tiny, prompts):
+    with LLM(str(tiny().folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        with pytest.raises(UserError, match="`prompts` must be|prompt 0: a prompt is"):
+            llm.generate(prompts)
+        if not isinstance(prompts, list):
+            with pytest.raises(UserError, match="`texts` must be"):
+                llm.score(prompts)
+            with pytest.raises(UserError, match="a conversation is a list of messages"):
+                llm.chat(prompts)
+
+
+def test_numpys_numbers_are_pythons(tiny):
+    """Of arrays, data frames and configuration files."""
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(5),
+        top_p=np.float64(0.5),
+        max_tokens=np.int32(3),
+        ignore_eos=np.bool_(True),
+        seed=np.uint64(2**64 - 1),
+        stop_token_ids=np.array([90]),
+    )
+    same = SamplingParams(0.5, 5, 0.5, 3, True, 2**64 - 1, stop_token_ids=[90])
+    assert params == same and type(params.max_tokens) is int and type(params.ignore_eos) is bool
+    with LLM(str(tiny().folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
+        prompts = np.array([[5, 6, 7], [7, 6, 5]])
+        found = llm.generate((row for row in prompts.tolist()), params, keys=np.array([3, 4]))
+        again = llm.generate(prompts.tolist(), same, keys=[3, 4])
+        assert [o.outputs for o in found] == [o.outputs for o in again]
+        scores = llm.score(prompts.tolist(), prompt_len=np.array([1, 2]))
+        assert [len(score.token_logprobs) for score in scores] == [2, 1]
+        assert len(llm.score([[5, 6, 7]], prompt_len=np.int64(2))[0].token_logprobs) == 1
 
 
 def test_every_prompt_is_admitted_with_its_own_output(tiny):

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.compression import cache_formats, check_compute, compressed
-from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.engine.chat import ChatTemplate
+from h2o_flexgen.engine.messages import Conversation, is_conversation
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, prepare
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.models.hub import commit
@@ -27,10 +29,8 @@ from h2o_flexgen.offload.dummy import DummyCheckpoint
 
 #: the path that stands for random weights
 DUMMY = "_DUMMY_"
-#: a text, token ids, or a conversation: messages with the texts "role" and "content"
-Prompt = str | Seq[int] | Seq[dict]
-#: stands for an answer in what a chat template makes of a conversation
-ANSWER = "[[the answer]]"
+#: a text, token ids, or a conversation, which may be its messages alone
+Prompt = str | Seq[int] | Seq[dict] | Conversation
 
 
 @dataclass
@@ -40,7 +40,7 @@ class LoadedModel:
     Attributes:
         dtype: to compute in.
         layers: embedding, transformer blocks, head: the tensors of each.
-        tokenizer: None if the model has none.
+        tokenizer: None if the model has none; chat: its chat template.
         formats: of the matrices in the checkpoint. Vectors do not count: they never stream.
         compress_weight, compute: the arguments of `LLM`; in_blocks: whether matmuls in int8 take 4 bits as stored.
         revision: the commit of weights from the Hugging Face hub; None for others.
@@ -57,6 +57,9 @@ class LoadedModel:
     compute: str = "exact"
     in_blocks: bool = False
     revision: str | None = None
+
+    def __post_init__(self):
+        self.chat = ChatTemplate(self.tokenizer)
 
     @property
     def is_quantised(self) -> bool:
@@ -76,23 +79,25 @@ class LoadedModel:
     def encode(self, prompt: Prompt, begins: bool = True) -> list[int]:
         """Token ids of a prompt. A UserError stands for a prompt that could not be read, and is raised.
 
-        A conversation becomes what the model's chat template makes of it, and the beginning of an answer: also behind
-        a last message of the assistant's, which is not continued. With `begins` false a text goes on with another one,
-        and has nothing put before it.
+        A conversation becomes what the model's chat template makes of it (`ChatTemplate.render`). With `begins` false a
+        text goes on with another one, and has nothing put before it.
 
         Raises:
-            UserError: empty, of a wrong type, no tokenizer for text, no chat template for a conversation or one that
-                refuses it, or an id outside the vocabulary.
+            UserError: empty, of a wrong type, no tokenizer for text, as `ChatTemplate.render`, or an id outside the
+                vocabulary.
         """
         if isinstance(prompt, UserError):
             raise prompt
-        if not isinstance(prompt, (str, list, tuple)):
+        if is_conversation(prompt):
+            conversation = prompt if isinstance(prompt, Conversation) else Conversation(prompt)
+            ids = self._tokenize(self.chat.render(conversation), begins=False)  # a template writes special tokens
+        elif isinstance(prompt, str):
+            ids = self._tokenize(prompt, begins)
+        elif isinstance(prompt, (list, tuple)):
+            ids = prompt
+        else:
             kinds = "a text, a list of token ids or a conversation"
             raise UserError(f"a prompt is {kinds}, not {type(prompt).__name__}")
-        if is_conversation(prompt):
-            ids = self._apply_template(prompt)
-        else:
-            ids = self._tokenize(prompt, begins) if isinstance(prompt, str) else prompt
         if not ids:
             raise UserError("the prompt is empty")
         for token in ids:
@@ -107,63 +112,23 @@ class LoadedModel:
         return list(map(int, ids))
 
     def encode_next(self, question: str) -> list[int]:
-        """Token ids of what the chat template writes behind an answer: its end, the user's next question, and the
-        beginning of the next answer.
+        """Token ids of what the chat template writes behind an answer (`ChatTemplate.render_next`).
 
         Raises:
-            UserError: as `encode`, or the template does not show answers as they are.
+            UserError: as `encode` and `ChatTemplate.render_next`.
         """
         if not isinstance(question, str):
             raise UserError(f"a message is a text, not {type(question).__name__}")
-        roles = (("user", "?"), ("assistant", ANSWER), ("user", question))
-        text = self._apply_template([{"role": role, "content": content} for role, content in roles], tokenize=False)
-        _, shown, behind = text.partition(ANSWER)
-        if not shown:
-            raise UserError("the model's chat template leaves earlier answers out: use `feed` and `generate`")
-        return self.encode(behind, begins=False)
+        return self.encode(self.chat.render_next(question), begins=False)
 
     def _tokenize(self, text: str, begins: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer: give prompt_token_ids instead of text")
-        _check_unicode(text, "the prompt")
-        return self.tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"] if text else []
-
-    def _apply_template(self, messages: Seq[dict], **options) -> list[int] | str:
-        """Token ids, or with tokenize=False the text. The template writes the special tokens too: the tokenizer puts
-        none before the text."""
-        _check_messages(messages)
-        if self.tokenizer is None:
-            raise UserError("this model has no tokenizer: give prompt_token_ids instead of messages")
-        if self.tokenizer.chat_template is None:
-            raise UserError("the model has no chat template: give a prompt instead of messages")
-        how = dict(add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False})
         try:
-            return self.tokenizer.apply_chat_template(messages, **how, **options)
-        except Exception as e:  # a template is a program, and may raise anything
-            raise UserError(f"the model's chat template refuses these messages: {reason(e)}") from None
-
-
-def is_conversation(prompt) -> bool:
-    """Whether it is a list of messages, and not of token ids. An empty list is neither."""
-    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], dict)
-
-
-def _check_messages(messages: Seq[dict]) -> None:
-    """Raises UserError for one without the texts "role" and "content"."""
-    for n, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise UserError(f"message {n} is not an object with role and content")
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise UserError(f'message {n}: "{name}" must be a text')
-            _check_unicode(message[name], f'message {n}: "{name}"')
-
-
-def _check_unicode(text: str, what: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{what} is not valid Unicode: it holds half a surrogate pair") from None
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError("the prompt is not valid Unicode: it holds half a surrogate pair") from None
+        return self.tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"] if text else []
 
 
 def load_model(
@@ -191,10 +156,14 @@ def load_model(
             have these formats.
     """
     if path == DUMMY:
-        weights, spec, tokenizer, stored = None, _dummy_spec(model), None, named_dtype(model)
+        weights = tokenizer = None
+        spec = _dummy_spec(model)
+        stored = named_dtype(model)
     else:
         weights, folder = find_model(model, path)
-        spec, stored, tokenizer = read_spec(folder), stored_dtype(folder), load_tokenizer(folder)
+        spec = read_spec(folder)
+        stored = stored_dtype(folder)
+        tokenizer = load_tokenizer(folder)
     dtype = choose_dtype(stored)
     activation(spec.activation)  # raises for one that is not known
     layers = family(spec.model_type).tensors(spec)

@@ -15,9 +15,9 @@ class CompletionOutput:
     """One generated text.
 
     Attributes:
-        text: if a stop string ended it, what is before that.
-        token_ids: all tokens that were generated, those of a stop string too; logprobs: one for each.
-        finish_reason: "length" or "stop" (an end-of-sequence token or a stop string).
+        text: what is before the stop string or the token that ended it.
+        token_ids: all tokens that were generated, those that ended it too; logprobs: one for each.
+        finish_reason: "length" or "stop" (an end-of-sequence token, one of `stop_token_ids`, or a stop string).
     """
 
     index: int
@@ -72,7 +72,8 @@ def text_of(s: Sequence, tokenizer) -> str:
     """What a sequence has generated, as text; empty without a tokenizer."""
     if s.text is not None:
         return s.text
-    return "" if tokenizer is None else decode(tokenizer, s.tokens)
+    shown = s.tokens[:-1] if s.finish_reason == "stop" else s.tokens
+    return "" if tokenizer is None else decode(tokenizer, shown)
 
 
 def completion(s: Sequence, tokenizer) -> CompletionOutput:
@@ -94,7 +95,9 @@ class OutputCollector(Observer):
         outputs: dict[int, RequestOutput],
         on_output: Callable[[RequestOutput], None] | None = None,
     ):
-        self.tokenizer, self.outputs, self.on_output = tokenizer, outputs, on_output
+        self.tokenizer = tokenizer
+        self.outputs = outputs
+        self.on_output = on_output
 
     def on_begin(self) -> None:
         """Hand on the outputs of prompts that cannot be run."""
@@ -135,7 +138,9 @@ class ScoreCollector(Observer):
         greedy_token_ids: dict[int, list[int]],
         on_output: Callable[[ScoreOutput], None] | None = None,
     ):
-        self.outputs, self.greedy_token_ids, self.on_output = outputs, greedy_token_ids, on_output
+        self.outputs = outputs
+        self.greedy_token_ids = greedy_token_ids
+        self.on_output = on_output
 
     def on_finished(self, sequences: list[Sequence]) -> None:
         for s in sequences:
@@ -143,6 +148,7 @@ class ScoreCollector(Observer):
             if s.finish_reason == "error":
                 output.error = "the model's hidden states overflowed for this text"
             else:
-                output.token_logprobs, output.greedy_token_ids = s.logprobs, self.greedy_token_ids[s.index]
+                output.token_logprobs = s.logprobs
+                output.greedy_token_ids = self.greedy_token_ids[s.index]
             if self.on_output is not None:
                 self.on_output(output)

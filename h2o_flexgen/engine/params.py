@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
+
+import numpy as np
 
 from h2o_flexgen.errors import UserError
 
@@ -16,7 +18,7 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 takes the most likely token; higher flattens the distribution.
-        top_k: sample among the k most likely tokens (0: all).
+        top_k: sample among the k most likely tokens (0, and -1 as vLLM has it: all).
         top_p: sample among the fewest tokens whose probabilities reach p (nucleus sampling,
             arXiv 1904.09751, section 3.1); 1: all.
         max_tokens: output length.
@@ -25,6 +27,10 @@ class SamplingParams:
             and on nothing else.
         stop: a text or several; a sequence ends as soon as what it generates contains one, and its text is what is
             before it. Kept as a tuple.
+        stop_token_ids: ids of tokens that end a sequence as the end-of-sequence token does, also with `ignore_eos`.
+            Kept as a sorted tuple.
+
+    Numbers of NumPy's types are welcome.
 
     Raises:
         UserError: a value of another type or out of range, or a stop string that is empty or no text.
@@ -37,27 +43,34 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     stop: str | Seq[str] | None = ()
+    stop_token_ids: Seq[int] | None = ()
 
     def __post_init__(self):
-        for name, least in {"top_k": 0, "max_tokens": 1, "seed": 0}.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UserError(f"{name} must be a whole number, {least} or more, not {value!r}")
+        for name, least in {"top_k": -1, "max_tokens": 1, "seed": 0}.items():
+            self._set(name, whole_number(name, getattr(self, name), least))
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise UserError(f"{name} must be a number, not {value!r}")
-        if not 0 <= self.temperature <= sys.float_info.max:
+            try:
+                self._set(name, float(value))
+            except OverflowError:  # a whole number of hundreds of digits
+                self._set(name, math.inf)
+        if not 0 <= self.temperature < math.inf:
             raise UserError(f"temperature must be 0 or more, and finite, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
-        if not isinstance(self.ignore_eos, bool):
+        if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise UserError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         if self.seed >= 1 << 64:
             raise UserError(f"seed must be less than 2**64, not {self.seed}")
-        for name in ("temperature", "top_p"):
-            object.__setattr__(self, name, float(getattr(self, name)))
-        object.__setattr__(self, "stop", self._checked_stop())
+        self._set("top_k", max(0, self.top_k))
+        self._set("ignore_eos", bool(self.ignore_eos))
+        self._set("stop", self._checked_stop())
+        self._set("stop_token_ids", self._checked_stop_token_ids())
+
+    def _set(self, name: str, value) -> None:
+        object.__setattr__(self, name, value)  # it is frozen for everybody else
 
     def _checked_stop(self) -> tuple[str, ...]:
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
@@ -68,11 +81,25 @@ class SamplingParams:
                 raise UserError(f"a stop string must be a text that is not empty, not {text!r}")
         return tuple(stop)
 
+    def _checked_stop_token_ids(self) -> tuple[int, ...]:
+        given = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = list_of("stop_token_ids must be a list of token ids", given)
+        return tuple(sorted({whole_number("each of stop_token_ids", token, 0) for token in ids}))
 
-def check_stop(params: SamplingParams, tokenizer) -> None:
-    """Raises UserError for stop strings that no tokenizer can show."""
+
+def whole_number(name: str, value, least: int) -> int:
+    """As one of Python's own. Raises UserError, which calls it `name`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise UserError(f"{name} must be a whole number, {least} or more, not {value!r:.60}")
+    return int(value)
+
+
+def check_stop(params: SamplingParams, tokenizer, vocab: int) -> None:
+    """Raises UserError for stop strings that no tokenizer can show, and for stop tokens that there are not."""
     if params.stop and tokenizer is None:
         raise UserError("`stop` needs a tokenizer, and this model has none: leave it out")
+    if params.stop_token_ids and params.stop_token_ids[-1] >= vocab:
+        raise UserError(f"stop_token_ids must be below {vocab}, the vocabulary, not {params.stop_token_ids[-1]}")
 
 
 def params_of_each(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -86,16 +113,12 @@ def params_of_each(given: SamplingParams | Seq[SamplingParams] | None, count: in
     return list(given)
 
 
-def prompt_lens_of_each(given: int | Seq[int] | None, count: int) -> list[int | None]:
+def prompt_lens_of_each(given: int | Seq[int] | None, count: int) -> Seq[int | None]:
     """How many tokens of each of `count` texts are its prompt. Raises UserError for another number of them, or one that
     is none."""
-    lens = list(given) if isinstance(given, (list, tuple)) else [given] * count
-    if len(lens) != count:
-        raise UserError(f"`prompt_len` has {len(lens)} for {count} texts: give one for each, or one for all")
-    for n in lens:
-        if given is not None and (type(n) is not int or n < 1):
-            raise UserError(f"`prompt_len` must be a whole number, 1 or more, not {n!r}")
-    return lens
+    if given is None or isinstance(given, Integral):
+        return [given if given is None else whole_number("`prompt_len`", given, 1)] * count
+    return _numbers_of_each("prompt_len", "texts", given, count, 1)
 
 
 def keys_of_each(given: Seq[int] | None, count: int) -> Seq[int]:
@@ -103,9 +126,25 @@ def keys_of_each(given: Seq[int] | None, count: int) -> Seq[int]:
     none."""
     if given is None:
         return range(count)
-    if len(given) != count:
-        raise UserError(f"`keys` has {len(given)} for {count} prompts: give one for each")
-    for key in given:
-        if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < 1 << 64:
+    keys = _numbers_of_each("keys", "prompts", given, count, 0)
+    for key in keys:
+        if key >= 1 << 64:
             raise UserError(f"each of `keys` must be a whole number from 0 to 2**64 - 1, not {key!r}")
-    return given
+    return keys
+
+
+def _numbers_of_each(name: str, of: str, given, count: int, least: int) -> list[int]:
+    given = list_of(f"`{name}` must be a list of whole numbers", given)
+    if len(given) != count:
+        raise UserError(f"`{name}` has {len(given)} for {count} {of}: give one for each")
+    return [whole_number(f"each of `{name}`", value, least) for value in given]
+
+
+def list_of(what: str, given) -> list:
+    """What a user gave as a list, or another collection with an order. Raises UserError, which begins with `what`."""
+    if isinstance(given, (str, bytes, dict, set, frozenset)):
+        raise UserError(f"{what}, not {type(given).__name__}")
+    try:
+        return list(given)
+    except TypeError:
+        raise UserError(f"{what}, not {type(given).__name__}") from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.engine.model import LoadedModel, Prompt, is_conversation
+from h2o_flexgen.engine.messages import is_conversation, messages_of
+from h2o_flexgen.engine.model import LoadedModel, Prompt
 from h2o_flexgen.engine.outputs import RequestOutput, ScoreOutput
 from h2o_flexgen.engine.params import SamplingParams, check_stop, keys_of_each, params_of_each, prompt_lens_of_each
 from h2o_flexgen.errors import UserError
@@ -36,14 +37,15 @@ def to_generate(
     """Sequences of the prompts, and by index the outputs of all prompts. Arguments and errors are those of
     `LLM.generate`: with `skip_errors` the output of a prompt that cannot be run gets an `error`, and there is no
     sequence of it."""
-    params, keys = params_of_each(sampling_params, len(prompts)), keys_of_each(keys, len(prompts))
-    sequences, outputs = [], {}
+    params = params_of_each(sampling_params, len(prompts))
+    keys = keys_of_each(keys, len(prompts))
+    sequences = []
+    outputs = {}
     for index, (prompt, its_params, key) in enumerate(zip(prompts, params, keys)):
-        shown = prompt if isinstance(prompt, str) or is_conversation(prompt) else None
-        output = outputs[index] = RequestOutput(index, shown, [])
+        output = outputs[index] = RequestOutput(index, _shown(prompt), [])
         try:
             output.prompt_token_ids = admit(model, prompt, its_params.max_tokens, rolling)
-            check_stop(its_params, model.tokenizer)
+            check_stop(its_params, model.tokenizer, model.spec.vocab)
             sequences.append(Sequence(index, output.prompt_token_ids, its_params, key))
         except UserError as e:
             if not skip_errors:
@@ -52,12 +54,20 @@ def to_generate(
     return sequences, outputs
 
 
+def _shown(prompt: Prompt) -> str | Seq[dict] | None:
+    if is_conversation(prompt):
+        return messages_of(prompt)
+    return prompt if isinstance(prompt, str) else None
+
+
 def to_score(
     model: LoadedModel, texts: Seq[str | Seq[int]], prompt_len: int | Seq[int] | None, rolling: bool
 ) -> tuple[list[Sequence], list[ScoreOutput], dict[int, list[int]]]:
     """Sequences of the texts, the outputs of all texts, and by index the tokens to be scored. Arguments and errors are
     those of `LLM.score`; a text that cannot be scored has an `error` in its output, and no sequence."""
-    sequences, outputs, targets = [], [], {}
+    sequences = []
+    outputs = []
+    targets = {}
     for index, (text, its_prompt_len) in enumerate(zip(texts, prompt_lens_of_each(prompt_len, len(texts)))):
         first = its_prompt_len or 1  # the first token that is scored
         output = ScoreOutput(index, [])

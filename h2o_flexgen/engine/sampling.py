@@ -22,14 +22,15 @@ class Sampler:
     """Appends the tokens of each step to the sequences that still run, each by its own parameters.
 
     Args:
-        eos_ids: token ids that end a sequence, unless its parameters ignore them.
+        eos_ids: token ids that end a sequence, unless its parameters ignore them; its `stop_token_ids` do always.
         tokenizer: for stop strings; None if no sequence has any.
     """
 
     every_position = False
 
     def __init__(self, eos_ids: frozenset[int], tokenizer=None):
-        self.eos_ids, self.stop_strings = eos_ids, StopStrings(tokenizer)
+        self.eos_ids = eos_ids
+        self.stop_strings = StopStrings(tokenizer)
 
     def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`. A sequence with a row that is not finite ends in an error."""
@@ -40,7 +41,8 @@ class Sampler:
 
     def _end(self, s: Sequence) -> None:
         """Set `finish_reason` if the newest token ends the sequence."""
-        if s.tokens[-1] in self.eos_ids and not s.params.ignore_eos:
+        token = s.tokens[-1]
+        if token in s.params.stop_token_ids or (token in self.eos_ids and not s.params.ignore_eos):
             s.finish_reason = "stop"
             return
         if s.params.stop:
@@ -63,7 +65,8 @@ class TeacherForcing:
     """
 
     def __init__(self, targets: dict[int, list[int]], every_position: bool):
-        self.targets, self.every_position = targets, every_position
+        self.targets = targets
+        self.every_position = every_position
         self._next = {index: iter(tokens) for index, tokens in targets.items()}
         self.greedy_token_ids: dict[int, list[int]] = defaultdict(list)
 
@@ -91,13 +94,15 @@ def sample(logits: Tensor, params: list[SamplingParams], keys: list[int], step: 
         tokens (B,) int64, and their log-probabilities under the model (B,) fp32, NaN where a row's logits are
         broken. Both on the CPU.
     """
-    chosen, logprobs = [], []
+    chosen = []
+    logprobs = []
     # a few rows at a time: they stay in the caches of a CPU, which takes half the time
     for at in range(0, len(logits), SAMPLE_ROWS):
         rows = logits[at : at + SAMPLE_ROWS].float()
         tokens = rows.argmax(-1)
         for alike in _alike(params[at : at + SAMPLE_ROWS]):
-            few, its_keys = [params[at + row] for row in alike], [keys[at + row] for row in alike]
+            few = [params[at + row] for row in alike]
+            its_keys = [keys[at + row] for row in alike]
             tokens[alike] = _draw(rows[alike] / few[0].temperature, few, its_keys, step)
         chosen.append(tokens)
         logprobs.append(_logprobs(rows, tokens))
@@ -115,7 +120,8 @@ def _alike(params: list[SamplingParams]) -> Iterable[list[int]]:
 
 def _draw(logits: Tensor, params: list[SamplingParams], keys: list[int], step: int) -> Tensor:
     """A token for each row of logits (B, V), which are divided by the temperature."""
-    top_k, top_p = params[0].top_k, params[0].top_p
+    top_k = params[0].top_k
+    top_p = params[0].top_p
     if 0 < top_k < logits.shape[1]:
         order = logits.topk(top_k).indices
         logits = logits.gather(1, order)
@@ -139,7 +145,8 @@ def _uniform(seed: int, key: int, step: int) -> float:
 
 def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[int]]:
     """For each row of logits (B, V) the log-probability of its target (B,), in fp32, and the most likely token."""
-    logprobs, greedy = [], []
+    logprobs = []
+    greedy = []
     for rows, target in zip(logits.split(SAMPLE_ROWS), targets.to(logits.device).split(SAMPLE_ROWS)):
         rows = rows.float()
         logprobs += _logprobs(rows, target).tolist()

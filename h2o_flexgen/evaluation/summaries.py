@@ -11,7 +11,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.evaluation.extras import need
 from h2o_flexgen.evaluation.passages import Source
 from h2o_flexgen.evaluation.settings import Setting, check_outputs, measure_each
-from h2o_flexgen.jobs.openai import sampling
+from h2o_flexgen.jobs.keys import sampling
 from h2o_flexgen.llm import LLM
 
 #: ends a summary in the rows of the H2O repository
@@ -36,7 +36,8 @@ def articles_of(source: Source, llm: LLM, gen_len: int) -> tuple[list[Article], 
     """
     if source.rows is None:
         raise UserError(f'{source.name} must hold JSON lines {{"article", "summary_gt"}}, and end in .jsonl')
-    articles, errors = [], []
+    articles = []
+    errors = []
     for number, row in source.rows:
         try:
             articles.append(_article(row, llm, gen_len))
@@ -48,7 +49,8 @@ def articles_of(source: Source, llm: LLM, gen_len: int) -> tuple[list[Article], 
 def _article(row: dict | UserError, llm: LLM, gen_len: int) -> Article:
     if isinstance(row, UserError):
         raise row
-    article, reference = row.get("article"), row.get("summary_gt")
+    article = row.get("article")
+    reference = row.get("summary_gt")
     if not isinstance(article, str):
         raise UserError('no text "article"')
     if not isinstance(reference, str | None):
@@ -64,7 +66,8 @@ def measure(llm: LLM, articles: list[Article], settings: list[Setting]) -> Itera
         rows as `row_of`, with the mean ROUGE (`rouge`) of the summaries against the references ("reference", None where
         no article has one) and against those of the full cache ("full_cache"); and the summaries (`texts`).
     """
-    prompts, params = [a.prompt for a in articles], [a.params for a in articles]
+    prompts = [article.prompt for article in articles]
+    params = [article.params for article in articles]
     references = [a.reference for a in articles]
     full = []  # the summaries of the full cache, which comes first
 
@@ -96,7 +99,8 @@ def mean_rouge(texts: list[str], references: list[str | None]) -> dict[str, dict
 def rouge(text: str, reference: str) -> dict[str, dict[str, float]]:
     """ROUGE-1, 2 and L, F measures in [0, 1], by the package `rouge`, which the H2O repository uses, and by
     `rouge-score` with stemming, as HELM uses it. They cut texts into words and sentences in different ways."""
-    theirs, scorer = need("rouge", "rouge", "ROUGE"), need("rouge_score.rouge_scorer", "rouge-score", "ROUGE")
+    theirs = need("rouge", "rouge", "ROUGE")
+    scorer = need("rouge_score.rouge_scorer", "rouge-score", "ROUGE")
     by_rouge = dict.fromkeys("12l", 0.0)
     if text.strip(" .\n") and reference.strip(" .\n"):  # it refuses texts without a word
         (found,) = theirs.Rouge().get_scores(text, reference)

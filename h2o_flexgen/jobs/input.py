@@ -6,10 +6,12 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from h2o_flexgen.engine.messages import Conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs import openai
+from h2o_flexgen.jobs.content import check_no_array, check_no_table, read_content
+from h2o_flexgen.jobs.keys import sampling
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Row:
     line: int
     digest: str
     custom_id: str | None = None
-    prompt: str | list[int] | list[dict] | UserError = ""
+    prompt: str | list[int] | Conversation | UserError = ""
     params: dict = field(default_factory=dict)
     kind: str = "plain"
     model: str | None = None
@@ -45,22 +47,21 @@ class Row:
     @property
     def key(self) -> int:
         """For the random numbers: the same wherever a row with a custom_id stands."""
-        return (
-            self.index if self.custom_id is None else int(_digest(self.custom_id.encode("utf-8", "replace"))[:15], 16)
-        )
+        if self.custom_id is None:
+            return self.index
+        return int(_digest(self.custom_id.encode("utf-8", "surrogatepass"))[:15], 16)
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of an input file.
+    """The rows of an input file, - for stdin.
 
     Raises:
-        UserError: the file cannot be read, holds no rows, or has a custom_id twice.
+        UserError: the file cannot be read, is of another form, holds no rows, or has a custom_id twice.
     """
-    try:
-        content = Path(path).read_bytes()
-    except OSError as e:
-        raise UserError(f"cannot read `input_file` {path}: {e.strerror}") from None
-    rows, seen = [], {}
+    content = read_content(path)
+    check_no_array(path, content)
+    rows = []
+    seen = {}
     for number, line in enumerate(content.splitlines(), 1):  # of bytes: a text may hold other line separators
         if not line.strip():
             continue
@@ -72,18 +73,19 @@ def read_rows(path: str) -> list[Row]:
             raise UserError(f"`input_file` {path}: {lines} have the same custom_id {row.custom_id!r}")
     if not rows:
         raise UserError(f"`input_file` {path} holds no prompts")
+    if all(isinstance(row.prompt, NotAnObject) for row in rows):
+        check_no_table(path, content)
     return rows
+
+
+class NotAnObject(UserError):
+    """A line that is no JSON object."""
 
 
 def _parse(line: bytes, index: int, number: int) -> Row:
     row = Row(index, number, _digest(line))
     try:
-        try:
-            data = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            raise UserError(f"not JSON: {e}") from None
-        if not isinstance(data, dict):
-            raise UserError("not a JSON object")
+        data = _object(line)
         custom_id = data.get("custom_id")
         if custom_id is not None and not isinstance(custom_id, str):
             raise UserError("custom_id must be a text")
@@ -91,15 +93,44 @@ def _parse(line: bytes, index: int, number: int) -> Row:
         if openai.is_request(data):
             openai.parse(data, row)
         else:
-            row.prompt, row.params = _prompt(data), openai.sampling(data)
+            row.params = sampling(data)
+            row.prompt = _prompt(data)
             row.logprobs = openai.wants_logprobs(data, row.kind)
     except UserError as e:
         row.prompt = e
     return row
 
 
-def _prompt(data: dict) -> str | list[int] | list[dict]:
-    """Of a plain row. Raises UserError if it has none."""
+def _object(line: bytes) -> dict:
+    try:
+        data = json.loads(line, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as e:
+        if isinstance(e, UserError):
+            raise
+        raise NotAnObject(f"not JSON: {e}") from None
+    if not isinstance(data, dict):
+        raise NotAnObject("not a JSON object")
+    return data
+
+
+def _without_duplicates(pairs: list[tuple]) -> dict:
+    """Python would take the last value, and other readers the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"the key {twice!r} appears twice: leave one out")
+    return found
+
+
+def _prompt(data: dict) -> str | list[int] | Conversation:
+    """Of a plain row. Raises UserError if it has none, or two."""
+    if "messages" in data:
+        for name in ("prompt", "prompt_token_ids"):
+            if name in data:
+                raise UserError(f'a row has "messages" or a "{name}", not both')
+        return openai.conversation(data)
+    openai.refuse_template_kwargs(data)
     if "prompt_token_ids" in data:
         if not isinstance(data["prompt_token_ids"], list):
             raise UserError("prompt_token_ids must be a list of token ids")
@@ -108,9 +139,7 @@ def _prompt(data: dict) -> str | list[int] | list[dict]:
         if not isinstance(data["prompt"], str):
             raise UserError("prompt must be a text")
         return data["prompt"]
-    if "messages" not in data:
-        raise UserError('no "prompt", "prompt_token_ids" or "messages"')
-    return openai.checked_messages(data["messages"])
+    raise UserError('no "prompt", "prompt_token_ids" or "messages"')
 
 
 def _digest(content: bytes) -> str:
@@ -141,7 +170,8 @@ def builtin_prompts(tokenizer, vocab: int, count: int, length: int) -> list[list
     its beginning where it ends; without a tokenizer random ids below `vocab`."""
     if tokenizer is None:
         rng = random.Random(0)
-        return [[rng.randrange(4, vocab) for _ in range(length)] for _ in range(count)]
+        ids = [rng.randrange(4, vocab) for _ in range(count * length)]
+        return [ids[begin : begin + length] for begin in range(0, count * length, length)]
     first = tokenizer("")["input_ids"][:length]  # what the tokenizer puts before every text
     ids = tokenizer(builtin_text(), add_special_tokens=False, verbose=False)["input_ids"]
     left = length - len(first)

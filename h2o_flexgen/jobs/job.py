@@ -6,12 +6,13 @@ import logging
 import os
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from h2o_flexgen.engine.observer import Observer, Observers
-from h2o_flexgen.engine.params import SamplingParams, check_stop
+from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs.admission import admitted
 from h2o_flexgen.jobs.input import Row
 from h2o_flexgen.jobs.manifest import Manifest, lock, manifest_path
 from h2o_flexgen.jobs.output import DoneRow, OutputFile, done_row, failed_row, no_row, put_in_order, read_done
@@ -40,7 +41,8 @@ class Job:
 
     def __init__(self, path: str, restart: bool = False):
         self.path = Path(os.path.realpath(path))  # of a link, what it points to is replaced
-        self.manifest_path, self.restart = manifest_path(self.path), restart
+        self.manifest_path = manifest_path(self.path)
+        self.restart = restart
         if self.path.exists() and not self.path.is_file():
             raise UserError(f"`output_file` {path} is not a file")
         if not os.access(self.path.parent, os.W_OK):
@@ -200,22 +202,28 @@ class Run(Observer):
     """
 
     def __init__(self, job: Job, llm: LLM, rows: list[Row], left: Left, params: SamplingParams):
-        self.job, self.llm, self.rows, self.left = job, llm, rows, left
+        self.job = job
+        self.llm = llm
+        self.rows = rows
+        self.left = left
         self.todo, self.refused = admitted(llm, left.todo, params)  # all, before the first is run
         if not self.todo and not left.kept:
             row, error = self.refused[0]
             raise UserError(f"none of the {len(rows)} rows of `input_file` can be run; row {row.index}: {error}")
         longest = max((len(ids) for _, ids, _ in self.todo), default=1)
         if job.before:
-            self.manifest, slots = job.before, job.before.kv_budget
-            self.budget, self.compress_cache = slots and KVBudget.from_dict(slots), job.before.compress_cache
+            self.manifest = job.before
+            slots = job.before.kv_budget
+            self.budget = slots and KVBudget.from_dict(slots)
+            self.compress_cache = job.before.compress_cache
             if slots and longest > job.before.longest_prompt:
                 known = f"a new prompt has {longest} tokens, the longest so far had {job.before.longest_prompt}"
                 log.warning(
                     "%s: its KV budget is %d heavy + %d recent slots too", known, slots["heavy"], slots["recent"]
                 )
         else:
-            self.budget, self.compress_cache = llm.kv_budget, llm.compress_cache
+            self.budget = llm.kv_budget
+            self.compress_cache = llm.compress_cache
             slots = self.budget.to_dict(longest) if isinstance(self.budget, KVBudget) else None
             self.manifest = Manifest(settings_of(llm, params, longest), slots, longest, [], [], self.compress_cache)
 
@@ -284,25 +292,3 @@ def keep_old(path: Path, is_moved: bool) -> None:
         kept = Path(f"{kept}~")
     os.rename(path, kept) if is_moved else shutil.copyfile(path, kept)
     log.warning("the old output file is kept in %s", kept)
-
-
-def admitted(llm: LLM, rows: list[Row], params: SamplingParams) -> tuple[list[tuple], list[tuple]]:
-    """(row, token ids, sampling) of the rows that can be run, and (row, error) of the others."""
-    todo, refused = [], []
-    for row in rows:
-        prompt, own = request(row, params, llm.tokenizer)
-        try:
-            todo.append((row, llm.admit(prompt, own.max_tokens), own))
-        except UserError as e:
-            refused.append((row, e))
-    return todo, refused
-
-
-def request(row: Row, params: SamplingParams, tokenizer) -> tuple:
-    """The prompt of a row, or the UserError that stands for one, and its sampling: `params` and what it sets itself."""
-    try:
-        own = replace(params, **row.params)
-        check_stop(own, tokenizer)
-        return row.prompt, own
-    except UserError as e:
-        return e, params

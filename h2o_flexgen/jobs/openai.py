@@ -10,57 +10,21 @@ import time
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from h2o_flexgen.engine.messages import Conversation, checked_kwargs, checked_message
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs.keys import REFUSED, SAMPLING, RowError, sampling, short
 
 if TYPE_CHECKING:
     from h2o_flexgen.jobs.input import Row
 
 #: url: the kind of its rows
 URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-#: what a row may say of its sampling: the types of each
-SAMPLING = {
-    "max_tokens": int,
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": int,
-    "seed": int,
-    "stop": (str, list),
-    "ignore_eos": bool,
-}
-#: what would change a response and cannot be done: the values that ask for nothing, as null does
-REFUSED = {
-    "n": (1,),
-    "best_of": (1,),
-    "stream": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-}
 #: what else a body may have: it is read elsewhere, or changes no response
 OTHERS = set(
-    "model messages prompt logprobs max_completion_tokens user metadata store service_tier safety_identifier "
-    "prompt_cache_key parallel_tool_calls stream_options".split()
+    "model messages prompt logprobs max_completion_tokens chat_template_kwargs user metadata store service_tier "
+    "safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls stream_options prediction "
+    "request_id priority".split()
 )
-
-
-class RequestError(UserError):
-    """A request that cannot be run; `param` is what of its body is to blame."""
-
-    def __init__(self, message: str, param: str | None = None):
-        super().__init__(message)
-        self.param = param
 
 
 def is_request(data: dict) -> bool:
@@ -78,62 +42,52 @@ def parse(data: dict, row: Row) -> None:
         raise UserError("a request needs a custom_id")
     row.kind = URLS.get(str(data.get("url")), "chat")  # an error looks the same in either
     if str(data.get("url")) not in URLS:
-        raise RequestError(f"url must be one of {', '.join(URLS)}, not {_short(data.get('url'))}", "url")
+        raise RowError(f"url must be one of {', '.join(URLS)}, not {short(data.get('url'))}", "url")
     if data.get("method") != "POST":
-        raise RequestError(f"method must be POST, not {_short(data.get('method'))}", "method")
+        raise RowError(f"method must be POST, not {short(data.get('method'))}", "method")
     body = data.get("body")
     if not isinstance(body, dict):
-        raise RequestError("body must be an object", "body")
+        raise RowError("body must be an object", "body")
     row.model = body["model"] if isinstance(body.get("model"), str) else None
-    for name, value in body.items():
-        if value is None or name in SAMPLING or name in OTHERS or value in REFUSED.get(name, ()):
-            continue
-        raise RequestError(f"{name} is not supported: leave it out", name)
-    row.logprobs = wants_logprobs(body, row.kind)
+    if outside := SAMPLING.keys() & data.keys():
+        raise RowError(f"{min(outside)} belongs in the body", min(outside))
     row.params = sampling(body)
+    for name, value in body.items():
+        if value is not None and not (name in SAMPLING or name in REFUSED or name in OTHERS):
+            raise RowError(f"{name} is not supported: leave it out", name)
+    row.logprobs = wants_logprobs(body, row.kind)
     if row.kind == "chat":
-        row.prompt = [_joined(n, message) for n, message in enumerate(checked_messages(body.get("messages")))]
+        row.prompt = conversation(body)
     else:
+        refuse_template_kwargs(body)
         row.prompt = _completion_prompt(body.get("prompt"))
 
 
-def sampling(data: dict) -> dict:
-    """The `SamplingParams` that a plain row or the body of a request sets; null sets nothing.
+def conversation(data: dict) -> Conversation:
+    """Of a plain row or the body of a request.
 
     Raises:
-        UserError: a value of a wrong type. Which values are in range `SamplingParams` knows.
+        RowError: there are no messages, one is of a wrong shape, or `chat_template_kwargs` is not an object.
     """
-    found = {name: data[name] for name in SAMPLING if data.get(name) is not None}
-    if data.get("max_completion_tokens") is not None:  # the newer name wins
-        found["max_tokens"] = data["max_completion_tokens"]
-    for name, value in found.items():
-        is_flag = isinstance(value, bool)  # which Python takes for a number
-        if not isinstance(value, SAMPLING[name]) or is_flag != (SAMPLING[name] is bool):
-            raise RequestError(f"{name} cannot be {_short(value)}", name)
-        if isinstance(value, int) and abs(value) >= 1 << 64:
-            raise RequestError(f"{name} is too large", name)
-    return found
-
-
-def checked_messages(messages) -> list[dict]:
-    """Raises UserError for what is no list of objects. What is in them, the model checks."""
+    messages = data.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise RequestError("messages must be a list of objects with role and content", "messages")
+        raise RowError("messages must be a list of objects with role and content", "messages")
     if not messages:
-        raise RequestError("messages is an empty list: a conversation has one or more", "messages")
-    return messages
+        raise RowError("messages is an empty list: a conversation has one or more", "messages")
+    param = "messages"
+    try:
+        for n, message in enumerate(messages):
+            checked_message(n, message)
+        param = "chat_template_kwargs"
+        return Conversation(messages, checked_kwargs(data.get(param)))
+    except UserError as e:
+        raise RowError(str(e), param) from None
 
 
-def _joined(n: int, message: dict) -> dict:
-    """A message whose content is one text: of content parts, those of text, a line each."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    for part in content:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RequestError(f"message {n}: a content part must be of type text, not {_short(kind)}", "messages")
-    return message | {"content": "\n".join(part["text"] for part in content)}
+def refuse_template_kwargs(data: dict) -> None:
+    """Raises RowError for variables of a chat template without messages."""
+    if data.get("chat_template_kwargs") is not None:
+        raise RowError("chat_template_kwargs is for messages: leave it out", "chat_template_kwargs")
 
 
 def _completion_prompt(prompt) -> str | list[int]:
@@ -141,7 +95,7 @@ def _completion_prompt(prompt) -> str | list[int]:
         prompt = prompt[0]
     if isinstance(prompt, str) or (isinstance(prompt, list) and not any(isinstance(x, (str, list)) for x in prompt)):
         return prompt
-    raise RequestError("prompt must be one text or one list of token ids", "prompt")
+    raise RowError("prompt must be one text or one list of token ids", "prompt")
 
 
 def wants_logprobs(data: dict, kind: str) -> bool:
@@ -153,12 +107,7 @@ def wants_logprobs(data: dict, kind: str) -> bool:
     if logprobs == 0 if kind == "completion" else logprobs is True:
         return True
     only = "0: other tokens than the chosen one are not supported" if kind == "completion" else "true or false"
-    raise RequestError(f"logprobs must be {only}", "logprobs")
-
-
-def _short(value) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    raise RowError(f"logprobs must be {only}", "logprobs")
 
 
 # responses
@@ -173,7 +122,8 @@ def response(row: Row, output, model: str, tokenizer) -> dict:
     if output.error is not None:
         return failure(row, UserError(output.error), 500)
     done = output.outputs[0]
-    used, made = len(output.prompt_token_ids), len(done.token_ids)
+    used = len(output.prompt_token_ids)
+    made = len(done.token_ids)
     choice = {"index": 0, "finish_reason": done.finish_reason, "logprobs": None}
     if row.kind == "chat":
         choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}

@@ -38,6 +38,8 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         **{name: getattr(params, name) for name in sampling},
         "gen_len": params.max_tokens,
         "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids) or None,  # None: as jobs have that began without
+        "chat_template_kwargs": llm.model.chat.template_kwargs or None,
         "version": __version__,
     }
 

@@ -64,7 +64,7 @@ def test_memory_caps(refused, model, option, value):
         ("--temperature", "-1"),
         ("--temperature", "nan"),
         ("--temperature", "inf"),
-        ("--top-k", "-1"),
+        ("--top-k", "-2"),
         ("--top-k", "0.5"),
         ("--top-p", "0"),
         ("--top-p", "-0.5"),

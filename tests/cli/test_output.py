@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from cli_tools import environment
 
 import h2o_flexgen
 from h2o_flexgen import LLM, SamplingParams
@@ -45,3 +48,29 @@ def test_a_command_shows_warnings_once_and_plain(capsys):
     for _ in range(2):
         cli_module.main(cli_module.Parser("x", "y"), run, [])
         assert capsys.readouterr().err == "the disk is nearly full\n"
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"LC_ALL": "POSIX"},
+    ],
+    ids=str,
+)
+def test_what_a_locale_cannot_show_does_not_end_a_job(locale):
+    """As under cron."""
+    code = r"""
+import logging, sys
+from h2o_flexgen import cli, errors
+def run(args):
+    cli.say("\u27e6\U0001f600 gr\u00fc\u00dfe\u27e7")
+    logging.getLogger("h2o_flexgen").warning("\u27e6")
+    raise errors.UserError("\u27e6")
+sys.exit(cli.main(cli.Parser("x", "y"), run, []))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(**locale), capture_output=True)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr and b"error: " in done.stderr
+    assert b"gr" in done.stdout and done.stdout.endswith(b"\n")

@@ -167,7 +167,7 @@ def test_a_broken_row_says_so_and_leaves_the_others(params, bad):
         dict(temperature=-1),
         dict(temperature=float("nan")),
         dict(temperature=float("inf")),
-        dict(top_k=-1),
+        dict(top_k=-2),
         dict(top_p=0),
         dict(top_p=1.01),
         dict(top_p=float("nan")),

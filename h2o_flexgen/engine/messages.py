@@ -1,0 +1,104 @@
+"""Conversations as people and OpenAI's clients write them, checked before a chat template gets them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from h2o_flexgen.errors import UserError
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for the chat template.
+
+    Attributes:
+        messages: each has a text "role" and a "content": a text, a list of parts {"type": "text", "text": ...}, or,
+            beside "tool_calls", None. The template gets all other keys too.
+        template_kwargs: variables of the template, such as {"enable_thinking": False}.
+    """
+
+    messages: Seq[dict]
+    template_kwargs: dict = field(default_factory=dict)
+
+
+def is_conversation(prompt) -> bool:
+    """Whether it is a `Conversation`, or a list of messages. An empty list is neither that nor token ids."""
+    is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], dict)
+    return is_list or isinstance(prompt, Conversation)
+
+
+def messages_of(conversation: Conversation | Seq[dict]) -> Seq[dict]:
+    return conversation.messages if isinstance(conversation, Conversation) else conversation
+
+
+def content_text(content: str | list[dict] | None) -> str:
+    """As one text: of parts a line each."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or [])
+
+
+def checked_kwargs(given) -> dict:
+    """The `chat_template_kwargs` of a user, None for none. Raises UserError for what is not an object."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise UserError(f"chat_template_kwargs must be an object with the template's variables, not {given!r:.60}")
+    return given
+
+
+def checked_message(n: int, message: dict) -> dict:
+    """Message `n` of a conversation, without keys that are None, and with a content, which is "" where there are only
+    tool calls.
+
+    Raises:
+        UserError: it is of a wrong shape, or holds something other than texts and tool calls.
+    """
+    if not isinstance(message, dict):
+        raise UserError(f"message {n} is not an object with role and content")
+    if not isinstance(message.get("role"), str):
+        raise UserError(f'message {n}: "role" must be a text')
+    found = {name: value for name, value in message.items() if value is not None}
+    for name in ("function_call", "audio"):
+        if name in found:
+            raise UserError(f'message {n}: "{name}" is not supported')
+    calls = found.pop("tool_calls", [])
+    if not isinstance(calls, (list, tuple)):
+        raise UserError(f'message {n}: "tool_calls" must be a list of objects')
+    content = found.get("content", "" if calls else None)
+    if not isinstance(content, (str, list, tuple)):
+        raise UserError(f'message {n}: "content" must be a text or a list of parts')
+    found["content"] = content if isinstance(content, str) else [_checked_part(n, part) for part in content] or ""
+    return found | ({"tool_calls": [_checked_call(n, call) for call in calls]} if calls else {})
+
+
+def _checked_part(n: int, part) -> dict:
+    if not isinstance(part, dict) or part.get("type", "text") != "text":
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise UserError(f"message {n}: a content part must be of type text, not {kind!r:.60}")
+    if not isinstance(part.get("text"), str):
+        raise UserError(f"message {n}: a content part lacks its text")
+    return {"type": "text"} | part
+
+
+def _checked_call(n: int, call) -> dict:
+    """With arguments."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(f"message {n}: a tool call must have a function with a name")
+    arguments = function.get("arguments") or {}
+    try:
+        if isinstance(arguments_object(arguments), dict):
+            return call | {"function": function | {"arguments": arguments}}
+    except (ValueError, RecursionError):
+        pass
+    raise UserError(f"message {n}: the arguments of a tool call must be a JSON object")
+
+
+def arguments_object(arguments: dict | str) -> dict:
+    """Of a tool call; OpenAI has them as JSON."""
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def arguments_json(arguments: dict | str) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

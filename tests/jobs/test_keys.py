@@ -1,0 +1,132 @@
+"""A key of a row is honoured, refused, or a label that means nothing to anybody; plain rows and requests agree."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_tools import write_rows
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs.input import read_rows
+from h2o_flexgen.jobs.keys import OTHER_NAMES, REFUSED, SAMPLING, RowError
+
+#: (key, value, what the error says)
+REFUSALS = [
+    ("n", 3, "n is not supported"),
+    ("repetition_penalty", 1.2, "repetition_penalty is not supported"),
+    ("presence_penalty", -0.5, "presence_penalty is not supported"),
+    ("min_p", 0.1, "min_p is not supported"),
+    ("min_tokens", 4, "min_tokens is not supported"),
+    ("logit_bias", {"5": 100}, "logit_bias is not supported"),
+    ("tools", [{"type": "function"}], "tools is not supported"),
+    ("response_format", {"type": "json_object"}, "response_format is not supported"),
+    ("guided_json", {"type": "object"}, "guided_json is not supported"),
+    ("top_logprobs", 5, "top_logprobs is not supported"),
+    ("num_beams", 4, "num_beams is not supported"),
+    ("extra_body", {"top_k": 5}, "extra_body is not supported"),
+    ("hh_ratio", 0.2, "hh_ratio is not supported"),
+    ("max_new_tokens", 5, "max_new_tokens is not a key of rows: use max_tokens"),
+    ("max_length", 5, "use max_tokens"),
+    ("gen_len", 5, "use max_tokens"),
+    ("do_sample", True, "use temperature"),
+    ("eos_token_id", 5, "use stop_token_ids"),
+    ("stop_sequences", ["a"], "use stop"),
+    ("system", "Be short.", "use messages"),
+    ("enable_thinking", False, "use chat_template_kwargs"),
+    ("maxTokens", 5, "maxTokens is not a key of rows: use max_tokens"),
+    ("max-tokens", 5, "use max_tokens"),
+    ("maxNewTokens", 5, "use max_tokens"),
+    ("Temperature", 1, "use temperature"),
+    ("temprature", 1, "use temperature"),
+    ("max_token", 5, "use max_tokens"),
+    ("topK", 5, "use top_k"),
+    ("topLogprobs", 5, "use top_logprobs"),
+    ("stop_tokens_ids", [5], "use stop_token_ids"),
+    ("repetition_penality", 1.2, "use repetition_penalty"),
+    ("stop_token_ids", 5, "stop_token_ids cannot be 5"),
+    ("max_tokens", 16.0, "max_tokens cannot be 16.0"),
+    ("max_tokens", 10**30, "max_tokens is too large"),
+    ("seed", True, "seed cannot be True"),
+    ("temperature", "0.5", "temperature cannot be '0.5'"),
+]
+LABELS = "id label labels answer options function in_tokens top_words N format index message name template text url"
+
+
+def plain(**keys) -> dict:
+    return {"prompt_token_ids": [5]} | keys
+
+
+def completion(**keys) -> dict:
+    body = {"prompt": [5]} | keys
+    return {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def row_of(tmp_path, row: dict | str):
+    (found,) = read_rows(str(write_rows(tmp_path / "rows.jsonl", [row])))
+    return found
+
+
+@pytest.mark.parametrize("form", [plain, completion])
+@pytest.mark.parametrize("key, value, say", REFUSALS)
+def test_what_would_change_the_answer_is_refused(tmp_path, form, key, value, say):
+    error = row_of(tmp_path, form(**{key: value})).prompt
+    assert isinstance(error, RowError) and say in str(error) and error.param == key
+
+
+@pytest.mark.parametrize("form", [plain, completion])
+def test_what_asks_for_nothing_is_not(tmp_path, form):
+    """Clients write out all they know."""
+    neutral = {name: values[0] for name, values in REFUSED.items() if values}
+    nulls = dict.fromkeys([*SAMPLING, *(REFUSED.keys() - neutral), *OTHER_NAMES])
+    row = row_of(tmp_path, form(**neutral, **(nulls if form is plain else dict.fromkeys(SAMPLING))))
+    assert row.prompt == [5] and row.params == {}
+
+
+def test_other_keys_are_labels(tmp_path):
+    row = row_of(tmp_path, plain(**dict.fromkeys(LABELS.split(), "x")))
+    assert row.prompt == [5] and row.params == {}
+
+
+def test_a_row_says_how_it_is_sampled(tmp_path):
+    given = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "seed": 3, "stop": ["a"]}
+    given |= {"stop_token_ids": [7, 8], "ignore_eos": True}
+    assert given.keys() == SAMPLING.keys()
+    for form in (plain, completion):
+        assert row_of(tmp_path, form(**given)).params == given
+
+
+def test_a_key_beside_the_body_of_a_request_is_not_lost(tmp_path):
+    error = row_of(tmp_path, completion() | {"max_tokens": 5}).prompt
+    assert str(error) == "max_tokens belongs in the body" and error.param == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    "row, say",
+    [
+        ('{"prompt": "a", "temperature": 0, "temperature": 1}', "the key 'temperature' appears twice"),
+        ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' appears twice"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "the key 'content' appears twice"),
+        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "not both"),
+        ('{"prompt_token_ids": [5], "messages": [{"role": "user", "content": "b"}]}', "not both"),
+        ('{"prompt": "a", "chat_template_kwargs": {"enable_thinking": false}}', "is for messages"),
+        ('{"messages": [{"role": "user", "content": "b"}], "chat_template_kwargs": [1]}', "must be an object"),
+        ('{"prompt": "a", "max_tokens": NaN}', "max_tokens cannot be nan"),
+        ('{"prompt": "a", "max_tokens": Infinity}', "max_tokens cannot be inf"),
+    ],
+)
+def test_a_row_that_says_two_things_is_refused(tmp_path, row, say):
+    found = row_of(tmp_path, row)
+    assert isinstance(found.prompt, UserError) and say in str(found.prompt)
+
+
+def test_the_text_of_token_ids_may_stand_beside_them(tmp_path):
+    assert row_of(tmp_path, {"prompt": "a", "prompt_token_ids": [5]}).prompt == [5]
+
+
+def test_rows_whose_names_differ_only_in_half_a_surrogate_pair_draw_other_numbers(tmp_path):
+    names = ["a\ud800", "a\udc00", "a?", "a\ufffd"]
+    rows = read_rows(str(write_rows(tmp_path / "rows.jsonl", [json.dumps(plain(custom_id=name)) for name in names])))
+    assert len({row.key for row in rows}) == len(names)
+    (row,) = read_rows(str(write_rows(tmp_path / "rows.jsonl", [plain(custom_id="grüße")])))
+    assert row.key == 0x8285D1AD84C6B6E  # as ever
