@@ -210,7 +210,8 @@ def _weight_files(path: Path) -> list[Path]:
         raise UserError(f"no weights in {path}: {expected}{describe_unreadable(path)}")
     for file in files:
         if not os.path.isfile(file):
-            raise UserError(f"the shard {file} is missing; download it again")
+            what = "no regular file" if os.path.exists(file) else "missing"
+            raise UserError(f"the shard {file} is {what}; download it again")
     if choice := describe_choice(path):
         log.warning("%s", choice)
     return files
