@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -20,7 +21,10 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 except ImportError:  # `run` says what to install
-    TemplateLM, register_model = object, lambda name: lambda model: model
+    TemplateLM = object
+    register_model = lambda name: lambda model: model
+
+log = logging.getLogger(__name__)
 
 #: what the harness gives every model; the policy decides on batches
 OF_THE_HARNESS = ("batch_size", "max_batch_size", "trust_remote_code")
@@ -91,7 +95,7 @@ class HarnessLM(TemplateLM):
             known = [name for name in inspect.signature(HarnessLM).parameters if name not in OF_THE_HARNESS]
             raise UserError(f"unknown in --model_args: {', '.join(unknown)}; known: {', '.join(known[:-1])}")
         if trust_remote_code:
-            print("warning: trust_remote_code is ignored: code that comes with a model never runs", file=sys.stderr)
+            log.warning("trust_remote_code is ignored: code that comes with a model never runs")
         numbers = dict(hh_ratio=hh_ratio, recent_ratio=recent_ratio, hh_size=hh_size, recent_size=recent_size)
         caps = dict(gpu_mem=gpu_mem, cpu_mem=cpu_mem, disk_mem=disk_mem)
         _check_numbers(numbers | caps | dict(max_length=max_length, prefix_token_id=prefix_token_id))

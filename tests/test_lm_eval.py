@@ -313,10 +313,10 @@ BAD = [
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_code_that_comes_with_a_model_is_not_trusted_and_that_is_said(tiny, capsys, trusted):
+def test_code_that_comes_with_a_model_is_not_trusted_and_that_is_said(tiny, caplog, trusted):
     with pytest.raises(UserError, match="has no tokenizer"):
         lm_eval.HarnessLM(str(tiny("llama").folder), device="cpu", trust_remote_code=trusted)
-    assert capsys.readouterr().err.count("trust_remote_code is ignored") == trusted
+    assert caplog.text.count("trust_remote_code is ignored") == trusted
 
 
 @needs_harness
