@@ -196,9 +196,7 @@ def test_lists_that_do_not_fit_the_prompts_are_refused(tiny, given, say):
         assert llm.generate([], []) == []
 
 
-@pytest.mark.parametrize(
-    "prompts", [None, 5, 5.0, b"ab", {"prompt": "a"}, {"a", "b"}, LLM, [None], [5], [b"ab"]], ids=str
-)
+@pytest.mark.parametrize("prompts", [None, 5, 5.0, b"ab", {"prompt": "a"}, {"a"}, LLM, [None], [5], [b"ab"]], ids=str)
 def test_what_is_no_list_of_prompts_is_refused(tiny, prompts):
     with LLM(str(tiny().folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
         with pytest.raises(UserError, match="`prompts` must be|prompt 0: a prompt is"):

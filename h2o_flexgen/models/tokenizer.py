@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.files import read_json
+from h2o_flexgen.files import read_json, read_text
 from h2o_flexgen.models.folder import check_fetched
 from h2o_flexgen.models.sentence_piece import read_pieces
 
@@ -19,6 +19,7 @@ _DESCRIBED = "tokenizer.json"
 #: a tokenizer as SentencePiece reads it
 _PIECES = "tokenizer.model"
 _CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
 _FILES = (_DESCRIBED, _CONFIG, "vocab.json", _PIECES)
 #: texts that tokenizers take apart in different ways: blanks, digits, accents (composed and not), code, scripts, lines
 _PROBES = (
@@ -38,7 +39,7 @@ _OPTIONS = {"padding_side": "left", "trust_remote_code": False}
 #: what a tokenizer_config.json says of its class alone
 _OF_CLASS = ("tokenizer_class", "auto_map", "add_bos_token", "add_eos_token", "sp_model_kwargs", "legacy")
 #: files of a tokenizer beside the vocabulary
-_BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
+_BESIDE = ("special_tokens_map.json", "added_tokens.json", _TEMPLATE, "chat_template.json")
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +56,16 @@ def load_tokenizer(folder: Path):
     if not has_tokenizer(folder):
         return None
     try:
-        return _loaded(folder)
+        tokenizer = _loaded(folder)
     except UserError:
         raise
     except Exception as e:
         needed = "" if (folder / _DESCRIBED).exists() else "; it needs tokenizer.json, or vocab.json and merges.txt"
         raise UserError(f"cannot load the tokenizer of {folder}: {reason(e)}{needed}") from None
+    template = folder / _TEMPLATE
+    if tokenizer.chat_template is None and template.exists():  # transformers 4.45 does not read it
+        tokenizer.chat_template = read_text(f"the chat template {template}", template)
+    return tokenizer
 
 
 def has_tokenizer(folder: Path) -> bool:
