@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         need("matplotlib", "matplotlib", "a plot")
     text, name = windows.read(args.text)
-    spec, dtype = forecast.find(args.model).spec, getattr(torch, args.dtype)
+    spec = forecast.find(args.model).spec
+    dtype = getattr(torch, args.dtype)
     spec.check_length(args.prompt_len, args.gen_len)
     rule = rule_for(make_budget(args), Workload((args.prompt_len,) * args.windows, args.gen_len), spec)
     check_rule(rule, args.prompt_len)
@@ -102,9 +103,13 @@ def make_budget(args: argparse.Namespace) -> KVBudget:
 
 def describe(result: dict) -> str:
     """The figures for people."""
-    low, high = min(result["sparsity"]["by_layer"]), max(result["sparsity"]["by_layer"])
-    ranks, overlap, neurons = result["ranks"], result["overlap"], result["neurons"]
-    fit, words = ranks["fit"], result["words"]["correlation"]
+    low = min(result["sparsity"]["by_layer"])
+    high = max(result["sparsity"]["by_layer"])
+    ranks = result["ranks"]
+    overlap = result["overlap"]
+    neurons = result["neurons"]
+    fit = ranks["fit"]
+    words = result["words"]["correlation"]
     exponents = fit["exponent_by_layer"]
     lengths = f"{result['windows']} x ({result['prompt_len']} + {result['gen_len']}) tokens of {result['text']}"
     lines = [

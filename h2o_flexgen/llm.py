@@ -134,7 +134,8 @@ class LLM:
         self.caps = dict(zip(TIERS, (gpu_mem, cpu_mem, disk_mem)))
         check_cpu_cap(self.caps, not cuda, self.policy == "auto")
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
-        self.progress, self.observer = progress, observer or Observer()
+        self.progress = progress
+        self.observer = observer or Observer()
         self.choice: Choice | None = None
         self.report: dict = {}
 
@@ -145,11 +146,14 @@ class LLM:
         self.model.in_blocks = takes_in_blocks(self.model.formats.values(), compute, cuda, in_blocks)
         self.model.chat.set_kwargs(checked_kwargs(chat_template_kwargs))
         self.dtype = self.model.dtype
-        self.spec, self.tokenizer, self.eos_ids = self.model.spec, self.model.tokenizer, self.model.eos_ids
+        self.spec = self.model.spec
+        self.tokenizer = self.model.tokenizer
+        self.eos_ids = self.model.eos_ids
         for form in () if cuda else cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
             prepare_cache(form, self.dtype)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
-        name, how = dtype_name(self.dtype), dict(compute=compute, in_blocks=self.model.in_blocks)
+        name = dtype_name(self.dtype)
+        how = dict(compute=compute, in_blocks=self.model.in_blocks)
         how |= dict(formats=self.model.formats, dummy=self.model.is_dummy, copy_bytes=self.model.source.copy_bytes)
         data = ModelData.of(self.spec, name, name, cuda, compressed=compress_weight is not None, **how)
         here = (self.device, self.dtype, self.offload_root)
@@ -308,7 +312,8 @@ class LLM:
         """
         self.runner.end_streams("the next session of its model began")
         self.device.reset_meters()
-        given, budget = None if self.policy == "auto" else self.policy, kv_budget or self.kv_budget
+        given = None if self.policy == "auto" else self.policy
+        budget = kv_budget or self.kv_budget
         arguments = self.compress_cache, 1 if count is None else count, position_rolling, chunk
         self.choice, most = choose(self.planner, self.resources(), given, budget, *arguments)
         self.observer.on_plan(self.choice)

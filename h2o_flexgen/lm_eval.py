@@ -120,7 +120,8 @@ class HarnessLM(TemplateLM):
             offload_dir=offload_dir,
             **{name: _bytes(name, gib) for name, gib in caps.items()},
         )
-        self.tokenizer, spec = self.llm.tokenizer, self.llm.spec
+        self.tokenizer = self.llm.tokenizer
+        spec = self.llm.spec
         if self.tokenizer is None:
             raise UserError(f"{self.llm.model.name} has no tokenizer, and the tasks of the harness are texts")
         most = min(spec.positions, spec.window or spec.positions)
@@ -210,7 +211,8 @@ class HarnessLM(TemplateLM):
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         self._need_sizes("a rolling log-likelihood decodes whole texts")
-        windows, owners = [], []
+        windows = []
+        owners = []
         for owner, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
@@ -238,7 +240,9 @@ class HarnessLM(TemplateLM):
         Raises:
             UserError: a continuation has no token, or more than `max_length`; or a text cannot be scored.
         """
-        rows, starts, answers = [], [], {}
+        rows = []
+        starts = []
+        answers = {}
         for index, (context, continuation) in enumerate(pairs):
             if not continuation:
                 mend = "mend the task's choices or its target_delimiter"
@@ -265,7 +269,8 @@ class HarnessLM(TemplateLM):
         """A text for each (context, arguments of the generation), up to the first of its stop strings."""
         from h2o_flexgen.engine.params import SamplingParams
 
-        prompts, params = [], []
+        prompts = []
+        params = []
         for request in requests:
             context, arguments = request.args
             how = self._generation(arguments)

@@ -124,8 +124,11 @@ def models_of(args: argparse.Namespace, found, profile) -> dict:
     from h2o_flexgen.planning.shapes import ModelData
 
     to_come = args.search and named_spec(args.model) is not None
-    is_new, stored, cuda = found.is_dummy or to_come, found.stored(profile.dtype), profile.device == "cuda"
-    models, errors = {}, []
+    is_new = found.is_dummy or to_come
+    stored = found.stored(profile.dtype)
+    cuda = profile.device == "cuda"
+    models = {}
+    errors = []
     for kind in FORMATS if args.compress_weight == "auto" else (args.compress_weight,):
         try:
             formats, copied = found.formats(kind)
@@ -149,7 +152,8 @@ def choose(args: argparse.Namespace, length: int, models: dict, profile, policy,
 
     caps = {tier: getattr(args, f"{tier}_mem") for tier in TIERS}
     check_cpu_cap(caps, profile.device != "cuda", policy is None)
-    size, batches = args.gpu_batch_size, args.num_gpu_batches
+    size = args.gpu_batch_size
+    batches = args.num_gpu_batches
     constraints = Constraints(
         size,
         batches,
@@ -172,7 +176,9 @@ def choose(args: argparse.Namespace, length: int, models: dict, profile, policy,
 
 def result_of(choice, compute: str, sizes: dict, command: str) -> dict:
     """The result as plain data."""
-    p, plan, rule = choice.prediction, choice.plan, choice.rule
+    p = choice.prediction
+    plan = choice.plan
+    rule = choice.rule
     formats = {"compress_weight": choice.compress_weight, "compress_cache": choice.compress_cache}
     formats["compute"] = None if compute == "exact" else compute
     return {
@@ -237,8 +243,10 @@ def describe(choice) -> str:
 
 def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> str:
     """The command that runs a policy."""
-    policy, budget = choice.policy, asdict(choice.kv_budget) if choice.kv_budget else {}
-    rule, rolling = budget.pop("rule", DEFAULT_RULE), budget.pop("position_rolling", False)
+    policy = choice.policy
+    budget = asdict(choice.kv_budget) if choice.kv_budget else {}
+    rule = budget.pop("rule", DEFAULT_RULE)
+    rolling = budget.pop("position_rolling", False)
     options = {"model": args.model, "path": args.path, **workload}
     options |= {**budget, "kv_rule": None if rule == DEFAULT_RULE else rule}
     options |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}

@@ -38,7 +38,9 @@ TASKS = {
 }
 
 #: of passages and of texts that are drawn
-PROMPT_LEN, WINDOWS, TEMPERATURE = 512, 8, 0.8
+PROMPT_LEN = 512
+WINDOWS = 8
+TEMPERATURE = 0.8
 
 
 def make_parser(prog: str = "python -m h2o_flexgen.quality") -> argparse.ArgumentParser:
@@ -136,14 +138,17 @@ def settings_of(args: argparse.Namespace) -> list:
 
     default = TASKS[args.task]
     args.gen_len = args.gen_len or default.gen_len
-    args.prompt_len, args.windows = args.prompt_len or PROMPT_LEN, args.windows or WINDOWS
+    args.prompt_len = args.prompt_len or PROMPT_LEN
+    args.windows = args.windows or WINDOWS
     args.temperature = TEMPERATURE if args.temperature is None else args.temperature
     rules = args.kv_rule or default.rules
     for rule in rules:
         check_rule(rule)
-    ratios, sizes = args.ratios or (), args.sizes or ()
+    ratios = args.ratios or ()
+    sizes = args.sizes or ()
     if not ratios and not sizes:
-        ratios, sizes = default.ratios, default.sizes
+        ratios = default.ratios
+        sizes = default.sizes
     formats = [None if kind == "none" else kind for kind in dict.fromkeys(args.compress_cache)]
     return make_settings(rules, ratios, sizes, args.hh_share, formats)
 
@@ -172,7 +177,8 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
     from h2o_flexgen.formats import dtype_name
 
     if args.task == "compare":
-        items, errors = [llm.admit(sources[0].text, args.gen_len)], []
+        items = [llm.admit(sources[0].text, args.gen_len)]
+        errors = []
         lengths = [len(items[0])]
         measure = lambda: compare.measure(llm, items[0], settings, args.gen_len, args.samples, args.temperature)
     elif args.task == "summarize":
@@ -184,7 +190,8 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
         items, errors = gathered(passages_of(source, llm.model, *lens) for source in sources)
         lengths = [item.prompt_len for item in items]
         measure = lambda: perplexity.measure(llm, items, settings)
-    count, is_strict = len(settings), args.kv_rule is not None
+    count = len(settings)
+    is_strict = args.kv_rule is not None
     settings = allowed(settings, max(lengths), args.gen_len, llm.model.spec, is_strict)
     if len(settings) < count:
         print(f"{count - len(settings)} settings left out: too few slots for what the rule protects", file=sys.stderr)
@@ -209,7 +216,8 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
 def gathered(found: Iterator[tuple[list, list[str]]]) -> tuple[list, list[str]]:
     """Items and errors of all sources. Raises UserError if there are no items."""
     lists = list(found)
-    items, errors = ([one for each in lists for one in each[n]] for n in (0, 1))
+    items = [item for found_items, _ in lists for item in found_items]
+    errors = [error for _, found_errors in lists for error in found_errors]
     if not items:
         raise UserError(f"none of the {len(errors)} rows can be measured; {errors[0]}")
     return items, errors
@@ -236,10 +244,12 @@ def table(header: list[str], lines: list[list[str]]) -> str:
     """Columns for people: the first to the left, the others to the right."""
     lines = [header, *lines]
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if n else cell.ljust(width) for n, (cell, width) in enumerate(zip(line, widths)))
-        for line in lines
-    )
+
+    def aligned(line: list[str]) -> str:
+        first, *others = zip(line, widths)
+        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+
+    return "\n".join(map(aligned, lines))
 
 
 def budget_text(row: dict) -> list[str]:

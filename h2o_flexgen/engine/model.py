@@ -168,13 +168,7 @@ def load_model(
     activation(spec.activation)  # raises for one that is not known
     layers = family(spec.model_type).tensors(spec)
     shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
-    if path == DUMMY:
-        source = DummyCheckpoint(layers, dtype)
-    else:
-        source = Checkpoint(weights, layers, dtype, progress)
-        source.check(shapes)
-        if spec.tied:
-            source.check_tied(head_name(spec), head_name(replace(spec, tied=False)))
+    source = DummyCheckpoint(layers, dtype) if weights is None else _checkpoint(weights, spec, layers, dtype, progress)
     formats = {name: source.format(name) for name, shape in shapes.items() if len(shape) > 1}
     compressed_to = {} if compress_weight is None else compressed(compress_weight, [layer.shapes for layer in layers])
     formats |= compressed_to
@@ -186,6 +180,16 @@ def load_model(
     found = LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight, compute)
     found.revision = weights and commit(weights)
     prepare_loops(dtype, found.is_quantised, compute)
+    return found
+
+
+def _checkpoint(weights: Path, spec: ModelSpec, layers: list[Layer], dtype: torch.dtype, progress: bool) -> Checkpoint:
+    """Raises UserError unless it holds what the model needs."""
+    found = Checkpoint(weights, layers, dtype, progress)
+    for layer in layers:
+        found.check(layer.shapes)
+    if spec.tied:
+        found.check_tied(head_name(spec), head_name(replace(spec, tied=False)))
     return found
 
 

@@ -26,11 +26,13 @@ class Meter:
 
     def start(self) -> None:
         self._transport.device.synchronize()
-        self._since, self._counted = time.perf_counter(), self._transport.moved_bytes()
+        self._since = time.perf_counter()
+        self._counted = self._transport.moved_bytes()
 
     def stop(self, phase: str) -> None:
         """Add what was measured since `start`, or the last `stop`, to a phase."""
-        since, counted = self._since, self._counted
+        since = self._since
+        counted = self._counted
         self.start()
         self.seconds[phase] += self._since - since
         for link, nbytes in self._counted.items():
@@ -68,12 +70,17 @@ class Report:
 
     @classmethod
     def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
-        model, job, device = stores.model, stores.job, stores.device
-        work, rule, stalls = job.workload, job.rule, device.stall_seconds
+        model = stores.model
+        job = stores.job
+        device = stores.device
+        work = job.workload
+        rule = job.rule
+        stalls = device.stall_seconds
         planned = {tier: job.plan.needed(tier) for tier in TIERS}
         generated = sum(len(s.tokens) for s in sequences)
         tokens = {"prefill": sum(work.prompt_lens), "decode": generated - sum(1 for s in sequences if s.tokens)}
-        seconds, (prefill, decode) = sum(meter.seconds.values()), meter.moved.values()
+        seconds = sum(meter.seconds.values())
+        prefill, decode = meter.moved.values()
         phases = {
             phase: {"seconds": s, "tokens_per_s": _rate(tokens[phase], s), "bytes_moved": meter.moved[phase]}
             for phase, s in meter.seconds.items()

@@ -33,13 +33,16 @@ class StopStrings:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self._shows = cache(lambda token: decode(tokenizer, [token]) != "")
-        self._naming = cache(lambda stop: tuple(s for s in stop if any(text in s for text in self._special.values())))
+        self._naming = cache(lambda stop: tuple(filter(self._names_special, stop)))
 
     @cached_property
     def _special(self) -> dict[int, str]:
         """The tokens that no text shows, and their names."""
         added = [token for token, how in self.tokenizer.added_tokens_decoder.items() if how.special]
         return {token: decode_all(self.tokenizer, [token]) for token in {*added, *self.tokenizer.all_special_ids}}
+
+    def _names_special(self, text: str) -> bool:
+        return any(name in text for name in self._special.values())
 
     def text_before(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
         """The text of `tokens` up to the first stop string, or None if it contains none.

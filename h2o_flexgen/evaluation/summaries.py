@@ -93,7 +93,10 @@ def mean_rouge(texts: list[str], references: list[str | None]) -> dict[str, dict
     each = [rouge(text, reference) for text, reference in zip(texts, references) if reference]
     if not each:
         return None
-    return {package: {n: fmean(one[package][n] for one in each) for n in found} for package, found in each[0].items()}
+    means = {}
+    for package, kinds in each[0].items():
+        means[package] = {kind: fmean(one[package][kind] for one in each) for kind in kinds}
+    return means
 
 
 def rouge(text: str, reference: str) -> dict[str, dict[str, float]]:

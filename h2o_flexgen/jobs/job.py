@@ -235,7 +235,8 @@ class Run(Observer):
         rows, prompts, params = zip(*self.todo)
         before = self.llm.observer, self.llm.kv_budget, self.llm.compress_cache
         self.llm.observer = Observers(self.llm.observer, self)
-        self.llm.kv_budget, self.llm.compress_cache = self.budget, self.compress_cache
+        self.llm.kv_budget = self.budget
+        self.llm.compress_cache = self.compress_cache
         try:
             keys = [row.key for row in rows]
             self.llm.generate(prompts, params, keys=keys, skip_errors=True, on_output=self.take)
@@ -271,7 +272,8 @@ class Run(Observer):
             job.output = OutputFile(job.path, self.left.kept)
         else:  # the manifest behind the rows: a changed one must not be there under its new digest
             job.output = OutputFile(job.path, self.left.kept)
-            old, job.lock = job.lock, self.manifest.write(job.manifest_path, is_new=False)
+            old = job.lock
+            job.lock = self.manifest.write(job.manifest_path, is_new=False)
             old.close()
 
     def take(self, output) -> None:

@@ -67,7 +67,8 @@ class Checkpoint:
         others = [_without(layer, in_file) for layer in layers]
         for file in gguf_to_safetensors(self.path, others, dtype, progress):
             self.add_file(file)
-        files = {file: File(file) for file in {place[0] for place in in_file.values()}}
+        paths = {path for path, *_ in in_file.values()}
+        files = {path: File(path) for path in paths}
         for name, (file, offset, shape, form) in in_file.items():
             self.tensors[name] = Stored(files[file], offset, shape, form)
 
