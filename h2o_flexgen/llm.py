@@ -43,7 +43,8 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
 class LLM:
     """A model that need not fit into memory.
 
-    Threads may share one: their calls take turns. A call from within another one, as from `on_output`, is a UserError,
+    Threads may share one: their calls take turns, and `report` is the last
+    one's. A call from within another one, as from `on_output`, is a UserError,
     and so is one in a process that was forked after an LLM was made.
 
     Args:
@@ -169,8 +170,11 @@ class LLM:
     def close(self) -> None:
         """Free memory, threads and the offload folder once no other call runs; the next `generate` loads them again."""
         if not self.turns.is_forked:  # there they belong to the parent
-            with self.turns:
-                self.runner.close()
+            self._close()
+
+    @in_turn
+    def _close(self) -> None:
+        self.runner.close()
 
     def resources(self) -> Resources:
         """The memory that a job may use now."""

@@ -70,9 +70,12 @@ class Session:
     def close(self) -> None:
         """Free the caches; the weights stay with the LLM."""
         if not self.turns.is_forked:
-            with self.turns:
-                if self._streams.ended is None:
-                    self._runner.end_streams("it was closed")
+            self._close()
+
+    @in_turn
+    def _close(self) -> None:
+        if self._streams.ended is None:
+            self._runner.end_streams("it was closed")
 
     def lengths(self) -> int | list[int]:
         """Tokens of the text so far."""

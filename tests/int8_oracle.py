@@ -86,12 +86,16 @@ def multiplying(oracle, times: float, few: int, rounds: bool = True):
     return found
 
 
-def patch(model, times: float, few: int, rounds: bool = True) -> None:
-    """Let the linear layers of a model of transformers multiply so."""
+def patch(model, times: float, few: int, rounds: bool = True, noise: int | None = None) -> None:
+    """Let the linear layers of a model of transformers multiply so; `noise`: a seed for changes of their inputs in their
+    last bits."""
 
     def forward(name: str, module):
         count = 0 if name.rpartition(".")[2] in INNER else few
-        return lambda x: int8_linear(x, module.weight.detach(), module.bias, times, count, rounds)
+        factors = torch.ones(module.in_features)
+        if noise is not None:
+            factors += 3e-7 * torch.randn(len(factors), generator=torch.Generator().manual_seed(noise))
+        return lambda x: int8_linear(x * factors, module.weight.detach(), module.bias, times, count, rounds)
 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):

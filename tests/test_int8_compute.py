@@ -58,16 +58,33 @@ def compressed(kind: str) -> str:
 @pytest.mark.parametrize("name", zoo.FIRST.values())
 def test_every_family_gives_the_scores_of_the_oracle(models, name, kind):  # noqa: F811
     tiny, rounded = models(name, kind)
-    oracle = copy.deepcopy(rounded.hf)
-    patch(oracle, LIMIT, int8.FEW, rounds=kind != "blocks")
-    texts = tiny.prompts([12, 9])
-    expected = [logprobs(oracle, text) for text in texts]
+    texts, expected = close_call_free(tiny, rounded.hf, kind)
     exact = [logprobs(rounded.hf, text) for text in texts]
     found = score(tiny.folder, texts, compressed(kind), gpu_batch_size=2, percent=PLACES["mixed"])
-    errors, losses = (
-        max(abs(a - b) for x, y in zip(other, expected) for a, b in zip(x, y)) for other in (found, exact)
-    )
-    assert errors < BOUND and losses > 0
+    assert difference(found, expected) < BOUND
+    assert difference(exact, expected) > 0
+
+
+def close_call_free(tiny, model, kind: str) -> tuple[list, list]:
+    """Two texts, and their scores by a model whose matmuls are in int8. A change in the last bit of an input moves none
+    of their elements to another code or across the limit of outliers: sums in another order would do that too."""
+
+    def scores(texts: list, noise: int | None) -> list[list[float]]:
+        oracle = copy.deepcopy(model)
+        patch(oracle, LIMIT, int8.FEW, rounds=kind != "blocks", noise=noise)
+        return [logprobs(oracle, text) for text in texts]
+
+    for seed in range(100):
+        texts = tiny.prompts([12, 9], seed)
+        expected = scores(texts, None)
+        if all(difference(scores(texts, noise), expected) < BOUND / 10 for noise in range(3)):
+            return texts, expected
+    raise AssertionError("every text is a close call")
+
+
+def difference(some: list[list[float]], others: list[list[float]]) -> float:
+    """The largest one of two lists of scores."""
+    return max(abs(a - b) for x, y in zip(some, others) for a, b in zip(x, y))
 
 
 @pytest.mark.parametrize("n, rule", [*enumerate(RULES)])

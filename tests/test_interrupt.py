@@ -26,9 +26,9 @@ from cli_tools import (
     write_prompts,
     write_rows,
 )
+from transformers import PreTrainedTokenizerBase
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.engine.chat import ChatTemplate
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.interrupts import STOPPING, check, deferred, take_over
@@ -123,13 +123,13 @@ def test_a_chat_template_without_an_end_is_stopped_by_the_first_signal(cli, talk
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loop)
     rows = write_rows(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
-    real = ChatTemplate._apply
+    real = PreTrainedTokenizerBase.apply_chat_template
 
-    def apply(self, *rest):
+    def apply(self, *args, **options):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        return real(self, *rest)
+        return real(self, *args, **options)
 
-    monkeypatch.setattr(ChatTemplate, "_apply", apply)
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", apply)
     code, out, err = cli("--model", folder, *FP32, "--input-file", rows, "--output-file", tmp_path / "out.jsonl")
     assert (code, out, err) == (143, "", "interrupted\n")
     assert not (tmp_path / "out.jsonl").exists()

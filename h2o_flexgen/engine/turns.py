@@ -14,11 +14,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_processes: list[int] = []  # the first that made an LLM; a fork inherits the entry
+_first_process: int | None = None  # that made an LLM; a fork inherits it
 
 
 class Turns:
-    """A lock that knows who holds it: other threads wait, the holder itself is refused.
+    """Lets one call at a time use a model: other threads wait, a call from within another one is refused.
 
     Raises:
         UserError: also when it is made, in a fork of a process that has made an LLM. PyTorch's threads and ours are
@@ -26,44 +26,43 @@ class Turns:
     """
 
     def __init__(self):
-        self._lock = threading.Lock()
-        self._holder: int | None = None  # a thread
-        if not _processes:
-            _processes.append(os.getpid())
-        self._check_process()
+        global _first_process
+        self.lock = threading.Lock()
+        self.holder: int | None = None  # the thread that has the lock
+        if _first_process is None:
+            _first_process = os.getpid()
+        self.check()
 
     @property
     def is_forked(self) -> bool:
-        return os.getpid() not in _processes
+        return os.getpid() != _first_process
 
-    def _check_process(self) -> None:
+    def check(self) -> None:
+        """Raises UserError for a call that would wait for ever."""
         if self.is_forked:
             raise UserError(
                 "this process was forked from one that had made an LLM, whose threads it lacks: start processes by "
                 'multiprocessing\'s "spawn", or make the first LLM after the fork'
             )
-
-    def __enter__(self) -> None:
-        self._check_process()
-        if self._holder == threading.get_ident():
+        if self.holder == threading.get_ident():
             raise UserError(
                 "this LLM is in the middle of a call: call it again when that has returned, not from `on_output`, "
                 "`on_text` or an observer"
             )
-        self._lock.acquire()
-        self._holder = threading.get_ident()
-
-    def __exit__(self, *exc) -> None:
-        self._holder = None
-        self._lock.release()
 
 
 def in_turn(method: Callable[P, R]) -> Callable[P, R]:
-    """A method that runs within the `turns` of its object."""
+    """A method that runs while its object's `turns` are its own."""
 
     @wraps(method)
     def call(self, *args, **kwargs):
-        with self.turns:
-            return method(self, *args, **kwargs)
+        turns = self.turns
+        turns.check()
+        with turns.lock:
+            try:
+                turns.holder = threading.get_ident()
+                return method(self, *args, **kwargs)
+            finally:
+                turns.holder = None
 
     return call

@@ -10,9 +10,9 @@ import pytest
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 
-ON_DISK = Policy(4, 2, (0, 0, 0, 0, 0, 0))
+ON_DISK = Policy(2, 2, (0, 0, 0, 0, 0, 0))
 #: jobs of like shapes and other tokens: what one left in a buffer would do for another
-JOBS = [[[3 + 20 * job + n] * (1 + 3 * n) for n in range(6)] for job in range(4)]
+JOBS = [[[3 + 20 * job + n] * (1 + 5 * n) for n in range(3)] for job in range(4)]
 
 
 def open_llm(model, **options) -> LLM:
@@ -26,7 +26,7 @@ def llm(tiny):
 
 
 def tokens(llm: LLM, prompts, **options) -> list[list[int]]:
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, **options)]
 
 
@@ -43,7 +43,7 @@ def test_threads_may_also_score_talk_and_close(llm):
 
     def talk():
         with llm.session(budget) as session:
-            return session.generate(JOBS[2][3], SamplingParams(max_tokens=4, ignore_eos=True)).token_ids
+            return session.generate(JOBS[2][2], SamplingParams(max_tokens=4, ignore_eos=True)).token_ids
 
     calls = [lambda: tokens(llm, JOBS[0]), score, llm.close]
     alone = [call() for call in calls]
