@@ -87,8 +87,8 @@ def multiplying(oracle, times: float, few: int, rounds: bool = True):
 
 
 def patch(model, times: float, few: int, rounds: bool = True, noise: int | None = None) -> None:
-    """Let the linear layers of a model of transformers multiply so; `noise`: a seed for changes of their inputs in their
-    last bits."""
+    """Let the linear layers of a model of transformers multiply so; `noise`: a seed for changes in the
+    last bits of inputs."""
 
     def forward(name: str, module):
         count = 0 if name.rpartition(".")[2] in INNER else few
