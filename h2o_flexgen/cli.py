@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import json
 import logging
 import math
@@ -92,9 +93,10 @@ def gibibytes(text: str) -> int:
     return int(amount(text) * GIB)
 
 
-def add_model_options(add, model: str = "the demo model if left out", **how) -> None:
-    """--model, of which `model` says more, and --revision, which becomes a part of it."""
-    add("--model", help=f"folder, GGUF file or Hugging Face name (NAME, NAME:Q4_K_M, NAME/FILE.gguf); {model}", **how)
+def add_model_options(add, note: str = "the demo model if left out", required: bool = False) -> None:
+    """--model, whose help ends with `note`, and --revision, which becomes a part of it."""
+    names = "folder, GGUF file or Hugging Face name (NAME, NAME:Q4_K_M, NAME/FILE.gguf)"
+    add("--model", required=required, help=f"{names}; {note}")
     add("--revision", help="a branch, tag or commit of the model on the hub, as NAME@REVISION says it too")
 
 
@@ -391,7 +393,7 @@ def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], No
     """Run a command to its end; returns the exit code: 0, 2 for an error of the user, 128 + the signal."""
     interrupts.take_over()
     for stream in (sys.stdout, sys.stderr):  # cron and old locales: what they cannot show must not end a job
-        if getattr(stream, "errors", None) in ("strict", "surrogateescape"):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
     logging.getLogger("h2o_flexgen").addHandler(logging.lastResort)  # plain warnings on stderr; added once
     try:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -16,10 +17,12 @@ from pathlib import Path
 from h2o_flexgen import interrupts
 from h2o_flexgen.files import cache_folder, make_private, open_regular, read_bytes, samples, sync
 
-#: of what `converted` keeps: raise it when a conversion gives something else
+#: a number to increase when a conversion gives something else than before, so that old copies are not used
 CONVERSION = 3
 #: the file in a copy that says what it is made of, and what each of its files is
 RECORD = "copy.json"
+#: how copies are called
+NAME = re.compile("[0-9a-f]{16}")
 #: of a file larger than SMALL bytes, the first HEAD bytes are checked, which hold the header of one of weights
 SMALL = 1 << 25
 HEAD = 1 << 16
@@ -27,7 +30,7 @@ HEAD = 1 << 16
 log = logging.getLogger(__name__)
 
 
-def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> Path:
+def converted(sources: list[Path], kind: str, make: Callable[[Path], None], room: str = "converted") -> Path:
     """The folder of what `make(folder)` makes of some files: made once, and again when the files change or the copy is
     not as it was made. One that the same files had before they changed is removed.
 
@@ -35,6 +38,7 @@ def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> P
 
     Args:
         kind: what is made of the files.
+        room: the folder in the cache folder. One process at a time makes copies in each.
 
     Raises:
         UserError: a source cannot be read, or the cache folder is another user's.
@@ -43,7 +47,8 @@ def converted(sources: list[Path], kind: str, make: Callable[[Path], None]) -> P
     key = hashlib.sha256(f"{CONVERSION} {kind}".encode())
     for source in sources:
         key.update(samples(source))
-    root = cache_folder("converted")
+        key.update(str(source.stat().st_mtime_ns).encode())  # samples miss an edit of a few bytes
+    root = cache_folder(room)
     target = root / key.hexdigest()[:16]
     if _is_whole(target):
         return target
@@ -91,10 +96,11 @@ def _make(target: Path, origin: dict, make: Callable[[Path], None]) -> None:
 
 
 def _remove_older(root: Path, origin: dict) -> None:
-    """The copies of what the same files held before."""
+    """The copies of what the same files held before, and those of versions that wrote no record."""
     for folder in root.iterdir():
         record = _record(folder)
-        if record and origin.items() <= record.items():
+        is_old = NAME.fullmatch(folder.name) and record is None
+        if is_old or (record and origin.items() <= record.items()):
             _remove(folder)
 
 

@@ -15,13 +15,15 @@ from h2o_flexgen.errors import UserError
 
 #: for the end of a message about the cache folder
 OTHER_HOME = "make room there, or name a folder that can be written in H2O_FLEXGEN_HOME"
+#: for the end of a message about one that others can use
+OWN_FOLDER = "name a new folder of your own, which may be below it, in H2O_FLEXGEN_HOME"
 #: the most bytes of a JSON file, and of a text, that are read whole
 JSON_BYTES = 100 << 20
 TEXT_BYTES = 1 << 30
-#: `samples` reads this much at a time, at this many places or more, which are at most so many bytes apart
+#: `samples` reads pieces of this many bytes
 PIECE = 4096
-PIECES = 256
-DISTANCE = 16 << 20
+#: and this many of them
+PIECES = 64
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
@@ -72,8 +74,8 @@ def read_text(what: str, path: str | Path) -> str:
 
 
 def check_small(what: str, path: Path) -> None:
-    """Raises UserError, which calls it `what`, for a file that is there and no library should be let read: none that
-    ends, or none that can be read, or a huge one."""
+    """Raises UserError, which calls it `what`, for a file that no library should be given to read: a pipe or a device,
+    one that may not be read, or a huge one. A missing file is fine."""
     try:
         fd = open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -87,16 +89,15 @@ def check_small(what: str, path: Path) -> None:
 
 
 def samples(path: Path) -> bytes:
-    """A digest of a file's size and of pieces of it at even distances: of all of it up to 1 MiB. Where it lies, and
-    since when, does not count. Raises UserError if it cannot be read."""
+    """A digest of a file's size and of pieces of it at even distances: of all of it up to 256 KiB. Its path and times
+    do not count. Raises UserError if it cannot be read."""
     try:
         fd = open_regular(path)
         try:
             size = os.fstat(fd).st_size
             found = hashlib.sha256(str(size).encode())
-            count = max(PIECES, size // DISTANCE)
-            for n in range(count):
-                found.update(os.pread(fd, PIECE, n * max(0, size - PIECE) // (count - 1)))
+            for n in range(PIECES):
+                found.update(os.pread(fd, PIECE, n * max(0, size - PIECE) // (PIECES - 1)))
             return found.digest()
         finally:
             os.close(fd)
@@ -199,11 +200,10 @@ def check_private(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         return
     if not owners <= {0, os.geteuid()}:
-        raise UserError(f"the cache folder {folder} belongs to another user: name one of your own in H2O_FLEXGEN_HOME")
+        raise UserError(f"the cache folder {folder} belongs to another user: {OWN_FOLDER}")
     is_shared = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid))
     if is_shared and not found.st_mode & stat.S_ISVTX:
-        advice = f"chmod go-w {folder}, or name another in H2O_FLEXGEN_HOME"
-        raise UserError(f"other users may write in the cache folder {folder}: {advice}")
+        raise UserError(f"other users may write in the cache folder {folder}: chmod go-w {folder}, or {OWN_FOLDER}")
 
 
 def _is_own_group(gid: int) -> bool:

@@ -100,7 +100,7 @@ def describe(report: dict) -> str:
 def show(tokenizer, outputs: list) -> str:
     """The first three completions, each after the end of its prompt, or of the last question of a conversation."""
     parts = []
-    bold = sys.stdout.isatty()
+    bold = sys.stdout is not None and sys.stdout.isatty()  # None: it is closed
     for output in [o for o in outputs if o.error is None][:3]:
         done = output.outputs[0]
         if tokenizer is None:

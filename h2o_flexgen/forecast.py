@@ -94,8 +94,7 @@ def find(model: str | None, path: str | None = None) -> Found:
     name = model_name(model, path, weights)
     to_fetch = not is_gguf(weights) and not weight_files(weights)
     gguf = weights if is_gguf(weights) else None
-    here = {"gguf": gguf, "to_fetch": to_fetch, "tokenizer": tokenizer, "revision": commit(weights)}
-    return Found(name, spec, declared, **here)
+    return Found(name, spec, declared, False, gguf, to_fetch, tokenizer, commit(weights))
 
 
 def this_machine(

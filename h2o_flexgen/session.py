@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import ceil
+from numbers import Integral
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
@@ -243,7 +244,7 @@ def choose(
     spec = planner.model.spec
     positions = spec.context
     for name, value in (("count", count), ("chunk", chunk)):
-        if type(value) is not int or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise UserError(f"`{name}` must be a whole number, 1 or more, not {value!r}")
     if kv_budget is None:
         if position_rolling:

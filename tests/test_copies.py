@@ -19,7 +19,7 @@ import pytest
 from h2o_flexgen import copies
 from h2o_flexgen.copies import RECORD, SMALL, converted
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import DISTANCE, PIECE, PIECES, samples
+from h2o_flexgen.files import PIECE, PIECES, samples
 
 pytest_plugins = ["cli_tools"]
 
@@ -68,9 +68,8 @@ def names(root: Path) -> set[str]:
 # which copy it is
 
 
-def test_a_copy_is_found_wherever_the_file_lies_and_since_when(copy, source, root):
+def test_a_copy_is_found_wherever_the_file_lies(copy, source, root):
     folder = copy(source)
-    os.utime(source, (1, 1))
     moved = source.rename(source.with_name("moved"))
     assert copy(moved) == folder and copy.count == 1
     assert names(root) == {folder.name}
@@ -82,6 +81,21 @@ def test_other_bytes_of_the_same_size_and_time_make_another_copy(copy, source, r
     source.write_bytes(os.urandom(before.st_size))
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert copy(source) != folder and copy.count == 2
+
+
+def test_an_edit_of_one_byte_in_a_large_file_makes_another_copy(copy, source, root):
+    os.truncate(source, 64 << 20)
+    folder = copy(source)
+    with open(source, "r+b") as file:
+        file.seek((3 << 20) + 7)
+        file.write(b"x")
+    assert copy(source) != folder
+
+
+def test_a_copy_without_a_record_is_of_an_old_version_and_removed(copy, source, root):
+    (root / ("0" * 16)).mkdir(parents=True)
+    folder = copy(source)
+    assert names(root) == {folder.name}
 
 
 def test_a_copy_of_what_a_file_held_before_is_removed(copy, source, root):
@@ -108,15 +122,15 @@ def test_a_change_of_one_byte_is_seen_in_a_small_file(tmp_path, size):
     assert len(found) == len(range(0, size, max(1, size // 7)))
 
 
-@pytest.mark.parametrize("at", [0, 7 * DISTANCE + 12345, 30 * DISTANCE - 1])
+@pytest.mark.parametrize("at", [0, 107 << 20, (480 << 20) - 1])
 def test_a_change_of_some_mebibytes_is_seen_in_a_large_file(tmp_path, at):
     path = tmp_path / "file"
     path.touch()
-    os.truncate(path, 30 * DISTANCE)
+    os.truncate(path, 480 << 20)
     before = samples(path)
     with open(path, "r+b") as file:
         file.seek(at)
-        file.write(b"x" * min(DISTANCE // 8, 30 * DISTANCE - at))
+        file.write(b"x" * min(8 << 20, (480 << 20) - at))
     assert samples(path) != before
 
 
@@ -278,7 +292,7 @@ def test_a_folder_of_another_user_is_refused(copy, source, root, tmp_path, which
         os.chown(root, 54321, -1, follow_symlinks=False)
     else:
         os.chown(root if which == "converted" else root.parent, 54321, -1)
-    with pytest.raises(UserError, match="belongs to another user: name one of your own in H2O_FLEXGEN_HOME"):
+    with pytest.raises(UserError, match="belongs to another user: name a new folder of your own"):
         copy(source)
 
 

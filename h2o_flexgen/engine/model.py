@@ -206,6 +206,8 @@ def _dummy_spec(model: str | None) -> ModelSpec:
     spec = named_spec(model or "")
     if spec is None and model and os.path.isdir(model):
         spec = read_spec(Path(model))
+    if spec is None and named_spec((model or "").partition("@")[0]):
+        raise UserError("random weights have no `revision`: leave it out")
     if spec is None:
         raise UserError(
             f"random weights ({DUMMY}) need a folder with a config.json, or the name of a model whose sizes are "

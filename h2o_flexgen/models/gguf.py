@@ -50,7 +50,7 @@ def unpacked(path: Path) -> Path:
         UserError: as `GGUFFile`; a tokenizer of a kind that is not known; or no space.
     """
     try:
-        return converted(parts(path), "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder))
+        return converted(parts(path), "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder), "unpacked")
     except OSError as e:
         raise UserError(f"cannot unpack {path} into {cache_root()}: {e.strerror or e}; {OTHER_HOME}") from None
 

@@ -204,7 +204,7 @@ def _tensor(path: Path, name: str, cursor: _Cursor) -> GGUFTensor:
 
 
 def _check_places(tensors: dict[str, GGUFTensor], alignment: int, room: int) -> None:
-    """Raises ValueError unless tensors lie one behind another, each at the next multiple of `alignment`, and fill
+    """Raises ValueError unless tensors lie one behind another, each at the next multiple of `alignment`, within
     `room` bytes."""
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
@@ -216,5 +216,3 @@ def _check_places(tensors: dict[str, GGUFTensor], alignment: int, room: int) -> 
         end = expected + tensor.nbytes
         if end > room:
             raise ValueError(f"{shortened(name)} goes beyond the end of the file")
-    if tensors and room - end >= alignment:
-        raise ValueError(f"its last {room - end} bytes belong to no tensor")

@@ -142,19 +142,22 @@ def _complete(repo: Repository, folder: Path) -> None:
             _download(repo._replace(revision=folder.name), missing)
         except Exception as e:
             cause = why(e, repo).removeprefix(_NOT_HERE)
-            log.warning("%s: the local cache lacks %s; %s", repo.name, shortened(missing), cause)
+            names = "a tokenizer or chat template" if missing is _OF_TEXTS else shortened(missing)
+            log.warning("%s: the local cache lacks %s; %s", repo.name, names, cause)
 
 
 def _has_more_templates(repo: Repository, folder: Path) -> bool:
-    """Whether the repository has a chat template that a folder without one lacks. That it has none is kept where the
-    hub's client keeps it, so that it is asked once."""
+    """Whether the repository may have a tokenizer, or a chat template, that a folder without one lacks. That it has no
+    template is kept where the hub's client keeps it, so that it is asked once."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import EntryNotFoundError
 
     config = folder / "tokenizer_config.json"
     absent = folder.parents[1] / ".no_exist" / folder.name / _TEMPLATE
     inside = config.exists() and '"chat_template"' in config.read_text(errors="replace")
-    if inside or not has_tokenizer(folder) or (folder / _TEMPLATE).exists() or absent.exists():
+    if not has_tokenizer(folder):
+        return True
+    if inside or (folder / _TEMPLATE).exists() or absent.exists():
         return False
     try:
         get_hf_file_metadata(hf_hub_url(repo.name, _TEMPLATE, revision=folder.name), timeout=_PATIENCE)

@@ -12,7 +12,7 @@ from h2o_flexgen.errors import UserError
 #: of the sizes in a config; no product of three overflows a float
 LARGEST = (1 << 31) - 1
 #: far more than any model has: a list of all layers, or a table of a head's elements, must not fill the memory
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1000
 MOST_HEAD_DIM = 1 << 16
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 80
