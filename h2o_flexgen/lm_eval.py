@@ -54,7 +54,7 @@ class HarnessLM(TemplateLM):
         prefix_token_id: stands for an empty context; by default the tokenizer's first token, or the last if it has no
             first one.
         batch_size, max_batch_size: not used.
-        trust_remote_code: not used, which is said: code that comes with a model never runs.
+        trust_remote_code: ignored, with a warning: code that comes with a model never runs.
 
     Raises:
         UserError: an argument that is not known or cannot be used, or a model without a tokenizer.

@@ -75,7 +75,8 @@ def _folder(repo: Repository, weights: bool) -> Path:
     folder = _cached(repo)
     if folder is not None and (folder / "config.json").exists():
         is_known = has_tokenizer(folder) or _listing(folder) is not None
-        if is_whole(folder) if weights else is_known:
+        is_enough = is_whole(folder) if weights else is_known
+        if is_enough:
             _complete(repo, folder)
             return folder
     folder = _download(repo, _SMALL)

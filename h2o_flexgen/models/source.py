@@ -62,11 +62,11 @@ def _find(model: str | None, weights: bool) -> Path:
 
 
 def _is_local(model: str) -> bool:
-    """Whether a name is no repository's."""
+    """Whether a name is that of a file or folder, which may be missing, and not of a repository."""
     if os.path.exists(_expand(model)) or model.startswith((".", "/", "~")):
         return True
-    is_near = model.count("/") > 1 and os.path.isdir(_expand(os.path.dirname(model)))  # a slip in a file's name
-    return is_near or repository(model) is None
+    is_misspelt_path = model.count("/") > 1 and os.path.isdir(_expand(os.path.dirname(model)))
+    return is_misspelt_path or repository(model) is None
 
 
 def _local(argument: str, name: str) -> Path:

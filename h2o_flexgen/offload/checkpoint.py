@@ -120,9 +120,9 @@ class Checkpoint:
 
     def find(self, name: str) -> Stored | None:
         """The tensor of a full name, of which a checkpoint saved from an inner module lacks up to two leading parts."""
-        parts = name.split(".")
-        for missing in range(min(3, len(parts) - 1)):  # a module and its parameter stay
-            if stored := self.tensors.get(".".join(parts[missing:])):
+        modules = name.split(".")
+        for missing in range(min(3, len(modules) - 1)):  # a module and its parameter stay
+            if stored := self.tensors.get(".".join(modules[missing:])):
                 return stored
         return None
 
