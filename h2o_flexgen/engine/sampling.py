@@ -45,9 +45,8 @@ class Sampler:
         is_end = token in s.params.stop_token_ids or (token in self.eos_ids and not s.params.ignore_eos)
         if s.params.stop:
             s.text = self.stop_strings.text_before(s.tokens, s.params.stop)
-        if (
-            is_end and s.text is not None
-        ):  # the text of the last token is left out, even where a stop string begins in it
+        if is_end and s.text is not None:
+            # a stop string may begin within the text of the last token, which is left out
             s.text = min(s.text, decode(self.stop_strings.tokenizer, s.tokens[:-1]), key=len)
         if is_end or s.text is not None:
             s.finish_reason = "stop"
