@@ -159,10 +159,17 @@ OTHER_NAMES = {
     "system": "messages",
     "system_prompt": "messages",
 }
-#: read elsewhere
-_READ = {"max_completion_tokens", "logprobs", "chat_template_kwargs", "prompt_token_ids", "messages"}
-#: names above that data sets have for columns of their own: labels in plain rows, or only in those without messages
+#: what a row or a request may say in all, besides "prompt"
+HONOURED = SAMPLING.keys() | {
+    "max_completion_tokens",
+    "logprobs",
+    "chat_template_kwargs",
+    "prompt_token_ids",
+    "messages",
+}
+#: names above that data sets have for columns of their own: labels in a plain row
 COLUMNS = {"echo", "suffix", "stopwords", "min_length", "max_length", "input_ids"}
+#: the same, but arguments of a chat where they stand beside messages
 PROMPT_COLUMNS = {"audio", "documents", "functions", "verbosity"}
 #: objects in which other systems have what a row says of its sampling
 OBJECTS = {"options", "parameters"}
@@ -215,9 +222,11 @@ def _labels(row: dict) -> set[str]:
 
 def _check_key(name: str, known: str | None, value) -> None:
     """Raises RowError if `name` is not honoured, and its value asks for something."""
-    if name in OBJECTS and isinstance(value, dict) and (inner := SAMPLING.keys() & value.keys()):
-        raise RowError(f"{name} is not a key of rows: write {min(inner)} beside the prompt", name)
-    if known is None or name in _HONOURED or is_empty(value) or (value is False and known not in SWITCHES):
+    if name in OBJECTS and isinstance(value, dict):
+        for inner in value:
+            if known_name(inner) in SAMPLING.keys() | OTHER_NAMES.keys() and not is_empty(value[inner]):
+                raise RowError(f"{name} is not read: write {inner} beside the prompt", name)
+    if known is None or name in HONOURED or is_empty(value) or (value is False and known not in SWITCHES):
         return
     if known not in REFUSED:
         raise RowError(f"{name} is not a key of rows: use {OTHER_NAMES.get(known, known)}", name)
@@ -242,9 +251,8 @@ def _letters(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
-_HONOURED = SAMPLING.keys() | _READ
-_NAMES = _HONOURED | REFUSED.keys() | OTHER_NAMES.keys()
-_SPELLINGS = {_letters(name): name for name in (*_HONOURED, *REFUSED, *OTHER_NAMES)}
+_NAMES = HONOURED | REFUSED.keys() | OTHER_NAMES.keys()
+_SPELLINGS = {_letters(name): name for name in (*HONOURED, *REFUSED, *OTHER_NAMES)}
 
 
 def short(value) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.engine.messages import Conversation, checked_kwargs, checked_message
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs.keys import REFUSED, SAMPLING, RowError, is_empty, sampling, short
+from h2o_flexgen.jobs.keys import HONOURED, REFUSED, SAMPLING, RowError, is_empty, sampling, short
 
 if TYPE_CHECKING:
     from h2o_flexgen.jobs.input import Row
@@ -50,7 +50,8 @@ def parse(data: dict, row: Row) -> None:
     if not isinstance(body, dict):
         raise RowError("body must be an object", "body")
     row.model = body["model"] if isinstance(body.get("model"), str) else None
-    if misplaced := [name for name in SAMPLING if data.get(name) is not None]:
+    sampling(data)  # what cannot be done is refused beside the body too
+    if misplaced := [name for name in data if name in HONOURED and not is_empty(data[name])]:
         raise RowError(f"{misplaced[0]} belongs in the body", misplaced[0])
     row.params = sampling(body, is_body=True)
     for name, value in body.items():

@@ -70,7 +70,8 @@ REFUSALS = [
             "skip_special_tokens": False,
         }.items()
     ),
-    ("options", {"temperature": 0.5, "num_ctx": 4096}, "options is not a key of rows: write temperature beside"),
+    ("options", {"temperature": 0.5, "num_ctx": 4096}, "options is not read: write temperature beside"),
+    ("parameters", {"max_new_tokens": 5}, "parameters is not read: write max_new_tokens beside"),
     ("stop_token_ids", 5, "stop_token_ids cannot be 5"),
     ("max_tokens", 16.0, "max_tokens cannot be 16.0"),
     ("max_tokens", 10**30, "max_tokens is too large"),
@@ -164,9 +165,20 @@ def test_a_row_says_how_it_is_sampled(tmp_path):
         assert row_of(tmp_path, form(**given)).params == given
 
 
-def test_a_key_beside_the_body_of_a_request_is_not_lost(tmp_path):
-    error = row_of(tmp_path, completion() | {"max_tokens": 5}).prompt
-    assert str(error) == "max_tokens belongs in the body" and error.param == "max_tokens"
+@pytest.mark.parametrize(
+    "key, value, say",
+    [
+        ("max_tokens", 5, "max_tokens belongs in the body"),
+        ("logprobs", True, "logprobs belongs in the body"),
+        ("chat_template_kwargs", {"a": 1}, "chat_template_kwargs belongs in the body"),
+        ("maxTokens", 5, "use max_tokens"),
+        ("repetition_penalty", 1.2, "repetition_penalty is not supported"),
+    ],
+)
+def test_a_key_beside_the_body_of_a_request_is_not_lost(tmp_path, key, value, say):
+    error = row_of(tmp_path, completion() | {key: value}).prompt
+    assert say in str(error) and error.param == key
+    assert row_of(tmp_path, completion() | {key: None}).prompt == [5]
 
 
 @pytest.mark.parametrize(
