@@ -73,12 +73,12 @@ class StopStrings:
         # drop tokens until the text ends at or before the stop string; `startswith`: half a character decodes to
         # something else
         count = len(tokens)
-        kept = text
-        while len(kept) > at or not text.startswith(kept):
+        prefix = text
+        while len(prefix) > at or not text.startswith(prefix):
             count -= 1
-            kept = decode_all(self.tokenizer, tokens[:count])
-        dropped = "" if tokens[count] in self._special else text[len(kept) : at]
-        return decode(self.tokenizer, tokens[:count]) + dropped
+            prefix = decode_all(self.tokenizer, tokens[:count])
+        part = "" if tokens[count] in self._special else text[len(prefix) : at]
+        return decode(self.tokenizer, tokens[:count]) + part
 
     def _tail(self, tokens: list[int], count: int, decode: Callable, shows: Callable[[int], bool]) -> str:
         """The text of the last `count` tokens that show, from the beginning of a character on."""

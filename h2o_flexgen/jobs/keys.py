@@ -1,8 +1,7 @@
 """What a row may say of its sampling, and what it may not: one table for plain rows and for requests.
 
-A key that would change the answer and cannot be honoured is an error, whoever's name for it is used: OpenAI's, vLLM's,
-those of transformers, llama.cpp and Ollama, in any spelling by case, hyphens and underscores. Other keys are labels of
-the user's.
+A key that would change the answer and cannot be honoured is an error, under the names of OpenAI, vLLM, transformers,
+llama.cpp and others, whatever their case, hyphens and underscores. Other keys are labels of the user's.
 """
 
 from __future__ import annotations
