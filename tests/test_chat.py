@@ -143,7 +143,7 @@ def test_what_is_no_conversation_is_not_chatted_about(llm):
 
 def test_rows_of_messages(cli, talks, tmp_path):
     """As good as their token ids; a bad row gets its error, and the others come out as they would."""
-    bad = [(messages, say) for messages, say in BAD if isinstance(messages, list)] + [("text", "list"), (None, "list")]
+    bad = [(messages, say) for messages, say in BAD if isinstance(messages, list)] + [("text", "list")]
     rows = [{"messages": ASK}, *({"messages": messages} for messages, _ in bad), {"messages": LONGER[:2]}]
     files = ("--input-file", write_rows(tmp_path / "in.jsonl", rows), "--output-file", tmp_path / "out.jsonl")
     code, _, err = cli("--model", talks, *FP32, *files, "--gen-len", 4, "--ignore-eos")

@@ -1,4 +1,4 @@
-"""Chat templates: conversations as the text that a model expects, of which nothing is left out.
+"""Chat templates: conversations as the text that a model expects, and nothing left out.
 
 A template is a program. It may read content as a text or as parts, and the arguments of tool calls as an object or as
 JSON, and it drops in silence what it does not expect. So messages of each shape are rendered once with marks in place
@@ -54,7 +54,7 @@ class ChatTemplate:
 
         Raises:
             UserError: messages of a wrong shape, no tokenizer, no template, or one that refuses the messages, or leaves
-                out what the last ones of a role hold.
+                out what they hold. It may leave out the assistant's but the last: many drop what was thought earlier.
         """
         messages = [checked_message(n, message) for n, message in enumerate(conversation.messages)]
         if self.tokenizer is None:
@@ -80,10 +80,9 @@ class ChatTemplate:
             text = self.render(Conversation([{"role": role, "content": content} for role, content in turns]))
         except UserError as e:
             raise UserError(f"{e}; use `feed` and `generate`") from None
-        _, shown, behind = text.partition(ANSWER)
-        if not shown:
+        if ANSWER not in text:
             raise UserError("the model's chat template changes earlier answers: use `feed` and `generate`")
-        return behind
+        return text.partition(ANSWER)[2]
 
     def _check_kwargs(self, template_kwargs: dict) -> None:
         """Warn of variables that the template does not read. Raises UserError for names that cannot be variables."""
@@ -96,12 +95,14 @@ class ChatTemplate:
 
     @cached_property
     def _reserved(self) -> set[str]:
-        return {"messages", "self", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        """Arguments of the tokenizer that it does not hand on to the template."""
+        parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        return {"messages", "self", *parameters} - {"tools", "documents"}
 
     def _apply(self, messages: list[dict], template_kwargs: dict) -> str:
-        how = {"add_generation_prompt": True, "tokenize": False}
+        options = {"add_generation_prompt": True, "tokenize": False}
         try:
-            return self.tokenizer.apply_chat_template(messages, **how, **template_kwargs)
+            return self.tokenizer.apply_chat_template(messages, **options, **template_kwargs)
         except Exception as e:  # a template is a program, and may raise anything
             raise UserError(f"the model's chat template refuses these messages: {reason(e)}") from None
 
@@ -119,6 +120,7 @@ class ChatTemplate:
                     return form
                 problems.append(problem)
                 lost = problem.roles
+        # a template may refuse a form for reasons of the form; what it leaves out of the best one is the user's to mend
         raise UserError(min(problems, key=lambda problem: (problem.is_refusal, len(problem.roles))).text)
 
     def _problem(self, form: Form, probes: list[Probe], template_kwargs: dict) -> Problem | None:
@@ -131,12 +133,12 @@ class ChatTemplate:
             text = self._apply(messages, template_kwargs)
         except UserError as e:
             return Problem(str(e), frozenset(probe.role for probe in probes), is_refusal=True)
-        needed = {(probe.role, what): probe for probe in probes for what in probe.marks}  # the last ones of each role
-        lost = [(what, probe) for (_, what), probe in needed.items() if not probe.shows(what, text)]
+        needed = _needed(probes)
+        lost = [(what, probe) for what, probe in needed if not probe.shows(what, text)]
         if CANARY in text:
             lost += [("content", probes[n]) for n in in_parts]
         if any(wrong in text for wrong in WRONG_ARGUMENTS):
-            lost += [(what, probe) for (_, what), probe in needed.items() if what == "tool calls"]
+            lost += [(what, probe) for what, probe in needed if what == "tool calls"]
         if not lost:
             return None
         what, probe = lost[0]
@@ -149,9 +151,9 @@ class Form:
     """How a template reads messages.
 
     Attributes:
-        content: "given", as the user gave it; "text", parts are joined; or "part", texts but for the `roles`, whose
-            content is a list of one part.
-        json_arguments: those of tool calls are JSON and not objects.
+        content: "given", as the user gave it; "text", a text, of parts joined; "part", a list of one part for `roles`,
+            a text for the others.
+        json_arguments: the arguments of tool calls are JSON, not objects.
     """
 
     content: str
@@ -215,6 +217,15 @@ def _probe(n: int, message: dict) -> Probe:
         marks["tool calls"] = [*names, *ARGUMENTS.values()]
         found["tool_calls"] = [_marked_call(call, name) for call, name in zip(message["tool_calls"], names)]
     return Probe(n, found, marks)
+
+
+def _needed(probes: list[Probe]) -> list[tuple[str, Probe]]:
+    """What must come out of each message: all but the assistant's earlier answers."""
+    needed = {}
+    for probe in probes:
+        for what in probe.marks:
+            needed[what, "assistant" if probe.role == "assistant" else probe.n] = (what, probe)
+    return list(needed.values())
 
 
 def _marked_call(call: dict, name: str) -> dict:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.params import SamplingParams
-from h2o_flexgen.engine.stop import StopStrings
+from h2o_flexgen.engine.stop import StopStrings, decode
 from h2o_flexgen.sizes import SAMPLE_ROWS
 
 #: below this temperature only the most likely token has a chance, and dividing by it would overflow
@@ -42,12 +42,13 @@ class Sampler:
     def _end(self, s: Sequence) -> None:
         """Set `finish_reason` if the newest token ends the sequence."""
         token = s.tokens[-1]
-        if token in s.params.stop_token_ids or (token in self.eos_ids and not s.params.ignore_eos):
-            s.finish_reason = "stop"
-            return
+        is_end = token in s.params.stop_token_ids or (token in self.eos_ids and not s.params.ignore_eos)
         if s.params.stop:
             s.text = self.stop_strings.text_before(s.tokens, s.params.stop)
-        if s.text is not None:
+        if is_end and s.text is not None:
+            # a stop string may begin within the text of the last token, which is left out
+            s.text = min(s.text, decode(self.stop_strings.tokenizer, s.tokens[:-1]), key=len)
+        if is_end or s.text is not None:
             s.finish_reason = "stop"
         elif len(s.tokens) == s.params.max_tokens:
             s.finish_reason = "length"

@@ -38,8 +38,8 @@ class StopStrings:
     @cached_property
     def _special(self) -> dict[int, str]:
         """The tokens that no text shows, and their names."""
-        added = [token for token, how in self.tokenizer.added_tokens_decoder.items() if how.special]
-        return {token: decode_all(self.tokenizer, [token]) for token in {*added, *self.tokenizer.all_special_ids}}
+        special = [token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special]
+        return {token: decode_all(self.tokenizer, [token]) for token in {*special, *self.tokenizer.all_special_ids}}
 
     def _names_special(self, text: str) -> bool:
         return any(name in text for name in self._special.values())
@@ -49,30 +49,36 @@ class StopStrings:
 
         To be asked after every token: a stop string that ends before the newest token need not be found.
         """
-        tail = self._tail(tokens, most_tokens(stop), decode, self._shows)
-        if _first(stop, tail) is not None:
-            # what tokens decode to may depend on those before them
-            whole = decode(self.tokenizer, tokens)
-            at = _first(stop, whole)
-            if at is not None:
-                return whole[:at]
-        naming = self._naming(stop)
-        tail = self._tail(tokens, most_tokens(naming), decode_all, lambda token: True) if naming else ""
-        return None if _first(naming, tail) is None else self._text_before_special(tokens, naming)
+        found = (self._before_shown(tokens, stop), self._before_special(tokens, self._naming(stop)))
+        return min((text for text in found if text is not None), key=len, default=None)
 
-    def _text_before_special(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
-        """The same for stop strings that name special tokens."""
-        whole = decode_all(self.tokenizer, tokens)
-        at = _first(stop, whole)
+    def _before_shown(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
+        """As `text_before`, where a stop string is in the text that is shown."""
+        tail = self._tail(tokens, most_tokens(stop), decode, self._shows)
+        if _first(stop, tail) is None:
+            return None
+        # what tokens decode to may depend on those before them
+        text = decode(self.tokenizer, tokens)
+        at = _first(stop, text)
+        return None if at is None else text[:at]
+
+    def _before_special(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
+        """As `text_before`, for stop strings that name special tokens."""
+        if not stop or _first(stop, self._tail(tokens, most_tokens(stop), decode_all, lambda token: True)) is None:
+            return None
+        text = decode_all(self.tokenizer, tokens)
+        at = _first(stop, text)
         if at is None:
             return None
+        # drop tokens until the text ends at or before the stop string; `startswith`: half a character decodes to
+        # something else
         count = len(tokens)
-        before = whole
-        while len(before) > at or not whole.startswith(before):
+        prefix = text
+        while len(prefix) > at or not text.startswith(prefix):
             count -= 1
-            before = decode_all(self.tokenizer, tokens[:count])
-        begun = "" if tokens[count] in self._special else whole[len(before) : at]
-        return decode(self.tokenizer, tokens[:count]) + begun
+            prefix = decode_all(self.tokenizer, tokens[:count])
+        part = "" if tokens[count] in self._special else text[len(prefix) : at]
+        return decode(self.tokenizer, tokens[:count]) + part
 
     def _tail(self, tokens: list[int], count: int, decode: Callable, shows: Callable[[int], bool]) -> str:
         """The text of the last `count` tokens that show, from the beginning of a character on."""

@@ -124,18 +124,18 @@ def _without_duplicates(pairs: list[tuple]) -> dict:
 
 
 def _prompt(data: dict) -> str | list[int] | Conversation:
-    """Of a plain row. Raises UserError if it has none, or two."""
-    if "messages" in data:
+    """Of a plain row; null is none. Raises UserError if it has none, or two."""
+    if data.get("messages") is not None:
         for name in ("prompt", "prompt_token_ids"):
-            if name in data:
+            if data.get(name) is not None:
                 raise UserError(f'a row has "messages" or a "{name}", not both')
         return openai.conversation(data)
     openai.refuse_template_kwargs(data)
-    if "prompt_token_ids" in data:
+    if data.get("prompt_token_ids") is not None:
         if not isinstance(data["prompt_token_ids"], list):
             raise UserError("prompt_token_ids must be a list of token ids")
         return data["prompt_token_ids"]
-    if "prompt" in data:
+    if data.get("prompt") is not None:
         if not isinstance(data["prompt"], str):
             raise UserError("prompt must be a text")
         return data["prompt"]

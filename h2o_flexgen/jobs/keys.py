@@ -1,14 +1,12 @@
 """What a row may say of its sampling, and what it may not: one table for plain rows and for requests.
 
-A key that would change the answer and cannot be honoured is an error, whoever's name for it is used: OpenAI's, vLLM's,
-those of transformers, llama.cpp and Ollama, or a misspelt one. Other keys are labels of the user's.
+A key that would change the answer and cannot be honoured is an error, under the names of OpenAI, vLLM, transformers,
+llama.cpp and others, whatever their case, hyphens and underscores. Other keys are labels of the user's.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from functools import cache
 
 from h2o_flexgen.errors import UserError
 
@@ -23,22 +21,22 @@ SAMPLING = {
     "stop_token_ids": list,
     "ignore_eos": bool,
 }
-#: what would change the answer and cannot be done: the values that ask for nothing, as null does
+#: what would change the answer and cannot be done: values that are harmless, beside empty ones
 REFUSED = {
     # OpenAI
     "n": (1,),
     "best_of": (1,),
-    "stream": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
+    "stream": (),
+    "echo": (),
+    "suffix": (),
+    "tools": (),
     "tool_choice": ("none", "auto"),
-    "functions": ([],),
+    "functions": (),
     "function_call": ("none", "auto"),
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
-    "logit_bias": ({},),
+    "logit_bias": (),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
@@ -49,33 +47,40 @@ REFUSED = {
     "repetition_penalty": (1,),
     "min_p": (0,),
     "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "logits_processors": ([],),
+    "bad_words": (),
+    "allowed_token_ids": (),
+    "logits_processors": (),
     "prompt_logprobs": (),
     "guided_json": (),
     "guided_regex": (),
-    "guided_choice": ([],),
+    "guided_choice": (),
     "guided_grammar": (),
+    "guided_decoding": (),
     "structured_outputs": (),
     "json_schema": (),
-    "include_stop_str_in_output": (False,),
+    "structural_tag": (),
+    "ebnf": (),
+    "stop_regex": (),
+    "vllm_xargs": (),
+    "lora_request": (),
+    "include_stop_str_in_output": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "add_special_tokens": (),
     "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
+    "continue_final_message": (),
     "chat_template": (),
-    "documents": ([],),
+    "documents": (),
     "prompt_embeds": (),
-    "use_beam_search": (False,),
+    "use_beam_search": (),
     "thinking_token_budget": (),
-    "sampling_params": ({},),
-    "extra_body": ({},),
+    "sampling_params": (),
+    "extra_body": (),
     # transformers
     "num_beams": (1,),
     "num_beam_groups": (1,),
+    "max_time": (),
     "num_return_sequences": (1,),
     "min_length": (0,),
     "min_new_tokens": (0,),
@@ -83,23 +88,36 @@ REFUSED = {
     "encoder_repetition_penalty": (1,),
     "length_penalty": (1,),
     "diversity_penalty": (0,),
-    "early_stopping": (False,),
+    "early_stopping": (),
     "penalty_alpha": (0,),
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "guidance_scale": (1,),
-    "bad_words_ids": ([],),
-    "force_words_ids": ([],),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
+    "bad_words_ids": (),
+    "force_words_ids": (),
+    "suppress_tokens": (),
+    "begin_suppress_tokens": (),
+    "sequence_bias": (),
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
-    "generation_config": ({},),
-    # llama.cpp, Ollama
+    "generation_config": (),
+    # llama.cpp, Ollama, KoboldAI
     "repeat_penalty": (1,),
+    "repeat_last_n": (0, 64),
+    "rep_pen": (1,),
+    "freq_penalty": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (-1,),
+    "dynatemp_range": (0,),
+    "grammar": (),
     "mirostat": (0,),
     "tfs_z": (1,),
+    # Google
+    "candidate_count": (1,),
+    "response_schema": (),
+    "response_mime_type": ("text/plain",),
     # ours, of a whole job
     "kv_budget": (),
     "kv_rule": (),
@@ -110,26 +128,59 @@ REFUSED = {
 }
 #: other names for what a row may say
 OTHER_NAMES = {
+    "max_token": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
     "max_output_tokens": "max_tokens",
+    "max_tokens_to_sample": "max_tokens",
+    "max_gen_len": "max_tokens",
     "max_gen_toks": "max_tokens",
     "gen_len": "max_tokens",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "do_sample": "temperature",
-    "eos_token_id": "stop_token_ids",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
+    "stopwords": "stop",
     "stop_words": "stop",
+    "stop_sequence": "stop",
+    "stop_sequences": "stop",
+    "stop_string": "stop",
+    "stop_strings": "stop",
+    "stop_token": "stop",
+    "stop_tokens": "stop",
+    "eos_token": "stop",
+    "stop_token_id": "stop_token_ids",
+    "eos_token_id": "stop_token_ids",
+    "eos_token_ids": "stop_token_ids",
+    "ignore_eos_token": "ignore_eos",
     "random_seed": "seed",
     "enable_thinking": "chat_template_kwargs",
     "input_ids": "prompt_token_ids",
     "system": "messages",
     "system_prompt": "messages",
 }
-#: read elsewhere
-_READ = {"max_completion_tokens", "logprobs", "chat_template_kwargs", "prompt_token_ids", "messages"}
+#: what a row or a request may say in all, besides "prompt"
+HONOURED = SAMPLING.keys() | {
+    "max_completion_tokens",
+    "logprobs",
+    "chat_template_kwargs",
+    "prompt_token_ids",
+    "messages",
+}
+#: names above that data sets have for columns of their own: labels in a plain row
+COLUMNS = {"echo", "suffix", "stopwords", "min_length", "max_length", "input_ids"}
+#: the same, but arguments of a chat where they stand beside messages
+PROMPT_COLUMNS = {"audio", "documents", "functions", "verbosity"}
+#: objects in which other systems have what a row says of its sampling
+OBJECTS = {"options", "parameters"}
+#: names above whose false asks for something
+SWITCHES = {
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "do_sample",
+    "enable_thinking",
+}
 
 
 class RowError(UserError):
@@ -140,14 +191,17 @@ class RowError(UserError):
         self.param = param
 
 
-def sampling(data: dict) -> dict:
+def sampling(data: dict, is_body: bool = False) -> dict:
     """The `SamplingParams` that a plain row or the body of a request sets; null sets nothing.
 
     Raises:
         RowError: a value of a wrong type, or something that would change the answer and cannot be done. Which values
             are in range `SamplingParams` knows.
     """
-    _refuse(data)
+    labels = set() if is_body else _labels(data)
+    for name, value in data.items():
+        if (known := known_name(name)) not in labels:
+            _check_key(name, known, value)
     found = {name: data[name] for name in SAMPLING if data.get(name) is not None}
     if data.get("max_completion_tokens") is not None:  # the newer name wins
         found["max_tokens"] = data["max_completion_tokens"]
@@ -160,36 +214,44 @@ def sampling(data: dict) -> dict:
     return found
 
 
-def _refuse(data: dict) -> None:
-    for name, value in data.items():
-        if value is None:
-            continue
-        if name in REFUSED and value not in REFUSED[name]:
-            raise RowError(f"{name} is not supported: leave it out", name)
-        if right := right_name(name):
-            raise RowError(f"{name} is not a key of rows: use {right}", name)
+def _labels(row: dict) -> set[str]:
+    """Names that mean nothing in a plain row."""
+    return COLUMNS if row.get("messages") is not None else COLUMNS | PROMPT_COLUMNS
 
 
-@cache
-def right_name(name: str) -> str | None:
-    """What a key is called here if it has another name, or is misspelt; None for one that is known, or a label."""
-    if name in SAMPLING or name in REFUSED or name in _READ:
-        return None
+def _check_key(name: str, known: str | None, value) -> None:
+    """Raises RowError if `name` is not honoured, and its value asks for something."""
+    if name in OBJECTS and isinstance(value, dict):
+        for inner in value:
+            if known_name(inner) in SAMPLING.keys() | OTHER_NAMES.keys() and not is_empty(value[inner]):
+                raise RowError(f"{name} is not read: write {inner} beside the prompt", name)
+    if known is None or name in HONOURED or is_empty(value) or (value is False and known not in SWITCHES):
+        return
+    if known not in REFUSED:
+        raise RowError(f"{name} is not a key of rows: use {OTHER_NAMES.get(known, known)}", name)
+    if value not in REFUSED[known]:
+        raise RowError(f"{name} is not supported: leave it out", name)
+
+
+def is_empty(value) -> bool:
+    """Whether a value asks for nothing, whatever its key: clients write out all they know."""
+    return value is None or value in ("", [], {})
+
+
+def known_name(name: str) -> str | None:
+    """The name in the tables above that a key spells; None for a label, as "N" is."""
     letters = _letters(name)
-    if len(letters) > 3 and letters in _SPELLINGS:
-        return _SPELLINGS[letters]
-    # a label such as "function" or "in_tokens" must not be taken for a key
-    candidates = [known for known in (*SAMPLING, *REFUSED, *_READ) if "_" in known or known == "temperature"]
-    near = difflib.get_close_matches(name, [known for known in candidates if known[0] == name[:1]], 1, 0.9)
-    return near[0] if near and len(name) > 7 else None
+    if name in _NAMES or len(letters) < 4:
+        return name if name in _NAMES else None
+    return name.lower() if name.lower() in _NAMES else _SPELLINGS.get(letters)
 
 
 def _letters(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
-_SPELLINGS = {_letters(name): name for name in (*SAMPLING, *REFUSED, *_READ)}
-_SPELLINGS |= {_letters(name): right for name, right in OTHER_NAMES.items()}
+_NAMES = HONOURED | REFUSED.keys() | OTHER_NAMES.keys()
+_SPELLINGS = {_letters(name): name for name in (*HONOURED, *REFUSED, *OTHER_NAMES)}
 
 
 def short(value) -> str:

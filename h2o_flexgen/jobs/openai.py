@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.engine.messages import Conversation, checked_kwargs, checked_message
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs.keys import REFUSED, SAMPLING, RowError, sampling, short
+from h2o_flexgen.jobs.keys import HONOURED, REFUSED, SAMPLING, RowError, is_empty, sampling, short
 
 if TYPE_CHECKING:
     from h2o_flexgen.jobs.input import Row
@@ -29,7 +29,8 @@ OTHERS = set(
 
 def is_request(data: dict) -> bool:
     """Whether a line is a request, and no plain row: those may have labels of any name."""
-    return ("url" in data or "body" in data) and not data.keys() & {"prompt", "prompt_token_ids", "messages"}
+    given = {name for name, value in data.items() if value is not None}
+    return bool(given & {"url", "body"}) and not given & {"prompt", "prompt_token_ids", "messages"}
 
 
 def parse(data: dict, row: Row) -> None:
@@ -49,11 +50,12 @@ def parse(data: dict, row: Row) -> None:
     if not isinstance(body, dict):
         raise RowError("body must be an object", "body")
     row.model = body["model"] if isinstance(body.get("model"), str) else None
-    if outside := SAMPLING.keys() & data.keys():
-        raise RowError(f"{min(outside)} belongs in the body", min(outside))
-    row.params = sampling(body)
+    sampling(data)  # what cannot be done is refused beside the body too
+    if misplaced := [name for name in data if name in HONOURED and not is_empty(data[name])]:
+        raise RowError(f"{misplaced[0]} belongs in the body", misplaced[0])
+    row.params = sampling(body, is_body=True)
     for name, value in body.items():
-        if value is not None and not (name in SAMPLING or name in REFUSED or name in OTHERS):
+        if not (is_empty(value) or name in SAMPLING or name in REFUSED or name in OTHERS):
             raise RowError(f"{name} is not supported: leave it out", name)
     row.logprobs = wants_logprobs(body, row.kind)
     if row.kind == "chat":
@@ -86,7 +88,7 @@ def conversation(data: dict) -> Conversation:
 
 def refuse_template_kwargs(data: dict) -> None:
     """Raises RowError for variables of a chat template without messages."""
-    if data.get("chat_template_kwargs") is not None:
+    if not is_empty(data.get("chat_template_kwargs")):
         raise RowError("chat_template_kwargs is for messages: leave it out", "chat_template_kwargs")
 
 
@@ -170,8 +172,8 @@ def _token_texts(tokenizer, tokens: list[int]) -> list[str]:
 def _chat_logprobs(texts: list[str], logprobs: list[float]) -> dict:
     content = []
     for text, logprob in zip(texts, logprobs):
-        whole = "\ufffd" not in text  # else it is a part of a character
-        values = list(text.encode("utf-8", "replace")) if whole else None
+        is_part = "\ufffd" in text  # of a character
+        values = None if is_part else list(text.encode("utf-8", "replace"))
         content.append({"token": text, "logprob": logprob, "bytes": values, "top_logprobs": []})
     return {"content": content, "refusal": None}
 

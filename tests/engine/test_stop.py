@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.engine.outputs import text_of
 from h2o_flexgen.engine.sampling import Sampler
 from h2o_flexgen.engine.stop import PARTIAL, StopStrings, decode, most_tokens
 from h2o_flexgen.models.tokenizer import load_tokenizer
 
 pytest_plugins = ["cli_tools"]
 
+#: one token of `byte_level`
+MERGED = "in"
 #: letters in one to four bytes, and what decoders treat apart
 LETTERS = "ab \n_é€😀"
 
@@ -140,6 +143,13 @@ def test_a_stop_string_names_special_tokens(byte_level, text, stop, before):
     assert found(byte_level, stop, encode(byte_level, text))[1] == before
 
 
+@pytest.mark.parametrize("stop", [[f"</s>{MERGED}", MERGED[-1]], [MERGED[-1], f"</s>{MERGED}"]])
+def test_the_earlier_of_two_stop_strings_wins_if_one_names_a_special_token(byte_level, stop):
+    """One token completes both."""
+    assert len(encode(byte_level, MERGED)) == 1
+    assert found(byte_level, stop, encode(byte_level, f"x</s>{MERGED}"))[1] == "x"
+
+
 def test_a_text_of_pieces_ends_before_a_special_token(fallback):
     tokens = [*encode(fallback, " a b"), fallback.convert_tokens_to_ids("</s>")]
     assert found(fallback, ["</s>"], tokens) == (len(tokens), decode(fallback, tokens))
@@ -170,13 +180,36 @@ def test_a_stop_string_ends_a_sequence_with_all_its_tokens(byte_level, extra, re
     assert s.text == ("xy" if reason == "stop" else None)
 
 
-def test_a_stop_string_in_the_last_token_counts_and_the_end_token_comes_first(byte_level):
+def test_a_stop_string_in_the_last_token_counts(byte_level):
     tokens = encode(byte_level, "xyz")
-    last = SamplingParams(max_tokens=len(tokens), stop=["z"])
-    s = take(Sampler(frozenset(), byte_level), last, tokens)
+    s = take(Sampler(frozenset(), byte_level), SamplingParams(max_tokens=len(tokens), stop=["z"]), tokens)
     assert (s.finish_reason, s.text) == ("stop", "xy")
-    s = take(Sampler(frozenset(tokens[-1:]), byte_level), last, tokens)
-    assert (s.finish_reason, s.text) == ("stop", None)
+
+
+@pytest.mark.parametrize(
+    "text, stop, before",
+    [
+        ("xyz</s>", "z</s>", "xy"),  # begins before the token that ends the text
+        ("xyz</s>", "</s>", "xyz"),
+        ("xyz", "yz", "x"),
+        ("xyz", "z", "xy"),
+        ("xyz", "a", "xy"),
+    ],
+)
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_stop_string_that_an_end_token_completes_counts(byte_level, text, stop, before, by_id):
+    tokens = encode(byte_level, text)
+    params = SamplingParams(max_tokens=20, stop=stop, stop_token_ids=tokens[-1:] if by_id else ())
+    s = take(Sampler(frozenset() if by_id else frozenset(tokens[-1:]), byte_level), params, tokens)
+    assert s.finish_reason == "stop" and s.tokens == tokens
+    assert text_of(s, byte_level) == before
+
+
+def test_the_text_of_an_end_token_is_left_out_though_a_stop_string_begins_in_it(byte_level):
+    (token,) = encode(byte_level, MERGED)
+    tokens = [*encode(byte_level, "x"), token]
+    s = take(Sampler(frozenset({token}), byte_level), SamplingParams(max_tokens=20, stop=MERGED[-1]), tokens)
+    assert text_of(s, byte_level) == "x"
 
 
 def test_stop_strings_end_texts_of_a_job_and_leave_the_others(texts):

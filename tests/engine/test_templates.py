@@ -132,6 +132,15 @@ def test_earlier_answers_may_be_left_out_but_not_all(render):
         render("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", turns[:3])
 
 
+@pytest.mark.parametrize("role", ["system", "user", "tool", "developer"])
+def test_no_message_but_an_answer_may_be_left_out(render, role):
+    """DeepSeek's template keeps the last system message alone."""
+    last = "{% for m in messages if m.role != ROLE %}{{ m.content }}{% endfor %}{{ messages[2].content }}"
+    turns = [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}, {"role": role, "content": "c"}]
+    with pytest.raises(UserError, match=f"leaves out the content of message 0, whose role is '{role}'"):
+        render(last.replace("ROLE", f"'{role}'"), turns)
+
+
 WEATHER = {"name": "weather", "arguments": '{"city":  "Zürich"}'}
 
 
@@ -237,11 +246,18 @@ def test_a_variable_may_change_how_content_is_read(texts):
 
 
 @pytest.mark.parametrize(
-    "name", ["messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template"]
+    "name",
+    ["messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template"],
 )
 def test_a_name_that_is_no_variable_is_refused(render, name):
     with pytest.raises(UserError, match=f"{name} is no variable of a chat template"):
         render(THINKS, [user("a")], {name: False})
+
+
+@pytest.mark.parametrize("name", ["documents", "tools"])
+def test_what_transformers_hands_on_to_the_template_is_a_variable(render, name):
+    template = THINKS + "{% for one in " + name + " %}{{ one.text }}{% endfor %}"
+    assert render(template, [user("a")], {name: [{"title": "b", "text": "c"}]}) == "ac"
 
 
 def test_a_variable_that_the_template_does_not_read_is_told_once(texts, caplog):

@@ -9,7 +9,7 @@ from cli_tools import write_rows
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import read_rows
-from h2o_flexgen.jobs.keys import OTHER_NAMES, REFUSED, SAMPLING, RowError
+from h2o_flexgen.jobs.keys import COLUMNS, OTHER_NAMES, PROMPT_COLUMNS, REFUSED, SAMPLING, SWITCHES, RowError
 
 #: (key, value, what the error says)
 REFUSALS = [
@@ -27,7 +27,6 @@ REFUSALS = [
     ("extra_body", {"top_k": 5}, "extra_body is not supported"),
     ("hh_ratio", 0.2, "hh_ratio is not supported"),
     ("max_new_tokens", 5, "max_new_tokens is not a key of rows: use max_tokens"),
-    ("max_length", 5, "use max_tokens"),
     ("gen_len", 5, "use max_tokens"),
     ("do_sample", True, "use temperature"),
     ("eos_token_id", 5, "use stop_token_ids"),
@@ -38,19 +37,50 @@ REFUSALS = [
     ("max-tokens", 5, "use max_tokens"),
     ("maxNewTokens", 5, "use max_tokens"),
     ("Temperature", 1, "use temperature"),
-    ("temprature", 1, "use temperature"),
     ("max_token", 5, "use max_tokens"),
     ("topK", 5, "use top_k"),
-    ("topLogprobs", 5, "use top_logprobs"),
-    ("stop_tokens_ids", [5], "use stop_token_ids"),
-    ("repetition_penality", 1.2, "use repetition_penalty"),
+    ("topLogprobs", 5, "topLogprobs is not supported"),
+    ("max_tokens_to_sample", 5, "use max_tokens"),
+    ("max_gen_len", 5, "use max_tokens"),
+    ("stop_token", "a", "use stop"),
+    ("stop_tokens", ["a"], "use stop"),
+    ("stop_sequence", "a", "use stop"),
+    ("stop_words", ["a"], "use stop"),
+    ("eos_token", "a", "use stop"),
+    ("eos_token_ids", [5], "use stop_token_ids"),
+    ("ignore_eos_token", True, "use ignore_eos"),
+    *(
+        (name, value, f"{name} is not supported")
+        for name, value in {
+            "freq_penalty": 0.5,
+            "rep_pen": 1.1,
+            "repeat_last_n": -1,
+            "dry_multiplier": 0.8,
+            "xtc_probability": 0.5,
+            "grammar": 'root ::= "a"',
+            "ebnf": 'root ::= "a"',
+            "stop_regex": "a+",
+            "guided_decoding": {"regex": "a+"},
+            "sequence_bias": [[[5], 1.0]],
+            "max_time": 1.5,
+            "vllm_xargs": {"a": 1},
+            "response_schema": {"type": "object"},
+            "lora_request": {"lora_name": "a"},
+            "candidateCount": 2,
+            "skip_special_tokens": False,
+        }.items()
+    ),
+    ("options", {"temperature": 0.5, "num_ctx": 4096}, "options is not read: write temperature beside"),
+    ("parameters", {"max_new_tokens": 5}, "parameters is not read: write max_new_tokens beside"),
     ("stop_token_ids", 5, "stop_token_ids cannot be 5"),
     ("max_tokens", 16.0, "max_tokens cannot be 16.0"),
     ("max_tokens", 10**30, "max_tokens is too large"),
     ("seed", True, "seed cannot be True"),
     ("temperature", "0.5", "temperature cannot be '0.5'"),
 ]
-LABELS = "id label labels answer options function in_tokens top_words N format index message name template text url"
+LABELS = """id label labels answer options function in_tokens top_words N format index message name template text url
+temperature_c temperatures structured_output allowed_tokens sampling_param web_search_option prompt_logprob stop_reason
+Documents audio documents functions echo seed_id suffix Suffix stopwords min_length max_length verbosity input_ids"""
 
 
 def plain(**keys) -> dict:
@@ -83,6 +113,45 @@ def test_what_asks_for_nothing_is_not(tmp_path, form):
     assert row.prompt == [5] and row.params == {}
 
 
+@pytest.mark.parametrize("form", [plain, completion])
+@pytest.mark.parametrize("value", ["", [], {}, False], ids=repr)
+def test_what_is_empty_asks_for_nothing(tmp_path, form, value):
+    names = [*REFUSED, *OTHER_NAMES, "chat_template_kwargs"]
+    if value is False:
+        names = REFUSED.keys() - SWITCHES
+    row = row_of(tmp_path, form(**dict.fromkeys(names, value)))
+    assert row.prompt == [5] and row.params == {}
+
+
+def test_a_name_that_data_sets_use_is_meant_for_the_model_in_a_request(tmp_path):
+    for name in COLUMNS | PROMPT_COLUMNS:
+        error = row_of(tmp_path, completion(**{name: [7]})).prompt
+        assert isinstance(error, RowError) and error.param == name
+
+
+def test_a_name_of_chats_is_meant_for_the_model_beside_messages(tmp_path):
+    messages = [{"role": "user", "content": "a"}]
+    for name in PROMPT_COLUMNS:
+        error = row_of(tmp_path, {"messages": messages, name: ["b"]}).prompt
+        assert isinstance(error, RowError) and error.param == name
+    row = row_of(tmp_path, {"messages": messages} | dict.fromkeys(COLUMNS, "x"))
+    assert row.prompt.messages == messages
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "messages": None, "prompt_token_ids": None},
+        {"prompt": None, "messages": [{"role": "user", "content": "a"}]},
+        {"prompt": None, "prompt_token_ids": [5], "url": None, "body": None, "max_tokens": None},
+        completion() | {"prompt": None, "messages": None, "max_tokens": None},
+    ],
+)
+def test_null_is_absent(tmp_path, row):
+    """A table with columns of several kinds writes null where a row has none."""
+    assert not isinstance(row_of(tmp_path, row).prompt, UserError)
+
+
 def test_other_keys_are_labels(tmp_path):
     row = row_of(tmp_path, plain(**dict.fromkeys(LABELS.split(), "x")))
     assert row.prompt == [5] and row.params == {}
@@ -96,9 +165,20 @@ def test_a_row_says_how_it_is_sampled(tmp_path):
         assert row_of(tmp_path, form(**given)).params == given
 
 
-def test_a_key_beside_the_body_of_a_request_is_not_lost(tmp_path):
-    error = row_of(tmp_path, completion() | {"max_tokens": 5}).prompt
-    assert str(error) == "max_tokens belongs in the body" and error.param == "max_tokens"
+@pytest.mark.parametrize(
+    "key, value, say",
+    [
+        ("max_tokens", 5, "max_tokens belongs in the body"),
+        ("logprobs", True, "logprobs belongs in the body"),
+        ("chat_template_kwargs", {"a": 1}, "chat_template_kwargs belongs in the body"),
+        ("maxTokens", 5, "use max_tokens"),
+        ("repetition_penalty", 1.2, "repetition_penalty is not supported"),
+    ],
+)
+def test_a_key_beside_the_body_of_a_request_is_not_lost(tmp_path, key, value, say):
+    error = row_of(tmp_path, completion() | {key: value}).prompt
+    assert say in str(error) and error.param == key
+    assert row_of(tmp_path, completion() | {key: None}).prompt == [5]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +189,7 @@ def test_a_key_beside_the_body_of_a_request_is_not_lost(tmp_path):
         ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "the key 'content' appears twice"),
         ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "not both"),
         ('{"prompt_token_ids": [5], "messages": [{"role": "user", "content": "b"}]}', "not both"),
+        ('{"prompt": null, "messages": null}', 'no "prompt", "prompt_token_ids" or "messages"'),
         ('{"prompt": "a", "chat_template_kwargs": {"enable_thinking": false}}', "is for messages"),
         ('{"messages": [{"role": "user", "content": "b"}], "chat_template_kwargs": [1]}', "must be an object"),
         ('{"prompt": "a", "max_tokens": NaN}', "max_tokens cannot be nan"),
