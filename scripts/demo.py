@@ -22,6 +22,8 @@ TEXTS = ("with", "exceptions")
 #: texts to score, and their tokens: a prompt, and those behind it, which are fed one by one
 PASSAGES, PROMPT, SCORED = 8, 256, 64
 PARAMS = SamplingParams(max_tokens=40)
+#: the same text on every processor, where 16-bit types round differently
+OPTIONS = {"dtype": "float32", "progress": False}
 
 
 def ask(question: str) -> list[dict]:
@@ -42,9 +44,10 @@ def perplexity(llm: LLM) -> float:
 def main() -> None:
     questions = [ask(question) for question in QUESTIONS]
     summaries = [ask(f"Summarize this text in two sentences:\n\n{topics[name][:2400]}") for name in TEXTS]
-    with LLM(kv_budget=KVBudget.from_ratio(0.2, rule="h2o"), progress=False) as llm:
+    with LLM(kv_budget=KVBudget.from_ratio(0.2, rule="h2o"), **OPTIONS) as llm:
         answers = [output.outputs[0].text for output in llm.chat(questions + summaries, PARAMS)]
-        slots, longest = llm.report["kv_budget"], llm.report["workload"]["prompt_len"]
+        slots = llm.report["kv_budget"]
+        longest = llm.report["workload"]["prompt_len"]
         print(
             f"{llm.report['model']}, {llm.report['dtype']} on {llm.report['device']}; H2O keeps {slots['heavy']} heavy "
             f"hitters and {slots['recent']} recent tokens of up to {longest}"
@@ -54,7 +57,7 @@ def main() -> None:
             show("answer", answer)
         h2o = perplexity(llm)
         slots = llm.report["kv_budget"]
-    with LLM(progress=False) as llm:
+    with LLM(**OPTIONS) as llm:
         full_answers = [output.outputs[0].text for output in llm.chat(summaries, PARAMS)]
         for name, answer, full_answer in zip(TEXTS, answers[len(QUESTIONS) :], full_answers):
             print()
