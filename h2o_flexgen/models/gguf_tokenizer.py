@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.models.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from h2o_flexgen.models.sentence_piece import Kind, add_tokens, is_control, pieces_tokenizer, surround
+from h2o_flexgen.models.spec import shortened
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,7 +29,9 @@ DEFAULT_IDS = {
     SENTENCE_PIECE: {"bos": 1, "eos": 2, "unknown": 0},
     BYTE_LEVEL: {"bos": 11, "eos": 11},  # Falcon's, and only where that is a special token
 }
-#: tokens that end a text wherever they are special, named by the file or not
+#: the end of struck-out text in HTML too: an ordinary token of some vocabularies
+HTML_END = "</s>"
+#: tokens that end a text, named by the file or not; `HTML_END` only where it is special
 ENDS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
@@ -37,6 +40,8 @@ ENDS = frozenset(
     <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
     """.split()
 )
+#: where a vocabulary holds one token of each set, <|end|> ends a part of an answer only
+PARTS = ({"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"})
 #: keys of ids that end a text
 END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
@@ -110,9 +115,10 @@ class Vocabulary:
         name = self._field("pre")
         if name is None:
             log.warning("%s does not say how text is split: its tokens may be wrong", self.file.path)
-        if name is not None and name not in list(PRE_TOKENIZERS):
+            name = "default"
+        if not isinstance(name, str) or name not in PRE_TOKENIZERS:
             raise UserError(f"its way to split text, {name!r}, is not known; take the model's checkpoint instead")
-        return PRE_TOKENIZERS["default" if name is None else name]
+        return PRE_TOKENIZERS[name]
 
     def token(self, name: str) -> int | None:
         """The id of the token that the file calls `name`, or its default."""
@@ -125,11 +131,13 @@ class Vocabulary:
     def is_special(self, token: int) -> bool:
         """Whether a token stands for no text: a control token, or one that ends a text."""
         kind = self.kinds[token]
-        return is_control(kind) or (kind == Kind.USER_DEFINED and self.tokens[token] in ENDS)
+        text = self.tokens[token]
+        return is_control(kind) or (text in ENDS and (text != HTML_END or kind == Kind.USER_DEFINED))
 
     def ends(self) -> list[int]:
         """Ids of the tokens that end a text."""
-        names = ENDS - ({"<|end|>"} if self.ids.keys() >= {"<|return|>", "<|call|>"} else set())
+        has_parts = not any(self.ids.keys().isdisjoint(names) for names in PARTS)
+        names = ENDS - {"<|end|>"} if has_parts else ENDS
         found = {self.ids[text] for text in names & self.ids.keys() if self.is_special(self.ids[text])}
         return sorted(found | {token for name in END_KEYS if (token := self.token(name)) is not None})
 
@@ -147,34 +155,52 @@ class Vocabulary:
         is_pieces = self.kind == SENTENCE_PIECE
         tokenizer = self._pieces() if is_pieces else self._byte_level()
         add_tokens(tokenizer, self.tokens, self.kinds, self.is_special)
-        surround(tokenizer, self._around("bos", is_pieces or self.split.add_bos), self._around("eos", False))
+        surround(tokenizer, self._edge("bos", is_pieces or self.split.add_bos), self._edge("eos", False))
         return tokenizer
 
-    def _around(self, name: str, default: bool) -> list[str]:
-        """The token that is put before (bos) or behind (eos) a text, if one is."""
-        if not self._field(f"add_{name}_token", default):
-            return []
+    def _edge(self, name: str, default: bool) -> str | None:
+        """The token that is put at the start (bos) or the end (eos) of a text, if one is."""
+        asked = self._flag(f"add_{name}_token")
         token = self.token(name)
-        if token is None:
+        if asked and token is None:
             raise UserError(f"a text has a {name} token around it, but tokenizer.ggml.{name}_token_id names none")
-        return [self.tokens[token]]
+        is_wanted = default if asked is None else asked
+        if is_wanted and token is None:
+            log.warning("%s names no %s token, which texts of its kind have around them", self.file.path, name)
+        return self.tokens[token] if is_wanted and token is not None else None
+
+    def _flag(self, name: str) -> bool | None:
+        value = self._field(name)
+        if value not in (None, False, True):
+            raise UserError(f"tokenizer.ggml.{name} must be true or false, not {shortened(value)}")
+        return None if value is None else bool(value)
 
     def _pieces(self) -> Tokenizer:
         unknown = self.token("unknown")
         name = None if unknown is None else self.tokens[unknown]
         scores = self._list("scores", (int, float))
-        return pieces_tokenizer(self.tokens, scores, name, bool(self._field("add_space_prefix", True)))
+        scheme = "never" if self._flag("add_space_prefix") is False else "always"
+        return pieces_tokenizer(self.tokens, scores, name, scheme)
 
     def _byte_level(self) -> Tokenizer:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-        merges = []
-        for merge in self._list("merges", str):
-            at = merge.index(" ", 1)
-            merges.append((merge[:at], merge[at + 1 :]))
-        tokenizer = Tokenizer(models.BPE(self.ids, merges, ignore_merges=self.split.ignore_merges))
+        tokenizer = Tokenizer(models.BPE(self.ids, self._merges(), ignore_merges=self.split.ignore_merges))
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.split.patterns]
         to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_letters])
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
+
+    def _merges(self) -> list[tuple[str, str]]:
+        """The pairs of tokens that are merged, the first ones first. A pair that no text can have is left out."""
+        merges = []
+        for merge in self._list("merges", str):
+            at = merge.find(" ", 1)
+            pair = (merge[:at], merge[at + 1 :])
+            if at < 0 or not self.ids.keys() >= {*pair}:
+                continue
+            if "".join(pair) not in self.ids:
+                raise UserError(f"its merge {shortened(merge)} makes a token that its vocabulary lacks")
+            merges.append(pair)
+        return merges

@@ -30,10 +30,15 @@ def is_control(kind: int) -> bool:
     return kind in (Kind.UNKNOWN, Kind.CONTROL)
 
 
-def read_pieces(path: Path) -> tuple[Tokenizer, dict[str, str]] | None:
-    """The tokenizer of a tokenizer.model and its special tokens, named as in a tokenizer_config.json: with BOS in front
-    of a text. None for another algorithm than byte pairs, or one that changes texts first. Raises UserError for a file
-    that is damaged."""
+def read_pieces(path: Path, scheme: str) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer of a tokenizer.model and its special tokens, named as in a tokenizer_config.json.
+
+    Args:
+        scheme: as of `pieces_tokenizer`, for a file that wants a blank before a text.
+
+    Raises:
+        UserError: a file that is damaged, or of a kind that is not known here and that transformers splits wrongly.
+    """
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto()
@@ -43,38 +48,49 @@ def read_pieces(path: Path) -> tuple[Tokenizer, dict[str, str]] | None:
         raise UserError(
             f"{path} is not a whole SentencePiece model ({reason(e)}): it or a tokenizer.json is needed"
         ) from None
-    how = model.trainer_spec
-    before = model.normalizer_spec
-    if how.model_type != how.BPE or before.precompiled_charsmap or before.remove_extra_whitespaces:
-        return None
+    trainer = model.trainer_spec
+    normalizer = model.normalizer_spec
+    unknown = {
+        "is not made of byte pairs": trainer.model_type != trainer.BPE,
+        "replaces characters of a text": normalizer.precompiled_charsmap,
+        "removes blanks from a text": normalizer.remove_extra_whitespaces,
+        "puts blanks after words": trainer.treat_whitespace_as_suffix,
+    }
+    for trait, is_present in unknown.items():
+        if is_present:
+            raise UserError(f"{path} {trait}, which is not supported: a tokenizer.json beside it is needed")
     tokens = [piece.piece for piece in model.pieces]
     scores = [piece.score for piece in model.pieces]
     kinds = [piece.type for piece in model.pieces]
-    ids = {"bos_token": how.bos_id, "eos_token": how.eos_id, "unk_token": how.unk_id}
+    ids = {"bos_token": trainer.bos_id, "eos_token": trainer.eos_id, "unk_token": trainer.unk_id}
     special = {name: tokens[token] for name, token in ids.items() if token >= 0}
-    tokenizer = pieces_tokenizer(tokens, scores, special.get("unk_token"), before.add_dummy_prefix)
+    scheme = scheme if normalizer.add_dummy_prefix else "never"
+    tokenizer = pieces_tokenizer(tokens, scores, special.get("unk_token"), scheme)
     add_tokens(tokenizer, tokens, kinds, lambda token: is_control(kinds[token]))
-    surround(tokenizer, [special["bos_token"]] if "bos_token" in special else [], [])
     return tokenizer, special
 
 
-def pieces_tokenizer(tokens: list[str], scores: list[float], unknown: str | None, prefix: bool) -> Tokenizer:
+def pieces_tokenizer(tokens: list[str], scores: list[float], unknown: str | None, scheme: str) -> Tokenizer:
     """A tokenizer that merges two pieces in the order of the scores of what they make.
 
     Args:
-        prefix: put a blank before a text, and before what follows a special token.
+        scheme: where a blank is put: "first" before a text that begins with none, "always" before each text and
+            before what follows an added token, or "never".
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     ids = {text: token for token, text in enumerate(tokens)}
     merges = merges_by_score(ids, scores)
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    blanks = normalizers.Replace(" ", BLANK)
+    if scheme == "first":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(BLANK, scheme, split=False)
+    else:
+        blanks = normalizers.Replace(" ", BLANK)
+        prepend = normalizers.Prepend(BLANK)
+        tokenizer.normalizer = normalizers.Sequence([prepend, blanks]) if scheme == "always" else blanks
     parts = [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix:
-        blanks = normalizers.Sequence([normalizers.Prepend(BLANK), blanks])
+    if scheme != "never":
         parts.append(decoders.Strip(" ", 1, 0))
-    tokenizer.normalizer = blanks
     tokenizer.decoder = decoders.Sequence(parts)
     return tokenizer
 
@@ -90,20 +106,22 @@ def merges_by_score(ids: dict[str, int], scores: list[float]) -> list[tuple[str,
 
 
 def add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int], is_special: Callable[[int], bool]) -> None:
-    """Take control tokens and those that a user has defined as they are, before a text is split. Special tokens are
-    left out of decoded texts."""
+    """Take special tokens and those that a user has defined out of a text before it is split. Special tokens are left
+    out of decoded texts."""
     from tokenizers import AddedToken
 
-    added = [token for token in range(len(tokens)) if is_control(kinds[token]) or kinds[token] == Kind.USER_DEFINED]
+    added = [token for token in range(len(tokens)) if is_special(token) or kinds[token] == Kind.USER_DEFINED]
     tokenizer.add_tokens([AddedToken(tokens[token], special=is_special(token), normalized=False) for token in added])
 
 
-def surround(tokenizer: Tokenizer, before: list[str], behind: list[str]) -> None:
-    """Put tokens before and behind each text."""
+def surround(tokenizer: Tokenizer, start: str | None, end: str | None) -> None:
+    """Put a token at the start and one at the end of each text, or none, and nothing else."""
     from tokenizers import processors
 
-    around = {*before, *behind}
-    if around:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *behind], special_tokens=[(text, tokenizer.token_to_id(text)) for text in around]
-        )
+    # the template has names of its own, since a token may hold the signs of its syntax
+    edges = {"start": start, "end": end}
+    present = {name: text for name, text in edges.items() if text is not None}
+    special = [{"id": name, "ids": [tokenizer.token_to_id(text)], "tokens": [text]} for name, text in present.items()]
+    template = [name for name in ("start", "$A", "end") if name == "$A" or name in present]
+    processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    tokenizer.post_processor = processor if present else None

@@ -8,11 +8,15 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.files import read_json, read_text
 from h2o_flexgen.models.folder import check_fetched
-from h2o_flexgen.models.sentence_piece import read_pieces
+from h2o_flexgen.models.sentence_piece import BLANK, read_pieces, surround
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 #: a tokenizer as the library `tokenizers` reads it
 _DESCRIBED = "tokenizer.json"
@@ -21,25 +25,18 @@ _PIECES = "tokenizer.model"
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _FILES = (_DESCRIBED, _CONFIG, "vocab.json", _PIECES)
-#: texts that tokenizers take apart in different ways: blanks, digits, accents (composed and not), code, scripts, lines
-_PROBES = (
-    "Hello, world! It's what they've said: WE'LL see.",
-    " a  b   c\td \n\n e\r\n",
-    "1234567 3.14 2024-12-31",
-    "café cafe\u0301 Straße ﬁ ½ İ",
-    "def f(x):\n    return {'a': x[0] ** 2}  # TODO\n",
-    "日本語の文章。中文，한국어 Привет עברית हिन्दी",
-    "👍🏽😀 <b>&amp;</b> http://a.b/c?d=e_f",
-)
 #: stands for an answer in what a chat template makes of a conversation
 _ANSWER = "[[the answer]]"
 
 #: code that comes with a model is never run, and never asked about
-_OPTIONS = {"padding_side": "left", "trust_remote_code": False}
-#: what a tokenizer_config.json says of its class alone
-_OF_CLASS = ("tokenizer_class", "auto_map", "add_bos_token", "add_eos_token", "sp_model_kwargs", "legacy")
-#: files of a tokenizer beside the vocabulary
-_BESIDE = ("special_tokens_map.json", "added_tokens.json", _TEMPLATE, "chat_template.json")
+_OPTIONS = {"padding_side": "left", "trust_remote_code": False, "from_slow": False}
+#: what a tokenizer_config.json says to its class alone
+_OF_CLASS = ("tokenizer_class", "auto_map", "sp_model_kwargs", "legacy")
+#: how the names of the classes begin that put BOS and EOS around a text where `_SURROUNDING` says so
+_HEEDING = ("Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX")
+_SURROUNDING = ("add_bos_token", "add_eos_token")
+#: files that tell the names of tokens and the chat template
+_COMPANIONS = ("special_tokens_map.json", "added_tokens.json", _TEMPLATE, "chat_template.json")
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +70,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def end_ids(tokenizer) -> frozenset[int]:
-    """Token ids that end a text: the tokenizer's, and what its chat template writes behind an answer. None for no
+    """Token ids that end a text: the tokenizer's, and what its chat template writes after an answer. None for no
     tokenizer."""
     if tokenizer is None:
         return frozenset()
@@ -106,74 +103,111 @@ def _is_pieces(folder: Path) -> bool:
 
 def _loaded(folder: Path):
     """Raises anything for a tokenizer that cannot be loaded."""
-    pieces = read_pieces(folder / _PIECES) if _is_pieces(folder) else None
-    if pieces is not None:
-        return _of_pieces(folder, *pieces)
-    import transformers
+    from transformers import AutoTokenizer
 
-    described = _described(folder / _DESCRIBED)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_OPTIONS)
-        if described is None or _alike(tokenizer, described):
-            return tokenizer
-        name = type(tokenizer).__name__
-        log.warning("%s: %s of transformers splits text in another way than its tokenizer.json", folder, name)
-    except Exception:  # such as a class that another version of transformers has
-        if described is None:
-            raise
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, **_OPTIONS)
-    if not _alike(tokenizer, described):
-        raise UserError(f"transformers {transformers.__version__} cannot build the tokenizer of {folder}: take another")
+    config = {key: value for key, value in _config(folder).items() if value is not None}
+    if _is_pieces(folder):
+        described, special = _pieces(folder, config)
+        tokenizer = _of_pieces(folder, described, special | config)
+        asking = {"add_bos_token": True} | config
+    elif (folder / _DESCRIBED).exists():
+        described = _described(folder / _DESCRIBED)
+        tokenizer = _named(folder)
+        asking = config if str(config.get("tokenizer_class", "Llama")).startswith(_HEEDING) else {}
+    else:
+        return AutoTokenizer.from_pretrained(folder, **_OPTIONS)
+    _follow(tokenizer, described, folder)
+    if not asking.keys().isdisjoint(_SURROUNDING):
+        _surround(tokenizer, described, asking)
+    tokenizer("a")  # settings that make no sense raise here rather than in a job
     return tokenizer
 
 
-def _described(path: Path):
-    """The tokenizer of a tokenizer.json by the library `tokenizers` alone, or None without that file."""
-    if not path.exists():
-        return None
+def _described(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json by the library `tokenizers` alone."""
     from tokenizers import Tokenizer
 
     try:
-        found = Tokenizer.from_file(str(path))
+        described = Tokenizer.from_file(str(path))
     except Exception as e:
         raise UserError(f"cannot read {path} ({reason(e)}): download it again") from None
-    found.no_padding()
-    found.no_truncation()
-    return found
+    described.no_padding()
+    described.no_truncation()
+    return described
 
 
-def _of_pieces(folder: Path, tokenizer, special: dict[str, str]):
+def _pieces(folder: Path, config: dict) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer of a tokenizer.model and its special tokens."""
+    scheme = "first" if config.get("legacy") is False else "always"
+    return read_pieces(folder / _PIECES, scheme if config.get("add_prefix_space", True) else "never")
+
+
+def _of_pieces(folder: Path, described: Tokenizer, config: dict):
     """The tokenizer of a folder without a tokenizer.json, as if it had this one."""
     from transformers import PreTrainedTokenizerFast
 
-    config = _config(folder)
-    kept = {key: value for key, value in config.items() if value is not None and key not in _OF_CLASS}
     with TemporaryDirectory() as name:
-        whole = Path(name)
-        for beside in _BESIDE:
-            if (folder / beside).exists():
-                shutil.copy(folder / beside, whole)
-        if not config.get("add_bos_token", True):
-            tokenizer.post_processor = None
-        tokenizer.save(str(whole / _DESCRIBED))
-        (whole / _CONFIG).write_text(json.dumps(special | kept))
-        return PreTrainedTokenizerFast.from_pretrained(whole, **_OPTIONS)
+        complete = Path(name)
+        for companion in _COMPANIONS:
+            if (folder / companion).exists():
+                shutil.copy(folder / companion, complete)
+        described.save(str(complete / _DESCRIBED))
+        general = {key: value for key, value in config.items() if key not in _OF_CLASS}
+        (complete / _CONFIG).write_text(json.dumps(general))
+        return PreTrainedTokenizerFast.from_pretrained(complete, **_OPTIONS)
 
 
-def _alike(tokenizer, described) -> bool:
-    """Whether transformers' tokenizer makes of texts, and of tokens, what the file describes."""
-    for text in _PROBES:
-        ids = described.encode(text, add_special_tokens=False).ids
-        if tokenizer(text, add_special_tokens=False)["input_ids"] != ids:
-            return False
-        back = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if back != described.decode(ids, skip_special_tokens=True):
-            return False
-    return True
+def _named(folder: Path):
+    """The tokenizer of the class that the folder names, or of the general one where that cannot be built of it."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **_OPTIONS)
+    except Exception:  # such as a class that another version of transformers has
+        tokenizer = None
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        return tokenizer
+    return PreTrainedTokenizerFast.from_pretrained(folder, **_OPTIONS)
+
+
+def _follow(tokenizer, described: Tokenizer, folder: Path) -> None:
+    """Make a tokenizer of transformers split texts as described. It keeps its templates, its names of special tokens,
+    and those of its added tokens that the description lacks and that are no ordinary text there."""
+    known = {token.content for token in described.get_added_tokens_decoder().values()}
+    added = [token for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.content not in known]
+    ordinary = {token.content for token in added if _is_ordinary(described, token.content)}
+    described.add_tokens([token for token in added if token.content not in ordinary])
+    tokenizer._tokenizer = described
+    for name, content in tokenizer.special_tokens_map.items():
+        if isinstance(content, str) and content in ordinary and described.token_to_id(content) is None:
+            setattr(tokenizer, name, None)
+    if ordinary:
+        names = ", ".join(map(repr, sorted(ordinary)))
+        log.warning("%s: named as special tokens, but ordinary text, and read as such: %s", folder, names)
+
+
+def _is_ordinary(described: Tokenizer, text: str) -> bool:
+    """Whether a text is one token (and a blank in front) even though none was added for it."""
+    found = described.encode(text, add_special_tokens=False)
+    return sum(token != BLANK for token in found.tokens) == 1 and described.decode(found.ids) == text
+
+
+def _surround(tokenizer, described: Tokenizer, config: dict) -> None:
+    """Put BOS in front of texts and EOS at their end, or neither, where a tokenizer_config.json says so. The one of
+    which it says nothing stays as described."""
+    ids = described.encode("a").ids
+    names = []
+    for role, outermost in (("bos", ids[:1]), ("eos", ids[-1:])):
+        name = tokenizer.special_tokens_map.get(f"{role}_token", "")
+        token = described.token_to_id(name)
+        asked = config.get(f"add_{role}_token")
+        is_wanted = asked if isinstance(asked, bool) else outermost == [token]
+        names.append(name if is_wanted and token is not None else None)
+    surround(described, *names)
 
 
 def _end_of_answer(tokenizer) -> int | None:
-    """The token that the chat template writes right behind an answer, if it is an added one, such as <|im_end|>."""
+    """The token that the chat template writes after an answer, if it is an added one, such as <|im_end|>."""
     if not tokenizer.chat_template:
         return None
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
@@ -181,6 +215,6 @@ def _end_of_answer(tokenizer) -> int | None:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # a template is a program, and may refuse anything
         return None
-    behind = text.partition(_ANSWER)[2]
-    added = {how.content: token for token, how in tokenizer.added_tokens_decoder.items() if how.content.strip()}
-    return added.get(max(filter(behind.startswith, added), key=len, default=None))
+    rest = text.partition(_ANSWER)[2].lstrip()
+    added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    return added.get(max(filter(rest.startswith, added), key=len, default=None))

@@ -71,6 +71,8 @@ def ends_of(folder: Path, tokenizer) -> set[str]:
         (BYTE_PAIRS, {"pre": "qwen2", "add_bos_token": True}, ["<|begin|>"]),
         (BYTE_PAIRS, {"pre": "smaug-bpe"}, []),  # splits as LLaMA 3 does
         (BYTE_PAIRS, {"pre": None}, []),
+        (BYTE_PAIRS, {"bos_token_id": None}, []),  # names none, and does not ask for one itself
+        (BYTE_PAIRS, {"bos_token_id": 3, "pre": "qwen2"}, []),  # an ordinary token, not used
         (BYTE_PAIRS, {"add_eos_token": True}, ["<|begin|>", "<|end_of_text|>"]),
         (PIECES, {}, ["<s>"]),
         (PIECES, {"add_bos_token": False}, []),
@@ -109,6 +111,18 @@ def test_pieces(tmp_path, text, changes, tokens):
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == shown
 
 
+def test_merges_that_no_text_can_have_are_ignored(tmp_path):
+    tokenizer = unpack(tmp_path, BYTE_PAIRS | {"merges": ["he", "zz q", "", *BYTE_PAIRS["merges"]]})
+    assert tokens_of(tokenizer, "hel w") == ["<|begin|>", "hel", "Ġw"]
+
+
+@pytest.mark.parametrize("name", ["padding_token_id", "unknown_token_id", "bos_token_id"])
+def test_a_special_token_that_is_an_ordinary_one(tmp_path, name):
+    tokenizer = unpack(tmp_path, BYTE_PAIRS | {"pre": "qwen2", name: BYTE_PAIRS["tokens"].index("!")})
+    assert tokens_of(tokenizer, "he!!") == ["he", "!", "!"]
+    assert tokenizer.decode(tokenizer("he!!").input_ids, skip_special_tokens=True) == "he!!"
+
+
 def test_special_tokens_are_left_out_of_texts_and_those_of_users_are_not(tmp_path):
     tokenizer = unpack(tmp_path, BYTE_PAIRS)
     ids = tokenizer("<|end_of_text|>he<tool>é").input_ids
@@ -123,6 +137,9 @@ def test_special_tokens_are_left_out_of_texts_and_those_of_users_are_not(tmp_pat
         (["[x]"], {"eot_token_id": 264, "eom_token_id": 2}, {"<|end_of_text|>", "[x]", "<tool>"}),
         (["<|end|>", "<|return|>"], {}, {"<|end_of_text|>", "<|end|>", "<|return|>"}),
         (["<|end|>", "<|return|>", "<|call|>"], {}, {"<|end_of_text|>", "<|return|>", "<|call|>"}),  # ends a part only
+        (["<|end|>", "<|calls|>", "<|flush|>"], {}, {"<|end_of_text|>", "<|calls|>", "<|flush|>"}),
+        (["<|im_end|>"], {"token_type": [*BYTE_PAIRS["token_type"], NORMAL]}, {"<|end_of_text|>", "<|im_end|>"}),
+        (["<end_of_turn>"], {"token_type": None}, {"<|end_of_text|>", "<end_of_turn>"}),
         (["</s>"], {"token_type": [*BYTE_PAIRS["token_type"], NORMAL]}, {"<|end_of_text|>"}),  # HTML's
         (["<|im_end|>"], {"token_type": [*BYTE_PAIRS["token_type"], USER_DEFINED]}, {"<|end_of_text|>", "<|im_end|>"}),
         (["[x]"], {"eos_token_id": 264}, {"<|end_of_text|>", "[x]"}),
@@ -134,6 +151,8 @@ def test_what_ends_a_text(tmp_path, named, changes, ends):
     tokens = [*BYTE_PAIRS["tokens"], *named]
     tokenizer = unpack(tmp_path, BYTE_PAIRS | {"tokens": tokens, "token_type": kinds} | changes)
     assert ends_of(tmp_path, tokenizer) == ends
+    for name in ends:
+        assert tokens_of(tokenizer, f"he{name}he")[-3:] == ["he", name, "he"]
     ids = tokenizer.convert_tokens_to_ids([name for name in named if name in ends and name != "[x]"])
     assert tokenizer.decode(ids, skip_special_tokens=True) == ""
 
@@ -194,9 +213,11 @@ def test_every_way_to_split_a_text_is_tested():
         (BYTE_PAIRS | {"tokens": ["a", "a"]}, "holds a token twice"),
         (BYTE_PAIRS | {"token_type": [1]}, "token_type has 1 entries for 264 tokens"),
         (BYTE_PAIRS | {"merges": None}, "tokenizer.ggml.merges must be a list"),
-        (BYTE_PAIRS | {"merges": ["he"]}, "cannot read the tokenizer"),
-        (BYTE_PAIRS | {"merges": ["x yz"]}, "cannot read the tokenizer"),
-        (BYTE_PAIRS | {"bos_token_id": None}, "tokenizer.ggml.bos_token_id names none"),
+        (BYTE_PAIRS | {"merges": ["x y"]}, "its merge 'x y' makes a token that its vocabulary lacks"),
+        (BYTE_PAIRS | {"bos_token_id": None, "add_bos_token": True}, "tokenizer.ggml.bos_token_id names none"),
+        (BYTE_PAIRS | {"add_bos_token": "false"}, "tokenizer.ggml.add_bos_token must be true or false, not 'false'"),
+        (PIECES | {"add_eos_token": [True]}, "tokenizer.ggml.add_eos_token must be true or false"),
+        (PIECES | {"add_space_prefix": "no"}, "tokenizer.ggml.add_space_prefix must be true or false"),
         (PIECES | {"scores": None}, "tokenizer.ggml.scores must be a list of numbers"),
         (PIECES | {"scores": [0.0]}, "scores has 1 entries"),
         (PIECES | {"scores": ["a"] * 274}, "tokenizer.ggml.scores must be a list of numbers"),

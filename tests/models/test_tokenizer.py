@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 
 from h2o_flexgen import LLM, Policy
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.sentence_piece import surround
 from h2o_flexgen.models.tokenizer import end_ids, load_tokenizer
 
 pytest_plugins = ["cli_tools"]
@@ -90,7 +92,12 @@ def test_a_link_to_a_file_that_is_missing(folder):
 
 @pytest.mark.parametrize(
     "content, message",
-    [("[]", "does not hold a JSON object"), ('{"tok', "is not JSON"), ('{"eos_token": 5}', "eos_token")],
+    [
+        ("[]", "does not hold a JSON object"),
+        ('{"tok', "is not JSON"),
+        ('{"eos_token": 5}', "eos_token"),
+        ('{"model_max_length": "long"}', "load the tokenizer"),
+    ],
 )
 def test_a_tokenizer_config_that_makes_no_sense(folder, content, message):
     (folder / "tokenizer_config.json").write_text(content)
@@ -107,6 +114,107 @@ def test_a_folder_with_no_vocabulary(folder):
 def test_a_class_of_another_algorithm(folder):
     tokenizer = load_tokenizer(configure(folder, tokenizer_class="BertTokenizerFast"))
     assert tokenizer(TEXT).input_ids == described(folder).encode(TEXT).ids
+
+
+def metaspace(folder, scheme):
+    """Turn tokenizer.json into one that puts blanks before words, as LLaMA's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<unk>", "<s>", "</s>"]
+    vocabulary = [*special, *[f"<0x{byte:02X}>" for byte in range(256)], "▁", "a", "b", "▁a", "▁b"]
+    ids = {token: number for number, token in enumerate(vocabulary)}
+    merges = [("▁", "a"), ("▁", "b")]
+    found = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    found.decoder = decoders.Sequence(steps)
+    found.add_special_tokens(special)
+    found.save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("scheme, after", [("always", "▁b"), ("first", "b")])
+def test_a_text_after_a_special_token_is_split_as_the_file_says(folder, scheme, after, legacy):
+    metaspace(folder, scheme)
+    tokenizer = load_tokenizer(configure(folder, tokenizer_class="LlamaTokenizerFast", legacy=legacy))
+    assert tokenizer.tokenize("a</s>b") == ["▁a", "</s>", after]
+
+
+@pytest.mark.parametrize("in_file", [None, "<s>"])
+@pytest.mark.parametrize(
+    "name, changes, around",
+    [
+        ("LlamaTokenizerFast", {"add_bos_token": True}, ["<s>"]),
+        ("LlamaTokenizer", {"add_bos_token": False}, []),
+        ("GemmaTokenizerFast", {"add_bos_token": True, "add_eos_token": True}, ["<s>", "</s>"]),
+        ("LlamaTokenizerFast", {"add_bos_token": False, "add_eos_token": True}, ["</s>"]),
+        ("LlamaTokenizerFast", {"add_bos_token": None}, None),
+        (None, {"add_bos_token": True}, ["<s>"]),
+        ("PreTrainedTokenizerFast", {"add_bos_token": True, "add_eos_token": True}, None),  # does not read the keys
+        ("PreTrainedTokenizerFast", {"add_bos_token": False}, None),
+    ],
+)
+def test_what_is_put_around_a_text(folder, in_file, name, changes, around):
+    found = described(folder)
+    surround(found, in_file, None)
+    found.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(configure(folder, tokenizer_class=name, bos_token="<s>", **changes))
+    shown = tokenizer.convert_ids_to_tokens(tokenizer("a").input_ids)
+    unchanged = [in_file] if in_file else []
+    assert [token for token in shown if token != "a"] == (unchanged if around is None else around)
+
+
+@pytest.mark.parametrize("name, start", [("$A", ["$A"]), ("<a:b:c>", ["<a:b:c>"]), ("", []), (None, [])])
+def test_bos_of_any_name(folder, name, start):
+    changes = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": name, "add_bos_token": True}
+    tokenizer = load_tokenizer(configure(folder, **changes))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a").input_ids) == [*start, "a"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"pad_token": "!"}, "'!'"),
+        ({"pad_token": "!", "eos_token": "a"}, "'!', 'a'"),
+        ({"additional_special_tokens": ["e", "<x>"]}, "'e'"),
+        ({"eos_token": "\n"}, r"'\\n'"),
+        ({"unk_token": {"__type": "AddedToken", "content": "s"}}, "read as such: 's'"),
+    ],
+)
+def test_special_tokens_that_are_ordinary_text(folder, caplog, changes, message):
+    before = described(folder)
+    tokenizer = load_tokenizer(configure(folder, **changes))
+    text = "he!! said\né"
+    assert tokenizer(text).input_ids == before.encode(text).ids
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    for name, token in changes.items():
+        if token in ("!", "a"):
+            assert tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)) == before.token_to_id(token)
+    assert re.search(message, caplog.text)
+
+
+def test_tokens_that_the_file_lacks(folder, caplog):
+    named = {"9": {"content": "<one>", "special": True}, "8": {"content": "<two>", "special": False}}
+    tokenizer = load_tokenizer(configure(folder, added_tokens_decoder=named, pad_token="[PAD]"))
+    ids = tokenizer("a<one><two>[PAD]").input_ids[-3:]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<one>", "<two>", "[PAD]"]
+    assert (tokenizer.decode(ids, skip_special_tokens=True), tokenizer.pad_token_id) == ("<two>", ids[2])
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes", [{"from_slow": True}, {"add_prefix_space": True, "tokenizer_class": "LlamaTokenizer"}]
+)
+def test_what_asks_transformers_to_convert_a_tokenizer(folder, changes):
+    tokenizer = load_tokenizer(configure(folder, **changes))
+    assert tokenizer(TEXT).input_ids == described(folder).encode(TEXT).ids
+
+
+def test_chat_templates_and_limits_are_those_of_the_folder(folder):
+    templates = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "tools"}]
+    tokenizer = load_tokenizer(configure(folder, chat_template=templates, model_max_length=77))
+    assert tokenizer.chat_template == {"default": CHATML, "tool_use": "tools"}
+    assert tokenizer.model_max_length == 77
 
 
 def test_code_beside_a_tokenizer_is_never_run(folder, monkeypatch):
@@ -134,17 +242,18 @@ def test_a_tokenizer_that_names_no_special_tokens(folder):
 # what ends a text
 
 
+@pytest.mark.parametrize("space", ["", " ", "\n", "\n\n"])
 @pytest.mark.parametrize("special", [True, False])
-def test_a_text_ends_at_what_the_chat_template_writes_behind_an_answer(folder, special):
+def test_a_text_ends_at_what_the_chat_template_writes_after_an_answer(folder, special, space):
     end, start = add(folder, "<|im_end|>", "<|im_start|>", special=special)
-    tokenizer = load_tokenizer(configure(folder, chat_template=CHATML))
-    assert end_ids(tokenizer) == {2, end}
+    template = CHATML.replace("<|im_end|>", space + "<|im_end|>")
+    assert end_ids(load_tokenizer(configure(folder, chat_template=template))) == {2, end}
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{{ m.content }}\n<|im_end|>{% endfor %}",  # another token comes first
+        "{% for m in messages %}{{ m.content }}.<|im_end|>{% endfor %}",  # another token comes first
         "{% for m in messages %}{{ m.content }}. {% endfor %}",
         "{% for m in messages %}{{ m.content[0].text }}<|im_end|>{% endfor %}",  # shows no text
         "{{ raise_exception('no') }}",
@@ -153,7 +262,7 @@ def test_a_text_ends_at_what_the_chat_template_writes_behind_an_answer(folder, s
 )
 def test_a_template_that_ends_no_answer_with_a_token(folder, template):
     add(folder, "<|im_end|>", "\n", ".")
-    ends = {2, described(folder).token_to_id(".")} if ". " in template else {2}
+    ends = {2, described(folder).token_to_id(".")} if "}}." in template else {2}
     assert end_ids(load_tokenizer(configure(folder, chat_template=template))) - ends == set()
 
 
@@ -173,20 +282,26 @@ def test_a_model_ends_its_texts_at_the_ids_of_all_its_files(folder):
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
     """A tokenizer.model of byte pairs that falls back to bytes, as LLaMA's."""
-    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("sentencepiece")
     pytest.importorskip("google.protobuf")
-    folder = tmp_path_factory.mktemp("pieces")
+    return train_pieces(tmp_path_factory.mktemp("pieces"))
+
+
+def train_pieces(folder, **options):
+    import sentencepiece
+
     lines = [f"the {n} models read and write the same words again, {n} times" for n in range(99)]
+    usual = {
+        "vocab_size": 400,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "user_defined_symbols": ["<|im_end|>"],
+        "minloglevel": 2,
+    }
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=400,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        user_defined_symbols=["<|im_end|>"],
-        minloglevel=2,
+        sentence_iterator=iter(lines), model_prefix=str(folder / "tokenizer"), **usual | options
     )
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return folder
@@ -211,11 +326,53 @@ def test_a_folder_with_a_tokenizer_model_alone(pieces, tmp_path, named):
     assert end_ids(tokenizer) == ({2, processor.piece_to_id("<|im_end|>")} if named else {2})
 
 
-def test_a_tokenizer_model_without_a_bos_in_front(pieces, tmp_path):
+@pytest.mark.parametrize(
+    "changes, around",
+    [
+        ({}, [1]),
+        ({"add_bos_token": False, "add_eos_token": True}, [2]),
+        ({"add_eos_token": True}, [1, 2]),
+        ({"add_bos_token": None}, [1]),
+        ({"eos_token": "a", "add_bos_token": False}, []),
+    ],
+)
+def test_what_is_put_around_a_text_by_a_tokenizer_model(pieces, tmp_path, changes, around):
     folder = shutil.copytree(pieces, tmp_path / "model")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False, "add_eos_token": True}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(changes))
     ids = load_tokenizer(folder)("the models").input_ids
-    assert ids[0] != 1
+    assert [id for id in ids if id < 3] == around and (1 not in around or ids[0] == 1)
+
+
+@pytest.mark.parametrize(
+    "changes, tokens",
+    [
+        ({}, "▁the</s>▁the<s>▁▁the"),
+        ({"legacy": True}, "▁the</s>▁the<s>▁▁the"),
+        ({"legacy": False}, "▁the</s>the<s>▁the"),
+        ({"legacy": False, "add_prefix_space": False}, "the</s>the<s>▁the"),
+        ({"add_prefix_space": False}, "the</s>the<s>▁the"),
+    ],
+)
+def test_the_blanks_that_a_tokenizer_model_puts_before_texts(pieces, tmp_path, changes, tokens):
+    folder = shutil.copytree(pieces, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text(json.dumps(changes | {"tokenizer_class": "LlamaTokenizer"}))
+    tokenizer = load_tokenizer(folder)
+    assert "".join(tokenizer.tokenize("the</s>the<s> the")) == tokens
+    assert tokenizer.decode(tokenizer("the models").input_ids, skip_special_tokens=True) == "the models"
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ({"treat_whitespace_as_suffix": True}, "puts blanks after words"),
+        ({"remove_extra_whitespaces": True}, "removes blanks"),
+        ({"normalization_rule_name": "nfkc"}, "replaces characters"),
+        ({"model_type": "unigram", "vocab_size": 300}, "not made of byte pairs"),
+    ],
+)
+def test_a_tokenizer_model_that_is_not_known(pieces, tmp_path, option, message):
+    with pytest.raises(UserError, match=f"{message}.*a tokenizer.json beside it is needed"):
+        load_tokenizer(train_pieces(tmp_path, **option))
 
 
 def test_a_tokenizer_model_without_the_packages(tmp_path, monkeypatch):
