@@ -16,11 +16,10 @@ from functools import cached_property
 
 from h2o_flexgen.engine.messages import Conversation, arguments_json, arguments_object, checked_message, content_text
 from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.models.tokenizer import ANSWER
 
 log = logging.getLogger(__name__)
 
-#: stands for an answer in what a chat template makes of a conversation
-ANSWER = "[[the answer]]"
 #: in each part of a probe: where it comes out, the template printed the part itself and not its text
 CANARY = "h2ocanary"
 #: the arguments of tool calls of a probe

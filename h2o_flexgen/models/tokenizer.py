@@ -26,7 +26,7 @@ _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _FILES = (_DESCRIBED, _CONFIG, "vocab.json", _PIECES)
 #: stands for an answer in what a chat template makes of a conversation
-_ANSWER = "[[the answer]]"
+ANSWER = "[[the answer]]"
 
 #: code that comes with a model is never run, and never asked about
 _OPTIONS = {"padding_side": "left", "trust_remote_code": False, "from_slow": False}
@@ -210,11 +210,11 @@ def _end_of_answer(tokenizer) -> int | None:
     """The token that the chat template writes after an answer, if it is an added one, such as <|im_end|>."""
     if not tokenizer.chat_template:
         return None
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # a template is a program, and may refuse anything
         return None
-    rest = text.partition(_ANSWER)[2].lstrip()
+    rest = text.partition(ANSWER)[2].lstrip()
     added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     return added.get(max(filter(rest.startswith, added), key=len, default=None))
