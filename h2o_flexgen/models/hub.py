@@ -24,8 +24,6 @@ _OF_TEXTS = (
     "tokenizer* chat_template* additional_chat_templates/*.jinja vocab.* merges.txt generation_config.json".split()
 )
 _TEMPLATE = "chat_template.jinja"
-#: what `why` says of a model of which nothing is here
-_NOT_HERE = "neither a local folder nor in the local cache, and "
 #: seconds to ask whether there is a file
 _PATIENCE = 3
 
@@ -59,13 +57,12 @@ def snapshot(repo: Repository, weights: bool) -> Path:
     except UserError:
         raise
     except Exception as e:
-        cause = why(e, repo)
-    folder = None
-    with suppress(Exception):
-        folder = _cached(repo)
-    if folder is not None and not repo.gguf:
-        cause = f"the local cache lacks {shortened(_lacking(folder, weights))}; {cause.removeprefix(_NOT_HERE)}"
-    raise UserError(f"cannot get the model {repo.name!r}: {cause}")
+        folder = None
+        with suppress(Exception):  # an impossible name has no folder
+            folder = None if repo.gguf else _cached(repo)
+        lacks = "" if folder is None else f"the local cache lacks {shortened(_lacking(folder, weights))}; "
+        cause = why(e, repo, is_here=folder is not None)
+    raise UserError(f"cannot get the model {repo.name!r}: {lacks}{cause}")
 
 
 def _folder(repo: Repository, weights: bool) -> Path:
@@ -142,9 +139,8 @@ def _complete(repo: Repository, folder: Path) -> None:
         try:
             _download(repo._replace(revision=folder.name), missing)
         except Exception as e:
-            cause = why(e, repo).removeprefix(_NOT_HERE)
             names = "a tokenizer or chat template" if missing is _OF_TEXTS else shortened(missing)
-            log.warning("%s: the local cache lacks %s; %s", repo.name, names, cause)
+            log.warning("%s: the local cache lacks %s; %s", repo.name, names, why(e, repo, is_here=True))
 
 
 def _has_more_templates(repo: Repository, folder: Path) -> bool:

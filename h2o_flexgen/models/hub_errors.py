@@ -9,18 +9,23 @@ from h2o_flexgen.models.repository import Repository
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_NOT_HERE = "neither a local folder nor in the local cache, and "
 _LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 
-def why(error: Exception, repo: Repository) -> str:
-    """The cause and the remedy. `error`: of the hub's client, whose classes are known by their names: they have moved
-    between its versions."""
+def why(error: Exception, repo: Repository, is_here: bool = False) -> str:
+    """The cause and the remedy.
+
+    Args:
+        error: of the hub's client, whose classes are known by their names: they have moved between its versions.
+        is_here: a part of the repository is in the local cache.
+    """
     chain = _causes(error)
     names = {kind.__name__ for each in chain for kind in type(each).__mro__}
     answers = [each.response.status_code for each in chain if getattr(each, "response", None) is not None]
     found = _of_the_disk({each.errno for each in chain if isinstance(each, OSError)})
     found = found or _of_the_answer(names, answers[0] if answers else None, repo)
-    return found or _of_the_network(names, chain)
+    return found or _of_the_network(names, chain, "" if is_here else _NOT_HERE)
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
@@ -80,13 +85,13 @@ def _is_dataset(name: str) -> bool:
         return False
 
 
-def _of_the_network(names: set[str], chain: list[BaseException]) -> str:
+def _of_the_network(names: set[str], chain: list[BaseException], prefix: str) -> str:
     from huggingface_hub import constants
 
     said = " ".join(map(str, chain))
     is_local = "LocalEntryNotFoundError" in names
     if "OfflineModeIsEnabled" in names or (is_local and constants.HF_HUB_OFFLINE):
-        return "neither a local folder nor in the local cache, and HF_HUB_OFFLINE is set: unset it, or give a folder"
+        return f"{prefix}HF_HUB_OFFLINE is set: unset it, or give a folder"
     if "HFValidationError" in names:
         return "this is neither a local folder nor a possible name of a repository (OWNER/NAME)"
     if "CERTIFICATE_VERIFY_FAILED" in said:
@@ -97,7 +102,6 @@ def _of_the_network(names: set[str], chain: list[BaseException]) -> str:
         return f"the Hugging Face hub does not answer ({reason(chain[-1])}): check the network, or give a folder"
     if is_local:  # its message is a paragraph
         cause = f" ({reason(chain[-1])})" if len(chain) > 1 else ""
-        unreachable = f"the Hugging Face hub cannot be reached{cause}"
-        return f"neither a local folder nor in the local cache, and {unreachable}: check the network, or give a folder"
+        return f"{prefix}the Hugging Face hub cannot be reached{cause}: check the network, or give a folder"
     cause = f"neither a local folder nor to be had from the Hugging Face hub ({reason(chain[0])})"
     return f"{cause}: check the name and the network, or give a folder"
