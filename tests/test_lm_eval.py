@@ -297,7 +297,10 @@ def test_a_model_is_made_of_a_line_of_arguments(model):
 
 
 BAD = [
-    (dict(hh_ration=0.2), "unknown in --model_args: hh_ration; known: pretrained, path, .*, prefix_token_id, revision$"),
+    (
+        dict(hh_ration=0.2),
+        "unknown in --model_args: hh_ration; known: pretrained, path, .*, prefix_token_id, revision$",
+    ),
     (dict(hh_ratio="lots"), "`hh_ratio` must be a number, not 'lots'"),
     (dict(hh_ratio=20), "for 20 % give 0.2"),
     (dict(hh_size=True), "`hh_size` must be a number"),

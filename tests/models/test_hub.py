@@ -343,6 +343,7 @@ ProxyError, ReadTimeout = type("ProxyError", (Exception,), {}), type("ReadTimeou
 def test_what_goes_wrong_on_the_way_is_said_with_what_to_do(monkeypatch, tmp_path, error, message, wrapped):
     """Also where the hub's client has put it into a paragraph of its own."""
     import huggingface_hub
+    from huggingface_hub import constants
     from huggingface_hub.utils import LocalEntryNotFoundError
 
     def fail(*args, **options):
@@ -350,8 +351,8 @@ def test_what_goes_wrong_on_the_way_is_said_with_what_to_do(monkeypatch, tmp_pat
             raise LocalEntryNotFoundError("A paragraph\nof many lines") from error
         raise error
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     told = message_of(NAME)
     assert told.startswith(f"cannot get the model {NAME!r}: ")
