@@ -74,6 +74,12 @@ def numbered(path: Path) -> list[Path]:
     return parts if path in parts else [path]
 
 
+def _whole_name(name: str) -> str | None:
+    """What the file would be called of which a name is that of a part; None for a name of no part."""
+    found = NUMBERED.fullmatch(name)
+    return found and found[1] + found[3]
+
+
 def listed(folder: Path) -> list[str]:
     """The names in a folder, sorted. Raises UserError if they cannot be read."""
     try:
@@ -105,10 +111,9 @@ def _checkpoints(folder: Path) -> list[Path]:
     for kind in NAMES:
         index = f"{kind}.index.json"
         found += [folder / name for name in (kind, index) if name in names]
-        stem, suffix = os.path.splitext(kind)
-        shard = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}{suffix}")
+        shards = [name for name in names if _whole_name(name) == kind]
         if index not in names:
-            without_index |= {numbered(folder / name)[0] for name in names if shard.fullmatch(name)}
+            without_index |= {numbered(folder / name)[0] for name in shards}
     return found + sorted(without_index)
 
 

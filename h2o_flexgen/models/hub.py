@@ -11,7 +11,7 @@ from pathlib import Path
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.models.folder import is_whole, weight_files
 from h2o_flexgen.models.hub_errors import why
-from h2o_flexgen.models.hub_files import are_all_parts, chosen, gguf_files, shortened, what_it_is
+from h2o_flexgen.models.hub_files import are_all_parts, chosen, gguf_files, join_names, what_it_is
 from h2o_flexgen.models.registry import read_spec
 from h2o_flexgen.models.repository import Repository
 from h2o_flexgen.models.tokenizer import has_tokenizer
@@ -60,7 +60,7 @@ def snapshot(repo: Repository, weights: bool) -> Path:
         folder = None
         with suppress(Exception):  # an impossible name has no folder
             folder = None if repo.gguf else _cached(repo)
-        lacks = "" if folder is None else f"the local cache lacks {shortened(_lacking(folder, weights))}; "
+        lacks = "" if folder is None else f"the local cache lacks {join_names(_lacking(folder, weights))}; "
         cause = why(e, repo, is_here=folder is not None)
     raise UserError(f"cannot get the model {repo.name!r}: {lacks}{cause}")
 
@@ -90,7 +90,7 @@ def _folder(repo: Repository, weights: bool) -> Path:
         if constants.HF_HUB_OFFLINE:
             raise OfflineModeIsEnabled
         if weight_files(folder):
-            raise UserError(f"the repository {repo.name} lacks {shortened(_lacking(folder, weights))}: take another")
+            raise UserError(f"the repository {repo.name} lacks {join_names(_lacking(folder, weights))}: take another")
         raise _not_a_model(repo, folder, "weights in safetensors or .bin files")
     return folder
 
@@ -139,7 +139,7 @@ def _complete(repo: Repository, folder: Path) -> None:
         try:
             _download(repo._replace(revision=folder.name), missing)
         except Exception as e:
-            names = "a tokenizer or chat template" if missing is _OF_TEXTS else shortened(missing)
+            names = "a tokenizer or chat template" if missing is _OF_TEXTS else join_names(missing)
             log.warning("%s: the local cache lacks %s; %s", repo.name, names, why(e, repo, is_here=True))
 
 

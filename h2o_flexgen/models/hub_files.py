@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.folder import numbered
 from h2o_flexgen.models.repository import Repository
 
 #: endings of weights for other programs
@@ -30,14 +31,13 @@ def chosen(repo: Repository, names: Sequence[str]) -> list[str]:
         if whole == _unsplit(repo.gguf) if is_path else of_type.fullmatch(whole):
             models.setdefault(whole, []).append(name)
     if len(models) > 1:
-        raise UserError(f"{repo.name}:{repo.gguf} may mean several files, name one: {shortened(list(models))}")
+        raise UserError(f"{repo.name}:{repo.gguf} may mean several files, name one: {join_names(list(models))}")
     return next(iter(models.values()), [])
 
 
 def are_all_parts(files: Sequence[str]) -> bool:
-    """Whether a model's GGUF files are as many as their names say."""
-    split = re.search(r"-of-(\d{5})\.gguf$", files[0]) if files else None
-    return len(files) == (int(split[1]) if split else 1)
+    """Whether these GGUF files, in their order, are a whole model by their names."""
+    return bool(files) and numbered(Path(files[0])) == [Path(file) for file in files]
 
 
 def _unsplit(name: str) -> str:
@@ -48,7 +48,7 @@ def _unsplit(name: str) -> str:
 def gguf_files(repo: Repository, names: Sequence[str]) -> str:
     """Those of a repository, and how to name one."""
     files = sorted({_unsplit(name) for name in names if name.endswith(".gguf")})
-    return f"name one of its GGUF files, as {repo.name}/{files[0]}: {shortened(files)}" if files else "it holds none"
+    return f"name one of its GGUF files, as {repo.name}/{files[0]}: {join_names(files)}" if files else "it holds none"
 
 
 def what_it_is(repo: Repository, names: Sequence[str], folder: Path, lacks: str) -> str:
@@ -63,10 +63,11 @@ def what_it_is(repo: Repository, names: Sequence[str], folder: Path, lacks: str)
         advice = "merge the two with peft (merge_and_unload), save that, and give its folder"
         return f"{repo.name} is an adapter (LoRA) of {base}, not a model: {advice}"
     foreign = [name for name in names if name.endswith(_FOREIGN)]
-    instead = f" but {shortened(foreign)}, which cannot be read" if foreign else ""
+    instead = f" but {join_names(foreign)}, which cannot be read" if foreign else ""
     return f"the repository {repo.name} has no {lacks}{instead}: take one that has config.json and safetensors"
 
 
-def shortened(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(names[:_MOST]) + more
