@@ -112,7 +112,7 @@ def bench_gemm(rounds: int) -> None:
             packed = [{s: pack(t) if t.dim() == 2 else t for s, t in w.items()} for w in layers]
             systems["ours, packed"] = (layer, packed)
         for batch in (8, 32, 128):
-            hidden, wide = (torch.randn(batch, 1, n).bfloat16() for n in (config.hidden, config.inner))
+            hidden, wide = (torch.randn(batch, n).bfloat16() for n in (config.hidden, config.inner))
             times: dict[str, list[float]] = {which: [] for which in systems}
             with torch.inference_mode():
                 for _ in range(4 * rounds + 1):  # the first warms up

@@ -24,14 +24,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2o_flexgen.analysis.model import LayerModel
+from h2o_flexgen.analysis.model import Attend, LayerModel
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.attention import causal_attention, causal_attention_with_scores
 from h2o_flexgen.kv_cache import layer_losses, rule_for
 from h2o_flexgen.kv_cache.budget_rule import BudgetRule
 from h2o_flexgen.kv_cache.layers import LayerLosses
 from h2o_flexgen.kv_cache.rule import Tokens
-from h2o_flexgen.models.parts import Attend
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.progress import bar

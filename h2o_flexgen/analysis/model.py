@@ -13,8 +13,8 @@ from h2o_flexgen import interrupts
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import score_rows
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.models.parts import Attend
 from h2o_flexgen.models.registry import family
+from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
@@ -26,6 +26,8 @@ from h2o_flexgen.sizes import HEAD_ROWS
 
 #: (layer, q (B, H, T, D), k (B, KV, T, D), v (B, KV, T, D)) -> context (B, H, T, D)
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+#: the same of one layer
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: how many tensors as large as a layer's attention a pass holds at once
 MATRICES = 4
 #: masks of a byte for each step and token that are held at once
@@ -97,12 +99,21 @@ class LayerModel:
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (B, T, E) of tokens ids (B, T) at positions (B, T)."""
-        return self._family.embed(self.spec, self._weights.get(0), self._weights.rows, ids, positions)
+        at = _flat(positions)
+        found = self._family.embed(self.spec, self._weights.get(0), self._weights.rows, ids.flatten(), at)
+        return found.unflatten(0, ids.shape)
 
     def block(self, layer: int, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states (B, T, E) behind a block."""
+        """Hidden states (B, T, E) behind a block. `attend`: q (B, H, T, D), k and v (B, KV, T, D) -> (B, H, T, D)."""
         interrupts.check()
-        return self._family.block(self.spec, self._weights.get(layer + 1), hidden, positions, attend)
+        B, T = positions.shape
+
+        def attend_flat(*qkv: Tensor) -> Tensor:
+            return attend(*(x.unflatten(0, (B, T)).transpose(1, 2) for x in qkv)).transpose(1, 2).flatten(0, 1)
+
+        w = self._weights.get(layer + 1)
+        found = self._family.block(self.spec, w, hidden.flatten(0, 1), _flat(positions), attend_flat)
+        return found.unflatten(0, (B, T))
 
     def release(self, layer: int) -> None:
         """The layer is not needed any more, until it is needed again."""
@@ -121,3 +132,8 @@ class LayerModel:
         for states, tokens in zip(rows.split(HEAD_ROWS), targets.reshape(-1).split(HEAD_ROWS)):
             found += score_rows(self._family.logits(self.spec, w, states), tokens)[0]
         return torch.tensor(found).view(targets.shape)
+
+
+def _flat(positions: Tensor) -> Positions:
+    """(B, T) positions, each row's text ending with the last of them."""
+    return Positions(positions.flatten(), (positions.amax(1, keepdim=True) + 1).expand(positions.shape).flatten())

@@ -19,6 +19,7 @@ from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.parts import Attend, Weights
 from h2o_flexgen.models.registry import family
+from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.offload import memory
 from h2o_flexgen.sizes import HEAD_ROWS, matmul_groups
 
@@ -173,7 +174,13 @@ class BlockRun:
 
     def _block(self, w: Weights, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """A transformer block. Where positions roll, attention rotates: what is cached must not be."""
-        return self.family.block(self.spec, w, hidden, None if self.job.rule.rope else positions, attend)
+        B, T = positions.shape
+
+        def attend_flat(*qkv: Tensor) -> Tensor:
+            return attend(*(x.unflatten(0, (B, T)).transpose(1, 2) for x in qkv)).transpose(1, 2).flatten(0, 1)
+
+        at = None if self.job.rule.rope else _flat(positions)
+        return self.family.block(self.spec, w, hidden.flatten(0, 1), at, attend_flat).unflatten(0, (B, T))
 
     def _prompt_logits(self, w: Weights, sequences: list[Sequence], hidden: Tensor) -> None:
         """hidden: (B, T, E) of these prompts."""
@@ -243,7 +250,8 @@ class BlockRun:
     # both ends of the model
 
     def _embed(self, ids: Tensor, positions: Tensor, w: Weights) -> Tensor:
-        return self.family.embed(self.spec, w, self.weights.rows, ids, positions)
+        hidden = self.family.embed(self.spec, w, self.weights.rows, ids.flatten(), _flat(positions))
+        return hidden.unflatten(0, ids.shape)
 
     def _logits(self, i: int, w: Weights, sequences: list[Sequence], hidden: Tensor) -> None:
         """Hand the logits of some rows to the sink. hidden: (B, E), contiguous."""
@@ -251,3 +259,7 @@ class BlockRun:
             interrupts.check()
             logits = self.family.logits(self.spec, w, hidden[at : at + HEAD_ROWS])
             self.sink.take(i, sequences[at : at + HEAD_ROWS], logits)
+
+
+def _flat(positions: Tensor) -> Positions:
+    return Positions(positions.flatten(), (positions.amax(1, keepdim=True) + 1).expand(positions.shape).flatten())

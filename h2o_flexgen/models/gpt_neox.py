@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from h2o_flexgen.models.parts import Attend, Weights, embed, layer_norm, merge_heads, mlp, project
-from h2o_flexgen.models.rope import read_rope, rotation
+from h2o_flexgen.models.parts import Attend, Weights, embed, layer_norm, mlp, project
+from h2o_flexgen.models.rope import Positions, read_rope, rotation
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
 __all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
@@ -92,14 +92,14 @@ def tensors(spec: NeoXSpec) -> list[Layer]:
     ]
 
 
-def block(spec: NeoXSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
+def block(spec: NeoXSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:
     x = layer_norm(w, "attn_norm", hidden, spec.eps)
-    # (B, H, T, 3 D): each head's query, key and value lie side by side
-    q, k, v = project(w, "qkv", x).view(*x.shape[:2], spec.heads, -1).transpose(1, 2).chunk(3, dim=-1)
+    # (N, H, 3 D): each head's query, key and value lie side by side
+    q, k, v = project(w, "qkv", x).unflatten(1, (spec.heads, -1)).chunk(3, dim=-1)
     rotated = rotation(spec.rope, positions, x)
     context = attend(rotated(q), rotated(k), v)
     del q, k, v, rotated
-    summed = project(w, "out", merge_heads(context)).add_(hidden)
+    summed = project(w, "out", context.flatten(1)).add_(hidden)
     del context
     x = layer_norm(w, "mlp_norm", hidden if spec.parallel else summed, spec.eps)
     return mlp(spec, w, x).add_(summed)

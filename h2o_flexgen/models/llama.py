@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from h2o_flexgen.models.parts import Attend, Weights, attention, embed, mlp, project, rms_norm
-from h2o_flexgen.models.rope import read_rope
+from h2o_flexgen.models.rope import Positions, read_rope
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
 __all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
@@ -117,7 +117,7 @@ def tensors(spec: LlamaSpec) -> list[Layer]:
     ]
 
 
-def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
+def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:
     x = rms_norm(w, "attn_norm", hidden, spec.eps)
     hidden = attention(spec, w, x, positions, attend, spec.eps if spec.head_norms else None).add_(hidden)
     x = rms_norm(w, "mlp_norm", hidden, spec.eps)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from h2o_flexgen.models.parts import Attend, Gather, Weights, attention, layer_norm, mlp, project
+from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
 #: the position table starts with two rows that no token uses
@@ -103,14 +104,14 @@ def tensors(spec: OptSpec) -> list[Layer]:
     ]
 
 
-def embed(spec: OptSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
+def embed(spec: OptSpec, w: Weights, gather: Gather, ids: Tensor, positions: Positions) -> Tensor:
     words = gather("words", ids)
     if "project_in.weight" in w:
         words = project(w, "project_in", words)
-    return words + gather("positions", positions + POSITION_OFFSET)
+    return words + gather("positions", positions.at + POSITION_OFFSET)
 
 
-def block(spec: OptSpec, w: Weights, hidden: Tensor, positions: Tensor | None, attend: Attend) -> Tensor:
+def block(spec: OptSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:
     x = layer_norm(w, "attn_norm", hidden, EPS) if spec.pre_norm else hidden
     hidden = attention(spec, w, x, positions, attend).add_(hidden)
     if not spec.pre_norm:

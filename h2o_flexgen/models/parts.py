@@ -1,7 +1,7 @@
 """What model families are made of, as pure functions of (weights, tensors).
 
 Weights come as dicts of short names. Every function works on whatever device its tensors are on and knows no tier, file
-or stream. Shapes: B sequences, T tokens, E hidden width, H heads, D elements of a head, V words.
+or stream, nor which tokens are of one text. Shapes: N tokens, E hidden width, H heads, D elements of a head.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.linear import linears
-from h2o_flexgen.models.rope import rotation
+from h2o_flexgen.models.rope import Positions, rotation
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.sizes import WIDENED_ELEMENTS
 
 Weights = dict[str, Tensor]
 #: linear layers whose input comes from no norm: outliers in it are not in the same few columns for most tokens
 INNER = ("out", "down")
-#: q (B, H, T, D), k and v (B, KV heads, T, D) -> context, shaped as q; it owns the KV cache
+#: q (N, H, D), k and v (N, KV heads, D) -> context, shaped as q; it knows which tokens are of one text, and has their
+#: KV cache
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-#: (short name, ids (B, T)) -> rows of a gathered tensor (B, T, width)
+#: (short name, ids (N,)) -> rows of a gathered tensor (N, width)
 Gather = Callable[[str, Tensor], Tensor]
 
 
@@ -53,42 +54,31 @@ def rms_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
     return out.view(x.shape)
 
 
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, T, H * D) -> (B, H, T, D), a view."""
-    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(B, H, T, D) -> (B, T, H * D)."""
-    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], -1)
-
-
 def attention(
-    spec: ModelSpec, w: Weights, x: Tensor, positions: Tensor | None, attend: Attend, norm_eps: float | None = None
+    spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, attend: Attend, norm_eps: float | None = None
 ) -> Tensor:
-    """Attention with matrices q, k, v and out: x (B, T, E) -> (B, T, E). With `norm_eps` the queries and keys of each
+    """Attention with matrices q, k, v and out: x (N, E) -> (N, E). With `norm_eps` the queries and keys of each
     head pass RMSNorms q_norm and k_norm before they are rotated."""
-    return project(w, "out", merge_heads(attend(*_heads(spec, w, x, positions, norm_eps))))
+    return project(w, "out", attend(*_heads(spec, w, x, positions, norm_eps)).flatten(1))
 
 
-def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Tensor | None, norm_eps: float | None) -> tuple:
+def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, norm_eps: float | None) -> tuple:
     rotated = rotation(spec.rope, positions, x)
 
-    counts = (spec.heads, spec.kv_heads, spec.kv_heads)
-    q, k, v = map(split_heads, projections(w, ("q", "k", "v"), x), counts)
+    q, k, v = (each.unflatten(1, (-1, spec.head_dim)) for each in projections(w, ("q", "k", "v"), x))
     if norm_eps is not None:
         q, k = rms_norm(w, "q_norm", q, norm_eps), rms_norm(w, "k_norm", k, norm_eps)
     q, k = rotated(q), rotated(k)
     return q, k, v
 
 
-def embed(spec: ModelSpec, w: Weights, gather: Gather, ids: Tensor, positions: Tensor) -> Tensor:
-    """A family's `embed` where words are all there is: ids (B, T) -> (B, T, E)."""
+def embed(spec: ModelSpec, w: Weights, gather: Gather, ids: Tensor, positions: Positions) -> Tensor:
+    """A family's `embed` where words are all there is: ids (N,) -> (N, E)."""
     return gather("words", ids)
 
 
 def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
-    """An MLP with matrices up and down, and gate if it is gated (GLU, arXiv 2002.05202): x (B, T, E) -> (B, T, E)."""
+    """An MLP with matrices up and down, and gate if it is gated (GLU, arXiv 2002.05202): x (N, E) -> (N, E)."""
     wide, *up = projections(w, ("gate", "up") if spec.gated else ("up",), x)
     wide = activation(spec.activation)(wide)
     if spec.gated:

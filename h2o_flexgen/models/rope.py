@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -111,34 +112,45 @@ def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
     return ROPE_INIT_FUNCTIONS[rope.type](config, torch.device("cpu"), seq_len=length)
 
 
-def rotation(rope: Rope | None, positions: Tensor | None, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that rotates queries or keys (B, H, T, D), of the type and on the device of `like`, to positions
-    (B, T) int64 on the CPU. Without RoPE it gives them back as they are; for None, where `attend` rotates, in the order
-    that `rotate_to` takes."""
+class Positions(NamedTuple):
+    """Where tokens stand in their texts: (N,) int64 on the CPU each.
+
+    Attributes:
+        at: of each token.
+        ends: tokens of its text so far, the last ones of a prompt included; some kinds of RoPE turn by them.
+    """
+
+    at: Tensor
+    ends: Tensor
+
+
+def rotation(rope: Rope | None, positions: Positions | None, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that rotates queries or keys (N, H, D), of the type and on the device of `like`, to their positions.
+    Without RoPE it returns them as they are; for None, where `attend` rotates, in the order that `rotate_to` takes."""
     if rope is None:
         return lambda x: x
     if positions is None:
         return lambda x: _in_pairs(x, rope.dim)
     if rope.type in BY_LENGTH:  # frequencies follow the length of each text, whatever its neighbours' are
-        lengths = positions.amax(1).add(1)
+        lengths = positions.ends
         if rope.type == "dynamic":
             lengths = lengths.clamp(min=rope.positions)
         else:
             original = dict(rope.scaling)[ORIGINAL]
             lengths = lengths.clamp(original, original + 1)  # there are two sets of frequencies
+        lengths, text = lengths.unique(return_inverse=True)
         found, factors = zip(*(frequencies(rope, length) for length in lengths.tolist()))
-        each = torch.stack(found)[:, None]
+        each = torch.stack(found)[text]
         scale = factors[0]
     else:
         each, scale = frequencies(rope, rope.positions)
-    angles = (positions.float()[..., None] * each)[:, None]
+    angles = (positions.at.float()[:, None] * each)[:, None]
     cos, sin = ((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
     return lambda x: _rotated(x, cos, sin)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, D) with each head's first elements rotated in pairs by cos and sin (B, H or 1, T, pairs), the rest as
-    it is."""
+    """x (N, H, D) with each head's first elements rotated in pairs by cos and sin (N, 1, pairs), the rest as it is."""
     half = cos.shape[-1]
     dim = 2 * half
     out = torch.empty_like(x)
@@ -168,7 +180,7 @@ def rollable(spec: ModelSpec) -> Rope:
 
 
 def _in_pairs(x: Tensor, dim: int) -> Tensor:
-    """x (B, H, T, D) with the two elements of each rotated pair side by side: a complex number, which turns in one
+    """x (N, H, D) with the two elements of each rotated pair side by side: a complex number, which turns in one
     multiplication. The order of elements does not matter to products of queries and keys."""
     return torch.cat([x[..., :dim].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), x[..., dim:]], -1)
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.models.registry import FAMILIES, family, known_names, named_config, named_spec, read_spec, spec_of
-from h2o_flexgen.models.rope import TYPES, rotation
+from h2o_flexgen.models.rope import TYPES, Positions, rotation
 from h2o_flexgen.models.spec import ModelSpec
 
 LLAMA = dict(vocab_size=50, hidden_size=512, num_hidden_layers=2, intermediate_size=40, num_attention_heads=32)
@@ -474,8 +474,9 @@ def test_rope_parameters_are_refused_or_rotate_by_finite_angles(rope_type, key):
             rope = spec_of(config_of("llama", rope_scaling=scaling)).rope
         except UserError:
             continue
-        x = torch.ones(1, 1, 2, 16)
-        assert torch.isfinite(rotation(rope, torch.tensor([[0, 3000]]), x)(x)).all(), value
+        x = torch.ones(2, 1, 16)
+        at = torch.tensor([0, 3000])
+        assert torch.isfinite(rotation(rope, Positions(at, at + 1), x)(x)).all(), value
 
 
 JUNK = st.recursive(
@@ -534,8 +535,9 @@ def test_any_config_is_a_model_or_a_user_error(model_type, rope_type, rope_junk,
         return
     assert isinstance(spec, ModelSpec) and isinstance(hash(spec), int)
     if spec.rope is not None and spec.head_dim < 1000:
-        x = torch.ones(1, 1, 2, spec.head_dim)
-        assert torch.isfinite(rotation(spec.rope, torch.tensor([[0, 1]]), x)(x)).all()
+        x = torch.ones(2, 1, spec.head_dim)
+        at = torch.tensor([0, 1])
+        assert torch.isfinite(rotation(spec.rope, Positions(at, at + 1), x)(x)).all()
 
 
 # checkpoints that do not fit their config

@@ -11,7 +11,7 @@ from oracle import fresh_rotary
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from h2o_flexgen.models.registry import read_spec
-from h2o_flexgen.models.rope import frequencies, rotation
+from h2o_flexgen.models.rope import Positions, frequencies, rotation
 
 ROTARY = [name for name, model_type in zoo.FAMILY.items() if model_type != "opt"]
 
@@ -20,6 +20,17 @@ def heads_of(spec, B, T, seed=0):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(B, spec.heads, T, spec.head_dim, generator=generator)
     return q, torch.randn(B, spec.kv_heads, T, spec.head_dim, generator=generator)
+
+
+def rotated_to(rope, positions, *heads):
+    """Each of (B, H, T, D) at positions (B, T)."""
+    ends = positions.amax(1, keepdim=True) + 1
+    at = Positions(positions.flatten(), ends.expand(positions.shape).flatten())
+    found = []
+    for x in heads:
+        flat = x.transpose(1, 2).flatten(0, 1)
+        found.append(rotation(rope, at, flat)(flat).unflatten(0, positions.shape).transpose(1, 2))
+    return found
 
 
 @pytest.mark.parametrize("name", ROTARY)
@@ -31,7 +42,7 @@ def test_each_row_is_rotated_as_transformers_does_it_alone(tiny, name, lengths):
     q, k = heads_of(spec, len(lengths), T)
     positions = torch.stack([torch.arange(T).clamp(max=n - 1) for n in lengths])
     before = q.clone()
-    rotated = [*map(rotation(spec.rope, positions, q), (q, k))]
+    rotated = rotated_to(spec.rope, positions, q, k)
     assert torch.equal(q, before)
     for b, n in enumerate(lengths):
         cos, sin = fresh_rotary(model.hf)(q, torch.arange(n)[None])
@@ -62,7 +73,7 @@ def test_a_decode_step_rotates_as_transformers_does_at_that_length(tiny, name, n
     for position in range(n, n + steps):
         at = torch.tensor([[position]])
         cos, sin = rotary(q, at)
-        for got, wanted in zip(map(rotation(spec.rope, at, q), (q, k)), apply_rotary_pos_emb(q, k, cos, sin)):
+        for got, wanted in zip(rotated_to(spec.rope, at, q, k), apply_rotary_pos_emb(q, k, cos, sin)):
             torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
 
 
@@ -74,7 +85,7 @@ def test_scores_depend_on_distances_alone(tiny, name):
     q = q[:, : spec.kv_heads]
 
     def at(x, position):
-        return rotation(spec.rope, torch.tensor([[position]]), x)(x)
+        return rotated_to(spec.rope, torch.tensor([[position]]), x)[0]
 
     scores = [(at(q, p + 9) * at(k, p)).sum(-1) for p in (0, 5, 31)]
     for other in scores[1:]:
@@ -88,7 +99,7 @@ def test_narrow_types_are_rotated_by_angles_in_fp32(tiny, name, dtype):
     q, _ = heads_of(spec, 2, 40)
     positions = torch.arange(40).expand(2, 40)
     q = q.to(dtype)
-    narrow = rotation(spec.rope, positions, q)(q)
+    (narrow,) = rotated_to(spec.rope, positions, q)
     assert narrow.dtype == dtype
-    wide = rotation(spec.rope, positions, q.float())(q.float())
+    (wide,) = rotated_to(spec.rope, positions, q.float())
     torch.testing.assert_close(narrow.float(), wide, atol=0.04, rtol=0.02)
