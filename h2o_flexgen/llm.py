@@ -228,8 +228,8 @@ class LLM:
         sequences, outputs = to_generate(self.model, prompts, *how)
         if sequences:
             collector = OutputCollector(self.tokenizer, outputs, on_output)
-            gen_len = max(s.params.max_tokens for s in sequences)
-            self._run(sequences, gen_len, Sampler(self.eos_ids, self.tokenizer), collector)
+            workload = workload_of(sequences, max(s.params.max_tokens for s in sequences))
+            self._run(sequences, workload, Sampler(self.eos_ids, self.tokenizer), collector)
         return list(outputs.values())
 
     def chat(
@@ -263,6 +263,7 @@ class LLM:
         texts: str | Seq[str | Seq[int]],
         prompt_len: int | Seq[int] | None = None,
         *,
+        first_scored: int | Seq[int] | None = None,
         on_output: Callable[[ScoreOutput], None] | None = None,
     ) -> list[ScoreOutput]:
         """Log-probabilities of texts under the model, in blocks and on all tiers as in `generate`.
@@ -272,9 +273,11 @@ class LLM:
         Args:
             texts: texts, or lists of token ids.
             prompt_len: tokens of each text that are its prompt: a number for all texts, or one for each. Those behind
-                it are fed one by one, so that the KV budget acts as in generation. None scores all tokens but the
-                first in one pass, with full attention.
-            on_output: called with every output that is scored, as soon as its batch is done.
+                it are fed one by one, so that the KV budget acts as in generation. None reads a whole text in one pass,
+                with full attention.
+            first_scored: the first token of each text whose log-probability is wanted, counted from 0: by default that
+                behind the prompt, or the second one of the text. What texts have in common before it is computed once.
+            on_output: called with every output that is scored, as soon as its text has ended.
 
         Returns:
             In the order of the texts. One that cannot be scored has an `error` and stops no other.
@@ -285,11 +288,12 @@ class LLM:
         self.report = {}
         what = "`texts` must be a text, or a list of texts and lists of token ids"
         texts = [texts] if isinstance(texts, str) else list_of(what, texts)
-        sequences, outputs, targets = to_score(self.model, texts, prompt_len, self.position_rolling)
+        how = (prompt_len, first_scored, self.position_rolling)
+        sequences, outputs, targets = to_score(self.model, texts, *how)
         if sequences:
-            sink = TeacherForcing(targets, every_position=prompt_len is None)
-            gen_len = 1 if prompt_len is None else max(map(len, targets.values()))
-            self._run(sequences, gen_len, sink, ScoreCollector(outputs, sink.greedy_token_ids, on_output))
+            sink = TeacherForcing(targets)
+            workload = workload_of(sequences, max(s.params.max_tokens for s in sequences))
+            self._run(sequences, workload, sink, ScoreCollector(outputs, sink.greedy_token_ids, on_output))
         return outputs
 
     @in_turn
@@ -324,19 +328,21 @@ class LLM:
         self.choice.plan.check()
         return Session(self.model, self.runner, self.turns, self.choice, count, most)
 
-    def _run(self, sequences: list[Sequence], gen_len: int, sink: LogitsSink, collector: Observer) -> None:
-        """Take all sequences through `gen_len` token steps, block by block; `sink` gets the logits."""
-        # the longest outputs first, so that neighbours end together; among those, the longest prompts
-        sequences.sort(key=lambda s: (s.params.max_tokens, len(s.prompt)), reverse=True)
-        workload = Workload(tuple(sorted((len(s.prompt) for s in sequences), reverse=True)), gen_len)
+    def _run(self, rows: list[Sequence], workload: Workload, sink: LogitsSink, collector: Observer) -> None:
+        """Take all rows through the engine; `sink` gets the logits."""
         self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
         how = (None if self.policy == "auto" else self.policy, self.kv_budget, self.compress_cache)
         self.choice = choice = self.planner.choose(workload, self.resources(), *how)
         self.observer.on_plan(choice)
         choice.plan.check()
-        bar = ProgressBar(sequences, len(self.model.layers), self.progress)
+        bar = ProgressBar(sum(s.params.max_tokens for s in rows), len(self.model.layers), self.progress)
         try:
-            self.report = self.runner.run(choice, sequences, sink, Observers(collector, bar, self.observer)).to_dict()
+            observers = Observers(collector, bar, self.observer)
+            self.report = self.runner.run(choice, rows, sink, observers, len(rows)).to_dict()
         finally:
             bar.close()
+
+
+def workload_of(rows: list[Sequence], gen_len: int) -> Workload:
+    return Workload(tuple(sorted((len(s.prompt) for s in rows), reverse=True)), gen_len)

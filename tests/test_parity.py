@@ -245,9 +245,9 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
     layers, seen = model.hf.config.num_hidden_layers, []
     decode = FixedRule.decode
 
-    def spy(self, cache, q, k, v, lengths, step):
-        result = decode(self, cache, q, k, v, lengths, step)
-        seen.append((step, cache.position.tolist()))
+    def spy(self, cache, q, k, v, rows):
+        result = decode(self, cache, q, k, v, rows)
+        seen.append((int((rows.length - rows.prompt)[0]) + 1, cache.position.tolist()))
         return result
 
     monkeypatch.setattr(FixedRule, "decode", spy)

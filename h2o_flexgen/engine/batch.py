@@ -1,20 +1,31 @@
-"""Sequences, and how a block of them is cut into batches and prefill micro-batches."""
+"""Sequences, and how the tokens of a pass are cut into chunks, which go through the matmuls of a layer one by one.
+
+    chunk 0   | prompts of batch 0                            |
+    chunk 1   | prompts of batch 0 | (and what is left of it) |
+    chunk 2   | steps of batch 0 | prompt | steps of batch 1  |   few prompts join the decode steps
+
+A piece is what attends at once: a decode step of a batch, or a few prompts of one batch behind the same prefix.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from h2o_flexgen.engine.params import SamplingParams
-from h2o_flexgen.kv_cache.rule import Past
+from h2o_flexgen.engine.prefixes import Node
+from h2o_flexgen.kv_cache.rule import Rows
+from h2o_flexgen.models.rope import Positions
+from h2o_flexgen.sizes import GROUP_ROWS
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """One prompt and what has been generated for it.
+    """One row of a job: a prompt, and what has been generated for it.
 
     Attributes:
         index: place of the prompt in the job.
@@ -24,7 +35,9 @@ class Sequence:
         logprobs: log-probability of each of `tokens`.
         finish_reason: None while it runs; then "length", "stop" or "error".
         text: what was generated before the stop string that ended it; None if none did.
-        seen: tokens of its stream before the prompt; last_prompt: of those, up to the end of the prompt before.
+        wanted: the first token of the prompt behind which logits are wanted; by default the last one.
+        length: tokens of the text that its cache has seen; prompt_end: of those, up to the end of the last prompt.
+        path: the node of `prefixes` that ends what it shares.
     """
 
     index: int
@@ -35,11 +48,22 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     text: str | None = None
-    seen: int = 0
-    last_prompt: int = 0
+    wanted: int | None = None
+    length: int = 0
+    prompt_end: int = 0
+    path: Node | None = None
+
+    ahead = 0  # tokens of the prompt behind those that are computed
 
     def __post_init__(self):
         self.key = self.index if self.key is None else self.key
+        self.wanted = len(self.prompt) - 1 if self.wanted is None else self.wanted
+
+    @property
+    def will_end(self) -> bool:
+        """Whether it ends with its next token, so far as is known."""
+        done = self.length - self.prompt_end + 2 if self.tokens else 1
+        return done >= self.params.max_tokens
 
     def append(self, token: int, logprob: float) -> bool:
         """Whether the token was appended. A sequence that has ended takes none; a `logprob` that is not finite ends it
@@ -53,82 +77,179 @@ class Sequence:
         return True
 
 
-@dataclass
-class Batch:
-    """Sequences whose KV block of a layer moves, and is attended to, at once.
+@dataclass(eq=False)
+class Piece:
+    """Rows that attend at once.
 
     Attributes:
-        micro: sequences begin..end of each prefill micro-batch.
-        rows: their places in the KV block.
-        is_stream: the KV block has been there before and will be there after this batch, and may have other rows.
-        lengths: (B,) int64, tokens of each prompt; longest: the most.
-        ends: (B,) int64, tokens of each text up to the end of the prompt.
+        batch: whose KV block they have.
+        rows: each a `Sequence`, or a `prefixes.Node` that is computed for those behind it.
+        places: of the rows in the KV block; a node has none.
+        path: the node that ends the tokens which prompts have in common with others; None if there are none.
+        frees: nodes that no later piece of the pass needs, nor any row that waits.
     """
 
-    sequences: list[Sequence]
-    micro: list[tuple[int, int]]
-    rows: list[int]
-    is_stream: bool = False
+    batch: int
+    rows: list
+    places: list[int]
+    path: Node | None = None
+    frees: list[Node] = field(default_factory=list)
 
-    def __post_init__(self):
-        self.lengths = torch.tensor([len(s.prompt) for s in self.sequences])
-        self.longest = int(self.lengths.max())
-        self.ends = self.lengths + torch.tensor([s.seen for s in self.sequences])
+    is_prompt = False
 
-    def past(self, begin: int, end: int) -> Past:
-        few = self.sequences[begin:end]
-        return Past(*(torch.tensor([getattr(s, name) for s in few]) for name in ("seen", "last_prompt")))
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return len(self.rows)
 
-    def running(self) -> Batch:
-        """The batch of the next decode step: of streams without those that have ended, whose caches must take nothing
-        more."""
-        left = [n for n, s in enumerate(self.sequences) if s.finish_reason is None]
-        if not self.is_stream or len(left) == len(self.sequences):
-            return self
-        return Batch([self.sequences[n] for n in left], [], [self.rows[n] for n in left], is_stream=True)
+    def ids(self) -> list[int]:
+        return [s.tokens[-1] for s in self.rows]
 
-    def positions(self, begin: int, end: int) -> Tensor:
-        """(end - begin, T) positions of prompts. Padding repeats a prompt's last one, so that no text looks longer."""
-        lengths, ends = self.lengths[begin:end, None], self.ends[begin:end, None]
-        return torch.minimum(ends - lengths + torch.arange(int(lengths.max())), ends - 1)
+    @cached_property
+    def lengths(self) -> Rows:
+        length = torch.tensor([s.length for s in self.rows])
+        return Rows.steps(length, torch.tensor([s.prompt_end for s in self.rows]))
 
-    def prompt_ids(self, begin: int, end: int) -> Tensor:
-        """(end - begin, T) token ids, padded on the right to the longest of these rows.
+    @cached_property
+    def positions(self) -> Positions:
+        return Positions(self.lengths.length, self.lengths.length + 1)
 
-        A row is padded with its own last token. Padding is masked, but 0 * NaN is NaN: the hidden state of another
-        token might overflow where this prompt's do not.
-        """
-        rows = [s.prompt for s in self.sequences[begin:end]]
-        width = max(map(len, rows))
-        return torch.tensor([row + row[-1:] * (width - len(row)) for row in rows])
+    def logits(self) -> list[tuple]:
+        """(row, place among the piece's tokens) of all logits that are wanted."""
+        return [(s, n) for n, s in enumerate(self.rows)]
+
+    def advance(self) -> None:
+        """The tokens of this piece are in the caches now."""
+        for s in self.rows:
+            s.length += 1
 
 
-def make_batches(sequences: list[Sequence], batch_size: int, prefill_tokens: int) -> list[Batch]:
-    """Cut a block into batches, and those into micro-batches of at most `prefill_tokens` tokens, padding included."""
-    batches = []
-    for at in range(0, len(sequences), batch_size):
-        rows = sequences[at : at + batch_size]
-        batches.append(Batch(rows, micro_batches(rows, prefill_tokens), list(range(len(rows)))))
-    return batches
+class PromptPiece(Piece):
+    """Prompts: what of them is not shared."""
+
+    is_prompt = True
+
+    @cached_property
+    def shared(self) -> int:
+        return 0 if self.path is None else self.path.end
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        """The tokens to be computed of each row."""
+        return [s.prompt[self.shared :] for s in self.rows]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.texts))
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.texts))
+
+    def ids(self) -> list[int]:
+        return [token for text in self.texts for token in text]
+
+    @cached_property
+    def lengths(self) -> Rows:
+        length = torch.tensor([s.length + self.shared for s in self.rows])
+        new = torch.tensor([len(text) for text in self.texts])
+        return Rows(length, new, length + new + torch.tensor([s.ahead for s in self.rows]))
+
+    @cached_property
+    def positions(self) -> Positions:
+        rows = self.lengths
+        ends = (rows.length + rows.new).repeat_interleave(rows.new)
+        at = [torch.arange(first, first + count) for first, count in zip(rows.length.tolist(), rows.new.tolist())]
+        return Positions(torch.cat(at), ends)
+
+    def logits(self) -> list[tuple]:
+        found, begin = [], 0
+        for s, text in zip(self.rows, self.texts):
+            first = max(0, s.wanted - self.shared)
+            found += [(s, begin + n) for n in range(first, len(text))]
+            begin += len(text)
+        return found
+
+    def advance(self) -> None:
+        for s in self.rows if self.places else ():
+            s.length = s.prompt_end = s.length + len(s.prompt)
+
+    @cached_property
+    def at(self) -> torch.Tensor:
+        """(N,) places of the tokens among those of all rows, each padded to the longest."""
+        begins = range(0, len(self.rows) * self.longest, self.longest)
+        return torch.cat([torch.arange(begin, begin + len(text)) for begin, text in zip(begins, self.texts)])
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """(N, H, D) of all tokens -> (B, H, T, D). Padding is 0: what is masked must be finite."""
+        B, T = len(self.rows), self.longest
+        if len(x) < B * T:
+            x = x.new_zeros(B * T, *x.shape[1:]).index_copy_(0, self.at.to(x.device, non_blocking=True), x)
+        return x.unflatten(0, (B, T)).transpose(1, 2)
+
+    def flat(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, T, D) -> (N, H, D), without the padding."""
+        x = x.transpose(1, 2).flatten(0, 1)
+        return x if len(x) == self.size else x.index_select(0, self.at.to(x.device, non_blocking=True))
 
 
-def stream_batches(sequences: list[Sequence], batch_size: int, prefill_tokens: int) -> dict[int, Batch]:
-    """The batches of a block of streams, by their place in the block; those without a sequence are left out. The
-    `index` of a sequence is its place in the block."""
-    found = {}
-    for s in sequences:
-        found.setdefault(s.index // batch_size, []).append(s)
-    return {
-        k: Batch(few, micro_batches(few, prefill_tokens), [s.index % batch_size for s in few], is_stream=True)
-        for k, few in found.items()
-    }
+@dataclass
+class Chunk:
+    """Pieces whose tokens go through matmuls together.
+
+    Attributes:
+        home: (batch, number, tokens before) of hidden states that go to the tier of a batch between layers; None for
+            those that stay on the device.
+    """
+
+    pieces: list[Piece]
+    home: tuple[int, int, int] | None = None
+
+    @cached_property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def is_prompts(self) -> bool:
+        """Whether it has prompts of one batch alone."""
+        return all(piece.is_prompt and piece.batch == self.pieces[0].batch for piece in self.pieces)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it has a decode step, which prompts of other batches may join, or is all of one batch."""
+        return self.is_prompts or not all(piece.is_prompt for piece in self.pieces)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [piece.size for piece in self.pieces]
+
+    def ids(self) -> torch.Tensor:
+        """(N,) int64."""
+        return torch.tensor([token for piece in self.pieces for token in piece.ids()])
+
+    @cached_property
+    def positions(self) -> Positions:
+        return Positions(*(torch.cat(each) for each in zip(*(piece.positions for piece in self.pieces))))
 
 
-def micro_batches(sequences: list[Sequence], prefill_tokens: int) -> list[tuple[int, int]]:
-    """(begin, end) of micro-batches of at most `prefill_tokens` tokens, padding included, or of one sequence."""
-    micro, begin = [], 0
-    while begin < len(sequences):
-        count = max(1, prefill_tokens // max(len(s.prompt) for s in sequences[begin:]))
-        micro.append((begin, min(begin + count, len(sequences))))
-        begin = micro[-1][1]
-    return micro
+def cut(pieces: Iterable[Piece], prefill_tokens: int) -> list[Chunk]:
+    """Chunks of pieces, which are in the order of their batches.
+
+    Prompts of one batch are joined up to `prefill_tokens`, of which a single one may have more; with decode steps up to
+    GROUP_ROWS, with which matmuls are about as fast as they get.
+    """
+    chunks: list[Chunk] = []
+    homes: dict[int, tuple[int, int]] = {}  # chunks, and their tokens, of each batch
+    for piece in pieces:
+        joined = Chunk([*chunks[-1].pieces, piece]) if chunks else None
+        if joined and joined.size <= (prefill_tokens if joined.is_prompts else GROUP_ROWS) and joined.is_joint:
+            chunks[-1] = joined
+        else:
+            chunks.append(Chunk([piece]))
+    for chunk in chunks:
+        if chunk.is_prompts:
+            k = chunk.pieces[0].batch
+            number, before = homes.get(k, (0, 0))
+            chunk.home = (k, number, before)
+            homes[k] = (number + 1, before + chunk.size)
+    return chunks

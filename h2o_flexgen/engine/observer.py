@@ -7,28 +7,22 @@ from h2o_flexgen.progress import bar
 
 
 class Observer:
-    """Watches a job: override the methods of interest. What a method raises ends the job.
-
-    (i, j, k) are token step, layer and batch of the schedule; i == 0 is prefill, j == 0 the embedding.
-    """
+    """Watches a job: override the methods of interest. What a method raises ends the job."""
 
     def on_plan(self, choice) -> None:
         """The policy is chosen, nothing is allocated yet. `choice`: a `planning.planner.Choice`."""
 
     def on_begin(self) -> None:
-        """Weights are loaded, the first block is next."""
+        """Weights are loaded, the first pass is next."""
 
-    def on_block(self, block: int, blocks: int, sequences: list[Sequence]) -> None:
-        """A block begins, the first with number 0."""
+    def on_pass(self, rows: list[Sequence]) -> None:
+        """A pass begins, a walk through the layers that gives each of these rows a token."""
 
-    def on_progress(self, i: int, j: int, batches: list[int]) -> None:
-        """Layer j has been computed for these batches, all that have not finished."""
+    def on_layer(self, j: int) -> None:
+        """Layer j has been computed; 0 is the embedding."""
 
-    def on_finished(self, sequences: list[Sequence]) -> None:
-        """All sequences of a batch have finished, while others of the block may go on."""
-
-    def on_block_end(self, sequences: list[Sequence]) -> None:
-        """All sequences of a block have finished."""
+    def on_finished(self, rows: list[Sequence]) -> None:
+        """These rows have ended with a pass."""
 
 
 class Observers:
@@ -49,29 +43,35 @@ class ProgressBar(Observer):
     """Counts generated tokens on stderr.
 
     Args:
-        sequences: of the job; their `max_tokens` together are the whole of the bar.
-        layers: steps of the schedule through the model, embedding and head included.
+        total: the most that there can be; None if that is not known.
+        layers: of a pass, embedding and head included.
         show: False for none.
     """
 
-    def __init__(self, sequences: list[Sequence], layers: int, show: bool):
-        self.total, self.layers, self.show = sum(s.params.max_tokens for s in sequences), layers, show
+    def __init__(self, total: int | None, layers: int, show: bool):
+        self.total, self.layers, self.show = total, layers, show
         self.bar = None
-        self.block, self.sequences, self.before = "", [], 0  # `before`: tokens of earlier blocks
+        self.rows: list[Sequence] = []
+        self.passes = self.ended = 0  # passes that have begun; tokens of rows that have ended
 
     def on_begin(self) -> None:  # not earlier: loading the weights shows a bar of its own
         self.bar = bar(desc="generating", total=self.total, unit="tokens", show=self.show, leave=True)
 
-    def on_block(self, block: int, blocks: int, sequences: list[Sequence]) -> None:
-        self.block, self.sequences, self.before = f"block {block + 1}/{blocks}", sequences, self.bar.n
+    def on_pass(self, rows: list[Sequence]) -> None:
+        self.rows = rows
+        self.passes += 1
 
-    def on_progress(self, i: int, j: int, batches: list[int]) -> None:
-        step = f"prefill {j + 1}/{self.layers}" if i == 0 else f"token {i + 1}"
-        self.bar.set_postfix_str(f"{self.block} {step}", refresh=i == 0)
-        self.bar.update(self.before + sum(len(s.tokens) for s in self.sequences) - self.bar.n)
+    def on_layer(self, j: int) -> None:
+        has_new = any(not s.tokens for s in self.rows)
+        done = f"layer {j + 1}/{self.layers}" if has_new else f"pass {self.passes}"
+        self.bar.set_postfix_str(f"{len(self.rows)} rows, {done}", refresh=has_new)
+        self.bar.update(self.ended + sum(len(s.tokens) for s in self.rows) - self.bar.n)
 
-    def on_block_end(self, sequences: list[Sequence]) -> None:
-        self.bar.total -= sum(s.params.max_tokens - len(s.tokens) for s in sequences)  # those that stopped early
+    def on_finished(self, rows: list[Sequence]) -> None:
+        self.ended += sum(len(s.tokens) for s in rows)
+        if self.total is not None:  # those that stopped early
+            self.bar.total -= sum(max(0, s.params.max_tokens - len(s.tokens)) for s in rows)
+        self.rows = [s for s in self.rows if s.finish_reason is None]
         self.bar.refresh()
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ def completion(s: Sequence, tokenizer) -> CompletionOutput:
 
 
 class OutputCollector(Observer):
-    """Gathers the outputs of a job, and hands each on as soon as its batch is done.
+    """Gathers the outputs of a job, and hands each on as soon as its row has ended.
 
     Args:
         tokenizer: turns tokens into text; None for no text.
@@ -105,15 +105,8 @@ class OutputCollector(Observer):
             if output.error is not None and self.on_output is not None:
                 self.on_output(output)
 
-    def on_finished(self, sequences: list[Sequence]) -> None:
-        self._emit([s for s in sequences if s.finish_reason != "error"])
-
-    def on_block_end(self, sequences: list[Sequence]) -> None:
-        """Hand on the errors, which are too late where they end the job."""
-        self._emit([s for s in sequences if s.finish_reason == "error"])
-
-    def _emit(self, sequences: list[Sequence]) -> None:
-        for s in sequences:
+    def on_finished(self, rows: list[Sequence]) -> None:
+        for s in rows:
             output = self.outputs[s.index]
             if s.finish_reason == "error":
                 output.error = "the model's hidden states overflowed for this prompt"
@@ -124,7 +117,7 @@ class OutputCollector(Observer):
 
 
 class ScoreCollector(Observer):
-    """Completes the outputs of texts that are scored, and hands each on as soon as its batch is done.
+    """Completes the outputs of texts that are scored, and hands each on as soon as its row has ended.
 
     Args:
         outputs: by index, of every text of the job.
@@ -142,8 +135,8 @@ class ScoreCollector(Observer):
         self.greedy_token_ids = greedy_token_ids
         self.on_output = on_output
 
-    def on_finished(self, sequences: list[Sequence]) -> None:
-        for s in sequences:
+    def on_finished(self, rows: list[Sequence]) -> None:
+        for s in rows:
             output = self.outputs[s.index]
             if s.finish_reason == "error":
                 output.error = "the model's hidden states overflowed for this text"

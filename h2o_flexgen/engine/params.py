@@ -113,12 +113,12 @@ def params_of_each(given: SamplingParams | Seq[SamplingParams] | None, count: in
     return list(given)
 
 
-def prompt_lens_of_each(given: int | Seq[int] | None, count: int) -> Seq[int | None]:
-    """How many tokens of each of `count` texts are its prompt. Raises UserError for another number of them, or one that
-    is none."""
+def numbers_of_each(name: str, given: int | Seq[int] | None, count: int) -> Seq[int | None]:
+    """A number of tokens for each of `count` texts. Raises UserError for another number of them, or one that is
+    none."""
     if given is None or isinstance(given, Integral):
-        return [given if given is None else whole_number("`prompt_len`", given, 1)] * count
-    return _numbers_of_each("prompt_len", "texts", given, count, 1)
+        return [given if given is None else whole_number(f"`{name}`", given, 1)] * count
+    return _numbers_of_each(name, "texts", given, count, 1)
 
 
 def keys_of_each(given: Seq[int] | None, count: int) -> Seq[int]:

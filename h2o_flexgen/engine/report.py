@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.engine.batch import Chunk
+from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.offload import memory
@@ -17,26 +19,70 @@ PHASES = ("prefill", "decode")
 
 
 class Meter:
-    """Seconds and bytes moved of each phase of a job. What is fetched ahead counts in the phase in which it came."""
+    """Seconds and bytes moved of each phase of a job.
+
+    Where rows prefill while others decode, their chunks are timed, and those that have both count by their tokens; waits
+    and all else are divided in proportion, and so are bytes.
+
+    Attributes:
+        passes: so far.
+        computed_tokens: of prompts; shared_tokens: those of rows that others had computed.
+        row_steps: tokens that rows were taken through one at a time.
+        generated: tokens of rows that have ended.
+    """
 
     def __init__(self, transport: Transport):
         self._transport = transport
+        self._device = transport.device
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.moved = {phase: dict.fromkeys(transport.moved_bytes(), 0) for phase in PHASES}
+        self.moved = {phase: dict.fromkeys(transport.moved_bytes(), 0.0) for phase in PHASES}
+        self.passes = 0
+        self.computed_tokens = self.shared_tokens = self.row_steps = 0
+        self.rows = self.prompt_tokens = self.longest = self.generated = 0
+        self._chunks: list[tuple] = []  # (part of it that is prompts, begin, end)
 
     def start(self) -> None:
-        self._transport.device.synchronize()
-        self._since = time.perf_counter()
+        self._since = self._device.mark()
         self._counted = self._transport.moved_bytes()
 
-    def stop(self, phase: str) -> None:
-        """Add what was measured since `start`, or the last `stop`, to a phase."""
-        since = self._since
-        counted = self._counted
+    @contextmanager
+    def chunk(self, chunk: Chunk) -> Iterator[None]:
+        """Inside, the chunk is taken through a layer."""
+        begin = self._device.mark()
+        yield
+        prompts = sum(size for piece, size in zip(chunk.pieces, chunk.sizes) if piece.is_prompt)
+        self._chunks.append((prompts / chunk.size, begin, self._device.mark()))
+
+    def end_pass(self, pass_: Pass) -> None:
+        self.passes += 1
+        for piece in (piece for chunk in pass_.chunks for piece in chunk.pieces):
+            if piece.is_prompt:
+                self.computed_tokens += piece.size
+                self.shared_tokens += piece.shared * len(piece.places)
+            else:
+                self.row_steps += piece.size
+            if piece.is_prompt and piece.places:
+                self.rows += len(piece.rows)
+                self.prompt_tokens += sum(len(s.prompt) for s in piece.rows)
+                self.longest = max(self.longest, *(len(s.prompt) for s in piece.rows))
+        self.generated += sum(len(s.tokens) for s in pass_.rows if s.finish_reason is not None)
+        self.stop()
+
+    def stop(self) -> None:
+        """Count what was measured since the last pass began."""
+        spans = [(part, self._device.seconds_between(begin, end)) for part, begin, end in self._chunks]
+        self._chunks.clear()
+        since, counted = self._since, self._counted
         self.start()
-        self.seconds[phase] += self._since - since
-        for link, nbytes in self._counted.items():
-            self.moved[phase][link] += nbytes - counted[link]
+        total = self._device.seconds_between(since, self._since)
+        timed = sum(seconds for _, seconds in spans)
+        self._prefill = sum(part * seconds for part, seconds in spans) / timed if timed else self._prefill
+        for phase, part in zip(PHASES, (self._prefill, 1 - self._prefill)):
+            self.seconds[phase] += part * total
+            for link, nbytes in self._counted.items():
+                self.moved[phase][link] += part * (nbytes - counted[link])
+
+    _prefill = 1.0  # the part of the last pass that was prefill
 
 
 @dataclass
@@ -59,6 +105,9 @@ class Report:
     peak_memory_bytes: dict[str, int]  # by tier
     planned_memory_bytes: dict[str, int]
     bytes_moved: dict[str, int]  # by link
+    computed_tokens: int  # of prompts
+    shared_tokens: int  # of prompts, which were computed with another one's
+    row_steps: int  # decode steps of rows
     stall_seconds: dict[str, float]  # that compute waited for "weights" and "cache"
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
     weights: list[str] | None = None  # formats of the matrices, if some are quantised
@@ -69,7 +118,7 @@ class Report:
     model_revision: str | None = None  # the commit of a model from the Hugging Face hub
 
     @classmethod
-    def of(cls, stores: Stores, sequences: list[Sequence], meter: Meter) -> Report:
+    def of(cls, stores: Stores, meter: Meter) -> Report:
         model = stores.model
         job = stores.job
         device = stores.device
@@ -77,19 +126,20 @@ class Report:
         rule = job.rule
         stalls = device.stall_seconds
         planned = {tier: job.plan.needed(tier) for tier in TIERS}
-        generated = sum(len(s.tokens) for s in sequences)
-        tokens = {"prefill": sum(work.prompt_lens), "decode": generated - sum(1 for s in sequences if s.tokens)}
+        generated = meter.generated
+        tokens = {"prefill": meter.prompt_tokens, "decode": meter.row_steps}
         seconds = sum(meter.seconds.values())
-        prefill, decode = meter.moved.values()
+        moved = {phase: {link: round(n) for link, n in links.items()} for phase, links in meter.moved.items()}
+        prefill, decode = moved.values()
         phases = {
-            phase: {"seconds": s, "tokens_per_s": _rate(tokens[phase], s), "bytes_moved": meter.moved[phase]}
+            phase: {"seconds": s, "tokens_per_s": _rate(tokens[phase], s), "bytes_moved": moved[phase]}
             for phase, s in meter.seconds.items()
         }
         return cls(
             model=model.name,
             device=str(device),
             dtype=dtype_name(model.dtype),
-            workload={"num_prompts": len(sequences), "prompt_len": work.longest, "gen_len": work.gen_len},
+            workload={"num_prompts": meter.rows, "prompt_len": work.longest, "gen_len": work.gen_len},
             policy=asdict(job.policy),
             kv_budget=rule.to_dict(),
             **phases,
@@ -99,6 +149,9 @@ class Report:
             ),
             planned_memory_bytes=planned,
             bytes_moved={link: prefill[link] + decode[link] for link in prefill},
+            computed_tokens=meter.computed_tokens,
+            shared_tokens=meter.shared_tokens,
+            row_steps=meter.row_steps,
             stall_seconds={
                 "weights": stalls.get("weights", 0.0),
                 # hidden states share a transfer queue with the cache

@@ -8,7 +8,7 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.messages import is_conversation, messages_of
 from h2o_flexgen.engine.model import LoadedModel, Prompt
 from h2o_flexgen.engine.outputs import RequestOutput, ScoreOutput
-from h2o_flexgen.engine.params import SamplingParams, check_stop, keys_of_each, params_of_each, prompt_lens_of_each
+from h2o_flexgen.engine.params import SamplingParams, check_stop, keys_of_each, numbers_of_each, params_of_each
 from h2o_flexgen.errors import UserError
 
 
@@ -61,27 +61,37 @@ def _shown(prompt: Prompt) -> str | Seq[dict] | None:
 
 
 def to_score(
-    model: LoadedModel, texts: Seq[str | Seq[int]], prompt_len: int | Seq[int] | None, rolling: bool
+    model: LoadedModel,
+    texts: Seq[str | Seq[int]],
+    prompt_len: int | Seq[int] | None,
+    first_scored: int | Seq[int] | None,
+    rolling: bool,
 ) -> tuple[list[Sequence], list[ScoreOutput], dict[int, list[int]]]:
     """Sequences of the texts, the outputs of all texts, and by index the tokens to be scored. Arguments and errors are
     those of `LLM.score`; a text that cannot be scored has an `error` in its output, and no sequence."""
     sequences = []
     outputs = []
     targets = {}
-    for index, (text, its_prompt_len) in enumerate(zip(texts, prompt_lens_of_each(prompt_len, len(texts)))):
-        first = its_prompt_len or 1  # the first token that is scored
+    prompt_lens = numbers_of_each("prompt_len", prompt_len, len(texts))
+    firsts = numbers_of_each("first_scored", first_scored, len(texts))
+    for index, (text, its_prompt_len, first) in enumerate(zip(texts, prompt_lens, firsts)):
         output = ScoreOutput(index, [])
         outputs.append(output)
         try:
             if is_conversation(text):
                 raise UserError("a text or a list of token ids can be scored, not a conversation")
             ids = output.token_ids = model.encode(text)
+            begin = its_prompt_len or len(ids) - 1  # what is behind it is decoded
+            first = first or its_prompt_len or 1
             is_stream = rolling and its_prompt_len is not None
-            model.spec.check_length(*((first, len(ids) - first, True) if is_stream else (len(ids),)))
-            if len(ids) <= first:
+            model.spec.check_length(*((begin, len(ids) - begin, True) if is_stream else (len(ids),)))
+            if len(ids) <= first or len(ids) <= begin:
                 raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
+            if its_prompt_len is not None and first > its_prompt_len:
+                raise UserError(f"`first_scored` is {first}: at most `prompt_len` {its_prompt_len}")
             targets[index] = ids[first:]
-            sequences.append(Sequence(index, ids[: its_prompt_len or -1], SamplingParams(max_tokens=len(ids) - first)))
+            params = SamplingParams(max_tokens=len(ids) - begin)
+            sequences.append(Sequence(index, ids[:begin], params, wanted=first - 1))
         except UserError as e:
             output.error = str(e)
     return sequences, outputs, targets

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from h2o_flexgen import interrupts
-from h2o_flexgen.engine.batch import Sequence, make_batches
+from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.report import Meter, Report
-from h2o_flexgen.engine.step import BlockRun, LogitsSink
+from h2o_flexgen.engine.scheduler import Scheduler
+from h2o_flexgen.engine.step import LogitsSink, Walk
 from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.rope import unchanged
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.decoded import Decoded
 from h2o_flexgen.offload.device import Device
@@ -67,18 +69,19 @@ class Runner:
         now = memory.baseline() if self.weights is None else memory.held() - self.weights.held_bytes(cuda=False)
         return max(self._at_start, now)
 
-    def run(self, job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
-        """Take all sequences through the job in their order, block by block; returns its report.
+    def run(self, job, rows: Iterable[Sequence], sink: LogitsSink, observer: Observer, window: int) -> Report:
+        """Take all rows through the job; returns its report.
 
         Args:
             job: a `planning.planner.Choice`, which says what to run and where everything goes.
+            window: rows that are read ahead at most.
 
         Raises:
             UserError: weights that cannot be read, or hold NaN; RAM that cannot be pinned; the disk is full or cannot
                 be read; CUDA is out of memory; the model gives NaN for every prompt.
         """
         with self.guard():
-            return self._run(job, sequences, sink, observer)
+            return self._run(job, rows, sink, observer, window)
 
     def open(self, job, count: int) -> Streams:
         """Empty caches of `count` streams, which are one block of the job. No others may be open.
@@ -88,7 +91,7 @@ class Runner:
         """
         with self.guard():
             self._load_weights(job)
-            self.streams = Streams(Stores(self.model, job, self.weights, self.transport), count)
+            self.streams = Streams(Stores(self.model, job, self.weights, self.transport, is_stream=True), count)
         return self.streams
 
     def end_streams(self, why: str) -> None:
@@ -114,30 +117,37 @@ class Runner:
                 ) from None
             raise
 
-    def _run(self, job, sequences: list[Sequence], sink: LogitsSink, observer: Observer) -> Report:
-        size = job.policy.block_size
-        blocks = [sequences[at : at + size] for at in range(0, len(sequences), size)]
+    def _run(self, job, rows: Iterable[Sequence], sink: LogitsSink, observer: Observer, window: int) -> Report:
         self._load_weights(job)
         stores = Stores(self.model, job, self.weights, self.transport)
+        scheduler = scheduler_of(stores, rows, window)
         meter = Meter(self.transport)
+        walk = Walk(stores, sink, observer, meter)
         observer.on_begin()
-        for n, block in enumerate(blocks):
-            observer.on_block(n, len(blocks), block)
-            batches = make_batches(block, job.policy.gpu_batch_size, job.policy.prefill_tokens)
-            stores.caches.begin_block(stores.layouts([(len(b.sequences), b.longest) for b in batches]))
-            run = BlockRun(stores, dict(enumerate(batches)), job.workload.gen_len, sink, observer, n + 1 == len(blocks))
-            run.run(meter)
-            if n == 0 and all(s.finish_reason == "error" for s in block):
-                self.weights.check_finite()
-            if all(s.finish_reason == "error" for s in sequences):
-                raise UserError(
-                    "the model gives NaN for every prompt: its hidden states overflow (use `dtype` bfloat16 or "
-                    "float32), or the checkpoint is broken"
-                )
-            observer.on_block_end(block)
-        report = Report.of(stores, sequences, meter)
+        meter.start()
+        while (pass_ := scheduler.next()) is not None:
+            observer.on_pass(pass_.rows)
+            walk.run(pass_)
+            meter.end_pass(pass_)
+            ended = [s for s in pass_.rows if s.finish_reason is not None]
+            if meter.passes == 1 and all(s.finish_reason == "error" for s in pass_.rows):
+                self._check_model(len(ended))
+            if ended:
+                observer.on_finished(ended)
+        stores.caches.drain()
+        meter.stop()
+        report = Report.of(stores, meter)
         stores.close()
         return report
+
+    def _check_model(self, failed: int) -> None:
+        """Raises UserError for a model that gave NaN for all `failed` rows of the first pass, but for a single one."""
+        self.weights.check_finite()
+        if failed > 1:
+            raise UserError(
+                "the model gives NaN for every prompt: its hidden states overflow (use `dtype` bfloat16 or float32), "
+                "or the checkpoint is broken"
+            )
 
     def _load_weights(self, job) -> None:
         """Unless those that are loaded are placed as the job wants them."""
@@ -174,3 +184,19 @@ class Runner:
         self.transport = self.weights = self._placed = None
         self.device.unpin()
         self.device.release_cached()
+
+
+def scheduler_of(stores: Stores, rows: Iterable[Sequence], window: int) -> Scheduler:
+    """The scheduler of a job."""
+    job, spec = stores.job, stores.model.spec
+    ahead = getattr(job.rule, "voters", 0)
+
+    def shareable(s: Sequence) -> int:
+        """A token of its own gives the logits; voters must see the prompt's end; and RoPE that turns by the length of
+        the text turns long texts otherwise than their beginnings."""
+        if spec.rope is not None and len(s.prompt) > unchanged(spec.rope):
+            return 0
+        return max(0, min(s.wanted, len(s.prompt) - max(1, ahead), job.shared_tokens))
+
+    policy = job.policy
+    return Scheduler(rows, stores.sizes, policy.prefill_tokens, stores.slots, shareable, ahead, window)

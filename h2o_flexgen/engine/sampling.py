@@ -26,15 +26,14 @@ class Sampler:
         tokenizer: for stop strings; None if no sequence has any.
     """
 
-    every_position = False
-
     def __init__(self, eos_ids: frozenset[int], tokenizer=None):
         self.eos_ids = eos_ids
         self.stop_strings = StopStrings(tokenizer)
 
-    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
+    def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`. A sequence with a row that is not finite ends in an error."""
-        tokens, logprobs = sample(logits, [s.params for s in sequences], [s.key for s in sequences], i)
+        draws = [(s.key, len(s.tokens)) for s in sequences]
+        tokens, logprobs = sample(logits, [s.params for s in sequences], draws)
         for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist()):
             if s.append(token, logprob):
                 self._end(s)
@@ -58,22 +57,21 @@ class TeacherForcing:
     """A sink of logits that continues each sequence with the tokens of its text, and scores them.
 
     Args:
-        targets: the tokens to score by the index of the sequence; each is also the input of the next step.
-        every_position: the first targets are those behind each token of the prompt.
+        targets: the tokens to score by the index of the sequence, behind each token of its prompt whose logits are
+            wanted; those behind the prompt are also the inputs of the next steps.
 
     Attributes:
         greedy_token_ids: by the index of the sequence, the most likely token in the place of each that is scored.
     """
 
-    def __init__(self, targets: dict[int, list[int]], every_position: bool):
+    def __init__(self, targets: dict[int, list[int]]):
         self.targets = targets
-        self.every_position = every_position
         self._next = {index: iter(tokens) for index, tokens in targets.items()}
         self.greedy_token_ids: dict[int, list[int]] = defaultdict(list)
 
-    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
-        """As `step.LogitsSink`; with `every_position` a sequence stands once for each row that is its."""
-        targets = [next(self._next[s.index], 0) for s in sequences]  # 0: one that has ended runs until its batch leaves
+    def take(self, sequences: list[Sequence], logits: Tensor) -> None:
+        """As `step.LogitsSink`."""
+        targets = [next(self._next[s.index]) for s in sequences]
         logprobs, greedy = score_rows(logits, torch.tensor(targets))
         for s, target, logprob, token in zip(sequences, targets, logprobs, greedy):
             if s.append(target, logprob):
@@ -82,14 +80,14 @@ class TeacherForcing:
                     s.finish_reason = "length"
 
 
-def sample(logits: Tensor, params: list[SamplingParams], keys: list[int], step: int) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, params: list[SamplingParams], draws: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """Choose one token per row, each by its own parameters.
 
     Args:
         logits: (B, V) of any float type.
         params: B of them.
-        keys: B numbers below 2**64. With its seed and the step they decide a row's random number, so that batch sizes
-            and neighbours do not.
+        draws: (key below 2**64, tokens that the row has generated) of each row. With its seed they decide its random
+            number, so that batch sizes, neighbours and the pass do not.
 
     Returns:
         tokens (B,) int64, and their log-probabilities under the model (B,) fp32, NaN where a row's logits are
@@ -103,8 +101,8 @@ def sample(logits: Tensor, params: list[SamplingParams], keys: list[int], step: 
         tokens = rows.argmax(-1)
         for alike in _alike(params[at : at + SAMPLE_ROWS]):
             few = [params[at + row] for row in alike]
-            its_keys = [keys[at + row] for row in alike]
-            tokens[alike] = _draw(rows[alike] / few[0].temperature, few, its_keys, step)
+            its_draws = [draws[at + row] for row in alike]
+            tokens[alike] = _draw(rows[alike] / few[0].temperature, few, its_draws)
         chosen.append(tokens)
         logprobs.append(_logprobs(rows, tokens))
     return torch.cat(chosen).cpu(), torch.cat(logprobs).cpu()
@@ -119,7 +117,7 @@ def _alike(params: list[SamplingParams]) -> Iterable[list[int]]:
     return groups.values()
 
 
-def _draw(logits: Tensor, params: list[SamplingParams], keys: list[int], step: int) -> Tensor:
+def _draw(logits: Tensor, params: list[SamplingParams], draws: list[tuple[int, int]]) -> Tensor:
     """A token for each row of logits (B, V), which are divided by the temperature."""
     top_k = params[0].top_k
     top_p = params[0].top_p
@@ -132,7 +130,7 @@ def _draw(logits: Tensor, params: list[SamplingParams], keys: list[int], step: i
     before = p.cumsum(-1) - p
     p = p.masked_fill(before >= top_p, 0.0)  # the most likely token always stays
     cumulative = p.cumsum(-1)
-    u = torch.tensor([_uniform(each.seed, key, step) for each, key in zip(params, keys)], device=p.device)
+    u = torch.tensor([_uniform(each.seed, *draw) for each, draw in zip(params, draws)], device=p.device)
     chosen = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
     last = (p > 0).sum(-1, keepdim=True) - 1
     return order.gather(1, chosen.minimum(last.clamp(min=0)))[:, 0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+
 from h2o_flexgen.compression import cache_format
-from h2o_flexgen.engine.batch import Batch
 from h2o_flexgen.engine.model import LoadedModel
-from h2o_flexgen.engine.schedule import Step, ZigZag
-from h2o_flexgen.kv_cache import KVLayout
+from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.offload.activations import ActivationStore
-from h2o_flexgen.offload.kv_store import Key, KVStore
+from h2o_flexgen.offload.kv_store import KVStore
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.sizes import batch_sizes, micro_tokens
@@ -19,12 +20,13 @@ class Stores:
 
     Args:
         job: a `planning.planner.Choice`.
+        is_stream: rows stay, and are read on over what their caches hold.
 
     Raises:
         UserError: the disk is full, or RAM that cannot be pinned.
     """
 
-    def __init__(self, model: LoadedModel, job, weights: WeightStore, transport: Transport):
+    def __init__(self, model: LoadedModel, job, weights: WeightStore, transport: Transport, is_stream: bool = False):
         self.model, self.job, self.weights = model, job, weights
         self.transport, self.device = transport, transport.device
         self._pinned = self.device.pinned_count()
@@ -32,21 +34,31 @@ class Stores:
         sizes = batch_sizes(len(job.workload.prompt_lens), job.policy)
         token = model.spec.hidden * model.dtype.itemsize
         self.rules = [job.rule.in_layer(layer) for layer in range(model.spec.layers)]
-        self._layouts = self.layouts([(size, longest) for size in sizes])
+        self.has_cache = is_stream or job.workload.gen_len > 1
+        self.is_stream = is_stream
+        self.sizes = sizes
+        self.form = cache_format(job.compress_cache, model.dtype, model.spec.head_dim)
+        layouts = job.rule.layouts(model.spec, self.form, [(size, longest) for size in sizes], job.workload.gen_len)
         micro_bytes = micro_tokens(job.policy.prefill_tokens, longest, sizes[0]) * token
         transport.io.large_prefetches = "disk" not in job.placement.cache.values()
-        self.caches = KVStore(transport, self._layouts, job.placement.cache, job.policy.cpu_cache_compute)
+        self.caches = KVStore(transport, layouts, job.placement.cache, job.policy.cpu_cache_compute)
         batch_bytes = [size * longest * token for size in sizes]
         self.activations = ActivationStore(transport, job.placement.activations, batch_bytes, micro_bytes)
 
-    def layouts(self, batches: list[tuple[int, int]]) -> dict[Key, KVLayout]:
-        """The KV blocks of batches, (sequences, tokens of the longest prompt) of each."""
-        form = cache_format(self.job.compress_cache, self.model.dtype, self.model.spec.head_dim)
-        return self.job.rule.layouts(self.model.spec, form, batches, self.job.workload.gen_len)
+    def open(self, k: int, longest: int, gen_len: int) -> None:
+        """Lay the caches of an empty batch out for prompts of up to `longest` tokens with outputs of up to `gen_len`."""
+        size = (self.sizes[k], longest)
+        found = self.job.rule.layouts(self.model.spec, self.form, [size], gen_len)
+        self.caches.begin({(layer, k): layout for (layer, _), layout in found.items()})
+
+    def slots(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
+        """That a row needs, in layers that differ."""
+        return tuple(sum(rule.segments(prompt_len, gen_len)) for rule in dict.fromkeys(self.rules))
 
     def clear_caches(self) -> None:
         """Begin with caches that hold nothing, for streams."""
-        self.caches.begin_block(self._layouts)
+        for k in range(len(self.sizes)):
+            self.open(k, self.job.workload.longest, self.job.workload.gen_len)
         for layer, k in self.job.placement.cache:
             self.rules[layer].clear(self.caches.blank(layer, k))
             self.caches.store_all(layer, k, self.job.workload.longest)
@@ -61,53 +73,58 @@ class Stores:
 
 
 class Prefetcher:
-    """Starts the transfers of one block ahead of compute: weights, KV blocks, hidden states.
+    """Starts transfers ahead of compute: weights, KV blocks, hidden states."""
 
-    Args:
-        is_last: no block follows, so that no weights are fetched at its end.
-    """
+    def __init__(self, stores: Stores):
+        self.stores = stores
+        self.last = len(stores.model.layers) - 1
+        self._blocks: deque[tuple[int, int, int]] = deque()  # (passes from now, layer, batch) of KV blocks to come
 
-    def __init__(self, stores: Stores, schedule: ZigZag, batches: dict[int, Batch], is_last: bool):
-        self.stores, self.schedule, self.batches, self.is_last = stores, schedule, batches, is_last
-        self.last = schedule.num_layers - 1
-        blocks = [(j, k) for j in range(1, self.last) for k in batches if stores.caches.streams(j - 1, k)]
-        self._steps = schedule.cache_steps(blocks, 0 if any(b.is_stream for b in batches.values()) else 1)
-        self._next_step = next(self._steps, None)  # whose KV block is fetched next
+    def begin(self, pass_: Pass, held: Callable[[int, int], int]) -> None:
+        """The next pass. `held`: slots of a KV block, by layer and batch, that are in use after it."""
+        self.pass_, self._held = pass_, held
+        self._homes = [chunk.home for chunk in pass_.chunks]
+        self._blocks.clear()
+        if not self.stores.has_cache:
+            return
+        caches, batches = self.stores.caches, pass_.batches
+        for (layer, k), block in caches.blocks.items():
+            if block.loading is not None and (k not in batches or batches[k].opens is not None):
+                caches.drop(layer, k)
+        # rows that will not have ended, so far as is known, are needed again
+        later = [] if pass_.is_last else [k for k, batch in batches.items() if not batch.will_end]
+        new = [k for k, batch in batches.items() if batch.opens is not None]
+        layers = range(1, self.last)
+        self._blocks += [(0, j, k) for j in layers for k in batches if caches.is_staged(j - 1, k, is_new=k in new)]
+        self._blocks += [(1, j, k) for j in layers for k in later if caches.is_staged(j - 1, k)]
 
-    def weights(self, i: int, j: int) -> None:
+    def weights(self, j: int) -> None:
         """Those from layer j on, as far as the two staging buffers reach."""
         groups = self.stores.weights.groups
         left = [[layer for layer in group if layer >= j] for group in groups if group[-1] >= j]
-        at_end = self.is_last and i + 1 == self.schedule.num_tokens
-        for group in (left + ([] if at_end else groups))[:2]:
+        for group in (left + ([] if self.pass_.is_last else groups))[:2]:
             for layer in group:
                 self.stores.weights.prefetch(layer)
 
-    def caches(self, step: Step) -> None:
-        """The KV blocks of this step and of those that follow, while staging buffers are free."""
-        while self._next_step is not None:
-            i, j, k = self._next_step
-            needed = self._next_step >= step and k in self.schedule.batches
-            if needed and not self.stores.caches.prefetch(j - 1, k, self.held(j, k, i)):
+    def caches(self, j: int, k: int) -> None:
+        """The KV blocks behind that of layer j and batch k, which has been used, while staging buffers are free."""
+        while self._blocks:
+            later, layer, batch = self._blocks[0]
+            if (later, layer, batch) > (0, j, k) and not self._prefetched(later, layer, batch, (j, k)):
                 return
-            self._next_step = next(self._steps, None)
+            self._blocks.popleft()
 
-    def hidden(self, j: int, k: int, m: int) -> None:
-        """What prefill needs after micro-batch m of batch k in layer j, if it has been stored already."""
-        following = [n for n in self.batches if n > k]
-        if m + 1 < len(self.batches[k].micro):
-            self.stores.activations.prefetch(k, m + 1)
-        elif following:
-            self.stores.activations.prefetch(following[0], 0)
-        elif j < self.last:
-            self.stores.activations.prefetch(next(iter(self.batches)), 0)
+    def _prefetched(self, later: int, layer: int, batch: int, used: tuple[int, int]) -> bool:
+        caches = self.stores.caches
+        if later and (layer, batch) > used:
+            return False
+        if not later and self.pass_.batches[batch].opens is not None:  # it will need a staging buffer
+            return False
+        is_staged = not later and caches.blocks[layer - 1, batch].loading is not None  # since the pass before
+        return is_staged or caches.prefetch(layer - 1, batch, self._held(layer, batch) + later)
 
-    def held(self, j: int, k: int, i: int) -> int:
-        """Slots of a batch's cache in layer j that are in use before token step i."""
-        return self.stores.rules[j - 1].held(self.batches[k].longest, i)
-
-    def finish(self, k: int) -> None:
-        """A batch leaves the schedule: fetch nothing more for it."""
-        self.schedule.finish(k)
-        for layer in range(self.last - 1):
-            self.stores.caches.drop(layer, k)
+    def hidden(self, j: int, n: int) -> None:
+        """What is needed after chunk n in layer j, if it has been stored already."""
+        homes = [home for home in self._homes[n + 1 :] if home] or [home for home in self._homes if home]
+        if homes and (j < self.last or any(self._homes[n + 1 :])):
+            self.stores.activations.prefetch(*homes[0][:2])

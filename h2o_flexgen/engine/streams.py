@@ -1,8 +1,9 @@
 """Streams: texts without end. Their caches, of a fixed size, stay from one turn to the next; all of them are one block.
 
-A turn feeds tokens to some of the streams, chunk by chunk, and may then generate. Each chunk is a prefill over the
-caches as they are, so it goes through the schedule as a block of its own. All chunks of a text but the first are of the
-same size, and texts of several lengths end with the same chunk, so that all streams of a turn decode together:
+A stream is a row that does not leave its place. A turn feeds tokens to some of the streams, chunk by chunk, and may
+then generate. Each chunk is a prefill over the caches as they are, in a pass of its own. All chunks of a text but the
+last are of the same size, and texts of several lengths end with the same chunk, so that all streams of a turn decode
+together:
 
     stream 0    chunk  chunk  chunk  token  token  token
     stream 1                  chunk  token
@@ -18,12 +19,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from h2o_flexgen.engine.batch import Sequence, stream_batches
+from h2o_flexgen.engine.batch import Piece, PromptPiece, Sequence, cut
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.report import Meter
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
-from h2o_flexgen.engine.step import BlockRun, LogitsSink
+from h2o_flexgen.engine.scheduler import BatchPass, Pass, micro_batch
+from h2o_flexgen.engine.step import LogitsSink, Walk
 from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.errors import UserError
 
@@ -92,7 +94,7 @@ class Streams:
         for is_last, chunks in self._rounds(inputs):
             few = {row: targets[row][begin:end] for row, (begin, end) in chunks.items()}
             prompts = {row: inputs[row][begin:end] for row, (begin, end) in chunks.items()}
-            for s in self._run(prompts, TeacherForcing(few, every_position=True), 1, is_last):
+            for s in self._run(prompts, TeacherForcing(few), is_last, wanted=0):
                 found[s.index] += s.logprobs
         for row, ids in texts.items():
             self.streams[row].waiting = ids[-1:]
@@ -111,13 +113,11 @@ class Streams:
             UserError: as `feed`.
         """
         inputs = {row: self.streams[row].waiting + ids for row, ids in texts.items()}
-        gen_len, sequences = max(params[row].max_tokens for row in texts), []
+        sequences = []
         for is_last, chunks in self._rounds(inputs):
             prompts = {row: inputs[row][begin:end] for row, (begin, end) in chunks.items()}
-            sink, steps = (sampler, gen_len) if is_last else (Unread(), 1)
-            sequences = self._run(prompts, sink, steps, is_last, params)
+            sequences = self._run(prompts, sampler if is_last else Unread(), is_last, params)
         for s in sequences:
-            self.streams[s.index].seen += len(s.tokens) - 1
             self.streams[s.index].waiting = s.tokens[-1:]
         return sequences
 
@@ -132,36 +132,58 @@ class Streams:
         self,
         prompts: dict[int, list[int]],
         sink: LogitsSink,
-        gen_len: int,
         is_last: bool,
         params: dict[int, SamplingParams] | None = None,
+        wanted: int | None = None,
     ) -> list[Sequence]:
-        """Take a chunk of some streams through the model, and what `sink` makes of it."""
-        sequences = []
+        """Take a chunk of some streams through the model, and what `sink` makes of it; `wanted` as in `Sequence`."""
+        rows = []
         for row in sorted(prompts):
-            stream, its_params = self.streams[row], params[row] if params else SamplingParams()
-            key = (row << KEY_BITS) + stream.seen
-            past = dict(seen=stream.seen, last_prompt=stream.last_prompt)
-            sequences.append(Sequence(row, prompts[row], its_params, key, **past))
-        policy = self.job.policy
-        batches = stream_batches(sequences, policy.gpu_batch_size, policy.prefill_tokens)
-        BlockRun(self.stores, batches, gen_len, sink, Observer(), is_last).run(self.meter)
-        for s in sequences:
+            stream = self.streams[row]
+            its_params = params[row] if params else SamplingParams(max_tokens=1)
+            past = dict(length=stream.seen, prompt_end=stream.last_prompt)
+            rows.append(Sequence(row, prompts[row], its_params, (row << KEY_BITS) + stream.seen, wanted=wanted, **past))
+        walk = Walk(self.stores, sink, Observer(), self.meter)
+        self.meter.start()
+        self._pass(walk, rows, PromptPiece, is_last)
+        while not isinstance(sink, Unread) and (running := [s for s in rows if s.finish_reason is None]):
+            self._pass(walk, running, Piece, is_last)
+        self.stores.caches.drain()
+        for s in rows:
             if s.finish_reason == "error":
                 raise UserError(
                     f"the model's hidden states overflowed in stream {s.index} (use `dtype` bfloat16 or float32)"
                 )
             stream = self.streams[s.index]
-            stream.seen = stream.last_prompt = stream.seen + len(s.prompt)
-        return sequences
+            stream.seen = s.length
+            stream.last_prompt = s.prompt_end
+        return rows
+
+    def _pass(self, walk: Walk, rows: list[Sequence], kind: type[Piece], is_last: bool) -> None:
+        """One pass in which these streams prefill, or decode: the kind of their pieces."""
+        policy = self.job.policy
+        batches: dict[int, BatchPass] = {}
+        pieces = []
+        for s in rows:
+            batches.setdefault(s.index // policy.gpu_batch_size, BatchPass([])).rows.append(s)
+        for k, batch in batches.items():
+            begin = 0
+            while begin < len(batch.rows):
+                count = (
+                    micro_batch(batch.rows[begin:], policy.prefill_tokens) if kind is PromptPiece else len(batch.rows)
+                )
+                few = batch.rows[begin : begin + count]
+                pieces.append(kind(k, few, [s.index % policy.gpu_batch_size for s in few]))
+                begin += count
+        pass_ = Pass(batches, cut(pieces, policy.prefill_tokens), is_last and all(s.will_end for s in rows))
+        walk.run(pass_)
+        self.meter.end_pass(pass_)
 
 
 class Unread:
     """A sink for logits that nobody wants."""
 
-    every_position = False
-
-    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
+    def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`."""
 
 
@@ -176,7 +198,7 @@ class Told(Sampler):
         super().__init__(eos_ids, tokenizer)
         self.on_tokens = on_tokens
 
-    def take(self, i: int, sequences: list[Sequence], logits: Tensor) -> None:
+    def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`."""
-        super().take(i, sequences, logits)
+        super().take(sequences, logits)
         self.on_tokens(sequences)

@@ -22,8 +22,10 @@ Rotate = Callable[[Tensor, slice], Tensor]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (B, H, T, D), k and v (B, KV, T, D) -> context (B, H, T, D). Padding on the right cannot be seen by a real
-    query."""
+    """q (B, H, T, D), k and v (B, KV, N, D) -> context (B, H, T, D): the queries are those of the last T of N tokens.
+    Padding on the right cannot be seen by a real query."""
+    if q.shape[2] < k.shape[2]:
+        return _chunked(q, k, v)
     grouped = q.shape[1] != k.shape[1]
     # torch's flash kernel takes grouped heads as they are; where it does not run, torch would repeat K and V, hold fp32
     # (T, T) matrices of a whole batch in bf16 on GPUs, and be up to twice as slow as matmuls of chunks in bf16 on CPUs

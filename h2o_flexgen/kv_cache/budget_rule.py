@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.attention import causal_attention_with_scores
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.kv_cache.rule import CacheRule, Past, Tokens
+from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, Tokens, codes
+from h2o_flexgen.models.rope import rotate_to
 
 #: fields of a rule that are no options of a KV budget's `rule`
 NO_OPTIONS = ("heavy", "recent", "by_layer", "groups", "rope")
@@ -118,55 +120,71 @@ class BudgetRule(CacheRule):
 
     # the prompt
 
-    def prefill(
-        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, past: Past | None = None
-    ) -> Tensor:
-        """As `CacheRule.prefill`; with a `past`, which only a `FixedRule` takes and has methods for (`_held`,
-        `prompt_step_scores`), over the tokens that stayed of it.
+    @property
+    def voters(self) -> int:
+        """How many of a prompt's last queries alone give scores; 0: all queries do."""
+        return 0
 
-        The new tokens attend to the held ones, and causally to themselves. Each query adds its attention to the scores
-        of both; then of both together those stay that would stay of a prompt. With one token it is what a decode step
-        does, but for equal scores.
-        """
-        past = past or Past(torch.zeros_like(lengths), torch.zeros_like(lengths))
-        held = past.seen.clamp(max=self.slots)
-        before, is_ragged, newest = int(held.max()), bool((held < held.max()).any()), past.seen + lengths - 1
-        position = past.seen[:, None] + torch.arange(k.shape[2])
-        weights = self.weights_of(position, newest[:, None]).to(k.device, non_blocking=True)
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
+    ) -> tuple[Tensor, Text]:
+        """As `CacheRule.read`: each query adds its attention to the scores of all tokens that it sees, those of `past`
+        too. With one token it is what a decode step does, but for equal scores."""
+        newest = rows.length + rows.new - 1
+        position = rows.length[:, None] + torch.arange(k.shape[2])
+        weights = self.weights_of(position, newest[:, None], rows.prompt[:, None] - 1).to(k.device, non_blocking=True)
         position = torch.where(position <= newest[:, None], position, -1)[:, None]
         position = position.to(torch.int32).to(k.device, non_blocking=True)
-        new = {"position": position.expand(k.shape[:3]), **self.remember(k, v)}
-        held, newest = column(held, k.device), column(newest, k.device)
-        empty, stored = None, cache.form.stored(k, v)
+        metadata = {"position": position.expand(k.shape[:3]), **self.remember(k, v)}
+        text = Text(k, v, codes(form, k, v), metadata, rows.new).behind(past)
+        before, empty = text.k.shape[2] - k.shape[2], None
+        if before and int(past.length.min()) < before:
+            empty = torch.arange(before, device=k.device) >= column(past.length, k.device)[:, 0]
+        rotated = (q, text.k)
+        if self.rope:
+            rotated = self._rolled(q, text.k, torch.zeros_like(rows.new) if past is None else past.length, before)
+        context, score = causal_attention_with_scores(*rotated, text.v, weights, empty)
         if before:
-            old = self._held(cache, past, before)
-            k, v, stored = old.joined(k, v, *stored)
-            new = {name: torch.cat([old.metadata[name], values], 2) for name, values in new.items()}
-            empty = torch.arange(before, device=k.device) >= held[:, 0] if is_ragged else None
-        rotated = self._rolled(q, k, held, before) if self.rope else (q, k)
-        context, score = causal_attention_with_scores(*rotated, v, weights, empty)
-        if before:
-            count = column(lengths, k.device)
-            score[:, :, :before] = self.prompt_step_scores(old.score, score[:, :, :before], count)
-        self._keep(cache, *stored, Tokens({"score": score, **new}, newest, newest + 1))
-        return context
+            old = past.metadata["score"].expand(len(k), -1, -1)
+            score[:, :, :before] = self.prompt_step_scores(
+                old.clone(), score[:, :, :before], column(rows.new, k.device)
+            )
+        text.metadata["score"] = score
+        return context, text
 
-    def weights_of(self, position: Tensor, newest: Tensor) -> Tensor:
-        """(B, T) fp32: how much each query counts, as `query_weights` says; padding does not."""
-        weights, real = self.query_weights(position, newest), position <= newest
+    def prompt_step_scores(self, score: Tensor, received: Tensor, count: Tensor) -> Tensor:
+        """The scores (B, KV, N) of tokens that were there before `count` (B, 1, 1) tokens of a prompt, which gave them
+        this attention, each query times its weight; it may write to `score`."""
+        return score.add_(received)
+
+    def weights_of(self, position: Tensor, newest: Tensor, last: Tensor | None = None) -> Tensor:
+        """(B, T) fp32: how much each query counts, as `query_weights` says; padding, behind `newest`, does not. `last`:
+        position of the prompt's last token, if that is not `newest`."""
+        weights, real = self.query_weights(position, newest if last is None else last), position <= newest
         return real.float() if weights is None else torch.where(real, weights, 0.0)
 
-    def _keep(self, cache: KVTensors, k: Tensor, v: Tensor, tokens: Tokens) -> None:
-        """Fill the cache with those of these tokens, k and v (B, KV, N, W) as they are stored, that stay."""
+    def keep(self, cache: KVTensors, text: Text) -> None:
+        newest = text.metadata["position"][:, :1].amax(2, keepdim=True)
+        tokens = Tokens(text.metadata, newest, newest + 1)
+        k, v = text.stored
         kept = min(self.slots, k.shape[2])
         best = self.chosen(tokens, kept)
         cache.k[0][:, :, :kept], cache.v[0][:, :, :kept] = gather(best, k, v)
-        cache.v[0][:, :, kept:] = 0  # masked, but 0 * NaN left by another prompt would spread
+        for n, segment in enumerate(cache.v):  # masked, but 0 * NaN left by another prompt would spread
+            segment[:, :, 0 if n else kept :] = 0
         for name, _ in self.metadata:
             cache.metadata[name][:, :, kept:] = -1
             cache.metadata[name][:, :, :kept] = tokens.metadata[name].gather(2, best)
         if self.rope:
             cache.metadata["rank"].copy_((cache.position >= 0).cumsum(-1) - 1).clamp_(min=0)
+
+    def _rolled(self, q: Tensor, k: Tensor, held: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """Queries and keys at their ranks: of the keys the first `before` are of held tokens, `held` (B,) of each
+        sequence, and the others and the queries of new ones."""
+        end = k.shape[2]
+        rank = torch.arange(end, device=k.device)
+        rank = torch.where(rank < before, rank, rank - before + column(held, k.device))
+        return rotate_to(self.rope, q, rank[..., before:], end), rotate_to(self.rope, k, rank, end)
 
     def chosen(self, tokens: Tokens, kept: int) -> Tensor:
         """(B, KV, kept) int64: places of the tokens that stay, with padding and empty ones only where there are no

@@ -13,7 +13,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.attention import cached_attention
 from h2o_flexgen.kv_cache.budget_rule import BudgetRule, column, gather
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.kv_cache.rule import Past, Tokens
+from h2o_flexgen.kv_cache.rule import Rows, Text, Tokens
 from h2o_flexgen.models.rope import rotate_to
 from h2o_flexgen.models.spec import Rope
 
@@ -60,49 +60,41 @@ class FixedRule(BudgetRule):
         return score.add_(received)
 
     def prompt_step_scores(self, score: Tensor, received: Tensor, count: Tensor) -> Tensor:
-        """The scores (B, KV, N) of tokens that were there before a prompt of `count` (B, 1, 1) tokens, which gave them
-        this attention, each query times its weight. What `step_scores` forgets from step to step must be forgotten here
-        as often."""
+        """As `BudgetRule`: what `step_scores` forgets from step to step must be forgotten here as often."""
         return self.step_scores(score, received)
 
     # what a cache holds
 
     def clear(self, cache: KVTensors) -> None:
-        """Let the cache hold nothing, as `prefill` over a past of no tokens finds it."""
+        """Let the cache hold nothing."""
         for tensor in (*cache.k, *cache.v, *cache.metadata.values()):
             tensor.zero_()
         cache.position.fill_(-1)
 
-    def _held(self, cache: KVTensors, past: Past, count: int) -> KVTensors:
-        """`count` tokens of each head in the order of the text, or as many as it has and behind them empty places."""
-        seen, prompt = (column(x, cache.position.device) for x in (past.seen, past.prompt))
+    def past(self, cache: KVTensors, length: Tensor, prompt: Tensor, dtype: torch.dtype) -> Text:
+        held = length.clamp(max=self.slots)
+        count = int(held.max())
+        newest, ends = (column(x, cache.position.device) for x in (length - 1, prompt))
         order = torch.where(cache.position < 0, _LATEST, cache.position)
         # in a cache without an empty slot one token is due to go
-        due = self._free_slot(Tokens(cache.metadata, seen - 1, prompt), may_be_empty=True)
+        due = self._free_slot(Tokens(cache.metadata, newest, ends), may_be_empty=True)
         order.scatter_(2, due[..., None], _LATEST)
         order, at = (x[..., :count] for x in order.sort(-1))
         metadata = {name: values.gather(2, at) for name, values in cache.metadata.items()}
         metadata["position"] = torch.where(order < _LATEST, order, -1)
-        k, v = gather(at, cache.k[0], cache.v[0])
-        return KVTensors([k], [v], metadata, cache.form)
-
-    def _rolled(self, q: Tensor, k: Tensor, held: Tensor, before: int) -> tuple[Tensor, Tensor]:
-        """Queries and keys at their ranks: of the keys the first `before` are of held tokens, `held` (B, 1, 1) of each
-        sequence, and the others and the queries of new ones."""
-        end = k.shape[2]
-        rank = torch.arange(end, device=k.device)
-        rank = torch.where(rank < before, rank, rank - before + held)
-        return rotate_to(self.rope, q, rank[..., before:], end), rotate_to(self.rope, k, rank, end)
+        stored = gather(at, cache.k[0], cache.v[0])
+        if cache.form.is_dense:
+            return Text(*stored, None, metadata, held)
+        floats = [form.floats(x, dtype) for form, x in zip(cache.form, stored)]
+        return Text(*floats, tuple(stored), metadata, held)
 
     # a step
 
-    def decode(
-        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         S = cache.k[0].shape[2]
-        held = lengths.clamp(max=self.slots) + step  # tokens in the cache, this one included
-        n = column(lengths, k.device)
-        now = n + step - 1
+        # tokens in the cache, this one included
+        held = rows.prompt.clamp(max=self.slots) + rows.length - rows.prompt + 1
+        now, n = (column(x, k.device) for x in (rows.length, rows.prompt))
         slots = self._free_slot(Tokens(cache.metadata, now - 1, n), may_be_empty=int(held.min()) <= S)
         cache.write(slots, k[:, :, 0], v[:, :, 0])
         at = slots[..., None]

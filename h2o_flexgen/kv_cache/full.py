@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.attention import cached_attention, causal_attention
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.kv_cache.rule import CacheRule
+from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, codes
 from h2o_flexgen.sizes import full_segments
 
 
@@ -23,8 +25,10 @@ class NoCache(CacheRule):
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         return (0,)
 
-    def prefill(self, cache: KVTensors | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        return causal_attention(q, k, v)
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
+    ) -> tuple[Tensor, Text]:
+        return read_all(q, k, v, rows, past, form)
 
 
 @dataclass(frozen=True)
@@ -37,24 +41,38 @@ class FullCache(CacheRule):
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         return full_segments(prompt_len, gen_len)
 
-    def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        T = k.shape[2]
-        cache.k[0][:, :, :T], cache.v[0][:, :, :T] = cache.form.stored(k, v)
-        cache.v[0][:, :, T:] = 0  # masked, but 0 * NaN left by another prompt would spread
-        return causal_attention(q, k, v)
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
+    ) -> tuple[Tensor, Text]:
+        return read_all(q, k, v, rows, past, form)
 
-    def decode(
-        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
-    ) -> tuple[Tensor, Tensor]:
-        at = lengths + step - 1
-        newest = int(at.max())
-        ends = list(accumulate(segment.shape[2] for segment in cache.k))
-        used = next(n for n, end in enumerate(ends) if end > newest) + 1
-        if used > 1 and newest == ends[used - 2]:
-            cache.v[used - 1].zero_()  # as in prefill
-        slots = at[:, None].expand(k.shape[:2])
-        cache.write(slots, k[:, :, 0], v[:, :, 0])
-        last = at.to(k.device, non_blocking=True)[:, None]
-        empty = (torch.arange(ends[used - 1], device=k.device) > last)[:, None]
-        context, _ = cached_attention(q, cache.k[:used], cache.v[:used], empty, form=cache.form)
-        return context, slots
+    def keep(self, cache: KVTensors, text: Text) -> None:
+        for segments, stored in zip((cache.k, cache.v), text.stored):
+            begin = 0
+            for segment in segments:
+                part = stored[:, :, begin : begin + segment.shape[2]]
+                segment[:, :, : part.shape[2]] = part
+                begin += segment.shape[2]
+                if segments is cache.v:  # what is empty is masked, but 0 * NaN left by another prompt would spread
+                    segment[:, :, part.shape[2] :] = 0
+
+    def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        return append(cache, q, k, v, rows.length)
+
+
+def read_all(q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None, form: KVFormat | None) -> tuple:
+    """`CacheRule.read` of rules that need no scores."""
+    text = Text(k, v, codes(form, k, v), {}, rows.new).behind(past)
+    return causal_attention(q, text.k, text.v), text
+
+
+def append(cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """`CacheRule.decode` of a cache in which the new token of each sequence takes the slot `at` (B,) int64."""
+    ends = list(accumulate(segment.shape[2] for segment in cache.k))
+    used = 1 + bisect(ends, int(at.max()))
+    slots = at[:, None].expand(k.shape[:2])
+    cache.write(slots, k[:, :, 0], v[:, :, 0])
+    last = at.to(k.device, non_blocking=True)[:, None]
+    empty = (torch.arange(ends[used - 1], device=k.device) > last)[:, None]
+    context, _ = cached_attention(q, cache.k[:used], cache.v[:used], empty, form=cache.form)
+    return context, slots

@@ -60,15 +60,10 @@ class KVTensors:
             found.append(token)
         return tuple(found)
 
-    def joined(self, k: Tensor, v: Tensor, stored_k: Tensor, stored_v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """What is held here in one segment, and behind it new tokens: K and V as floats, and both as they are stored.
-        The new ones come as both, (B, H, T, D) and (B, H, T, W)."""
-        held = (self.k[0], self.v[0])
-        stored = [torch.cat(pair, 2) for pair in zip(held, (stored_k, stored_v))]
-        if self.form.is_dense:
-            return *stored, stored
-        floats = [form.floats(old, new.dtype) for form, old, new in zip(self.form, held, (k, v))]
-        return *(torch.cat(pair, 2) for pair in zip(floats, (k, v))), stored
+    def move(self, source: int, target: int) -> None:
+        """Put the cache of one sequence in the place of another."""
+        for tensor in (*self.k, *self.v, *self.metadata.values()):
+            tensor[target] = tensor[source]
 
     def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:
         """(places among the vectors of segment n, the sequences that these are of or None for all, n)."""
@@ -154,10 +149,21 @@ class KVLayout:
         """Bytes of the segments before that of a slot."""
         return self.row_bytes * max(end for end in (0, *self.ends[:-1]) if end <= slot)
 
+    def row_spans(self, place: int, used: int) -> list[tuple[int, int]]:
+        """(begin, end) of the bytes of one sequence in the segments that take the first `used` bytes."""
+        spans, begin = [], 0
+        for slots in self.segments:
+            for nbytes in self.vector_bytes:
+                each = self.heads * slots * nbytes
+                spans.append((begin + place * each, begin + (place + 1) * each))
+                begin += self.batch * each
+        return [span for span in spans if span[1] <= used]
+
     def put(self, kv: np.ndarray, rows: np.ndarray, slots: np.ndarray) -> None:
         """Put tokens, rows (n, row_bytes) of K and then V of all sequences and heads, into slots (n, B, H) of a cache's
-        bytes `kv`; of several for one slot the last one stays."""
+        bytes `kv`; of several for one slot the last one stays. Those for slot -1 are left out."""
         ends = np.cumsum(self.segments)
+        valid = slots.reshape(-1) >= 0
         segment = np.searchsorted(ends, slots, side="right")
         size = np.array(self.segments)[segment]
         begin, count = ends[segment] - size, self.batch * self.heads
@@ -166,9 +172,8 @@ class KVLayout:
         for nbytes in self.vector_bytes:
             vector = np.dtype((np.void, nbytes))
             anywhere = np.ndarray(len(kv) - nbytes + 1, vector, kv, 0, (1,))  # what begins at each byte
-            anywhere[(before + place * nbytes).reshape(-1)] = (
-                np.ascontiguousarray(rows[:, read : read + count * nbytes]).view(vector).reshape(-1)
-            )
+            vectors = np.ascontiguousarray(rows[:, read : read + count * nbytes]).view(vector).reshape(-1)
+            anywhere[(before + place * nbytes).reshape(-1)[valid]] = vectors[valid]
             before, read = before + count * size * nbytes, read + count * nbytes
 
     def view(self, kv: Tensor, meta: Tensor | None = None) -> KVTensors:

@@ -1,13 +1,13 @@
 """What of a sequence's keys and values is kept: what every rule must say.
 
-Shapes: B sequences, H query heads, KV heads of K and V, T prompt tokens (padded on the right), S slots, D elements of a
-head.
+Shapes: B sequences, H query heads, KV heads of K and V, T tokens of a prompt (padded on the right), L tokens before
+them, S slots, D elements of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -53,9 +53,9 @@ class CacheRule:
         """Slots per sequence and head, by segment, for prompts of up to `prompt_len` and outputs of `gen_len`."""
         raise NotImplementedError
 
-    def held(self, prompt_len: int, step: int) -> int:
-        """Slots in use before a decode step, for prompts of up to `prompt_len`, if the cache grows."""
-        return prompt_len + step - 1
+    def held(self, length: int, prompt: int) -> int:
+        """Slots that a text of `length` tokens, of which the first `prompt` were its prompt, has in use."""
+        return length
 
     def layout(self, spec: ModelSpec, form: KVFormat, batch: int, prompt_len: int, gen_len: int) -> KVLayout:
         """The KV block of a layer for `batch` sequences, with vectors in a format."""
@@ -77,24 +77,123 @@ class CacheRule:
         """All that is kept for a slot beside K and V: `metadata`, and with position rolling the token's rank."""
         return self.metadata + ((("rank", torch.int32),) if self.rope else ())
 
-    def prefill(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        """Causal attention over the prompts as they are, and fill the cache with what is kept of them, in its format.
+    def prefill(
+        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None
+    ) -> Tensor:
+        """`read`, and fill the cache with what is kept: returns the context (B, H, T, D)."""
+        context, text = self.read(q, k, v, rows, past, cache.form)
+        self.keep(cache, text)
+        return context
 
-        q (B, H, T, D), k and v (B, KV, T, D), lengths (B,) int64 on the CPU: sequence b has lengths[b] tokens, what
-        follows is padding. Returns the context (B, H, T, D), of padding nothing of use.
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
+    ) -> tuple[Tensor, Text]:
+        """Causal attention over tokens as they are, and over those of `past` before them.
+
+        Args:
+            q: (B, H, T, D); k, v: (B, KV, T, D); of row b the first `rows.new[b]` are tokens, what follows is padding.
+            past: of each row, or one that all rows share; None if there is nothing before.
+            form: that the cache stores vectors in; None: nothing will be kept.
+
+        Returns:
+            The context (B, H, T, D), of padding nothing of use, and the whole texts for `keep`.
         """
         raise NotImplementedError
 
-    def decode(
-        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
-    ) -> tuple[Tensor, Tensor]:
+    def keep(self, cache: KVTensors, text: Text) -> None:
+        """Fill the cache with what is kept of these texts, in its format; what it held before is gone."""
+        raise NotImplementedError
+
+    def past(self, cache: KVTensors, length: Tensor, prompt: Tensor, dtype: torch.dtype) -> Text:
+        """What a cache holds of texts of `length` tokens, in their order and as floats of a type, so that they can be
+        read on. `prompt`: tokens up to the end of the last prompt; (B,) int64 on the CPU both."""
+        raise NotImplementedError
+
+    def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Put one new token per sequence in the cache, and then let it attend to what the cache holds.
 
-        q (B, H, 1, D), k and v (B, KV, 1, D), lengths (B,) int64 of the prompts, on the CPU. `step` is 1 for the first
-        decode step; the new token's position is lengths + step - 1. Returns the context (B, H, 1, D), and the slots
-        (B, KV) int64 that hold the new token.
+        q (B, H, 1, D), k and v (B, KV, 1, D). Returns the context (B, H, 1, D), and the slots (B, KV) int64 that hold
+        the new tokens.
         """
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sequences that compute together: (B,) int64 on the CPU each.
+
+    Attributes:
+        length: tokens of each text that were computed before; new: tokens that come now.
+        prompt: tokens up to the end of the prompt.
+    """
+
+    length: Tensor
+    new: Tensor
+    prompt: Tensor
+
+    @classmethod
+    def prompts(cls, lengths: Tensor) -> Rows:
+        """Whole prompts."""
+        return cls(torch.zeros_like(lengths), lengths, lengths)
+
+    @classmethod
+    def steps(cls, length: Tensor, prompt: Tensor) -> Rows:
+        """A decode step."""
+        return cls(length, torch.ones_like(length), prompt)
+
+
+@dataclass(frozen=True)
+class Text:
+    """All tokens of texts, before any goes.
+
+    Attributes:
+        k, v: (B, KV, N, D) floats; codes: both as a cache stores them, (B, KV, N, W), if not as floats.
+        metadata: (B, KV, N) by name; position, if it is there, is -1 for places without a token.
+        length: (B,) int64 on the CPU, tokens of each; the others are padding.
+    """
+
+    k: Tensor
+    v: Tensor
+    codes: tuple[Tensor, Tensor] | None
+    metadata: dict[str, Tensor]
+    length: Tensor
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """K and V as a cache stores them."""
+        return self.codes or (self.k, self.v)
+
+    def behind(self, past: Text | None) -> Text:
+        """These tokens, and before them those of `past`, which one row may have for all. `score` is left out."""
+        if past is None:
+            return self
+        rows = len(self.k)
+
+        def joined(before: Tensor, after: Tensor) -> Tensor:
+            return torch.cat([before.expand(rows, *before.shape[1:]), after], 2)
+
+        return Text(
+            joined(past.k, self.k),
+            joined(past.v, self.v),
+            self.codes and tuple(map(joined, past.stored, self.stored)),
+            {name: joined(past.metadata[name], values) for name, values in self.metadata.items()},
+            past.length + self.length,
+        )
+
+    def to(self, device: torch.device) -> Text:
+        """The same on another device."""
+        if self.k.device == device:
+            return self
+        codes = self.codes and tuple(x.to(device) for x in self.codes)
+        metadata = {name: values.to(device) for name, values in self.metadata.items()}
+        return replace(self, k=self.k.to(device), v=self.v.to(device), codes=codes, metadata=metadata)
+
+    def since(self, begin: int) -> Text:
+        """The tokens from `begin` on, in memory of their own; but all of `score`, which belongs to the whole text."""
+        k, v = (x[:, :, begin:].clone() for x in (self.k, self.v))
+        codes = self.codes and tuple(x[:, :, begin:].clone() for x in self.codes)
+        metadata = {name: x if name == "score" else x[:, :, begin:].clone() for name, x in self.metadata.items()}
+        return replace(self, k=k, v=v, codes=codes, metadata=metadata, length=self.length - begin)
 
 
 @dataclass(frozen=True)
@@ -121,14 +220,6 @@ class Tokens:
         return self.metadata["position"]
 
 
-@dataclass(frozen=True)
-class Past:
-    """What sequences have been through before the tokens that are fed now: texts that may be longer than the cache.
-
-    Attributes:
-        seen: (B,) int64 on the CPU, tokens so far.
-        prompt: (B,) int64 on the CPU, tokens up to the end of the last prompt; those behind it were decoded.
-    """
-
-    seen: Tensor
-    prompt: Tensor
+def codes(form: KVFormat | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`Text.codes` of K and V for a cache that stores vectors in `form`."""
+    return None if form is None or form.is_dense else form.stored(k, v)

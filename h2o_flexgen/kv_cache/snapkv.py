@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.kv_cache.budget_rule import BudgetRule
-from h2o_flexgen.kv_cache.full import FullCache
+from h2o_flexgen.kv_cache.full import append
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.kv_cache.rule import Tokens
+from h2o_flexgen.kv_cache.rule import Rows, Tokens
 from h2o_flexgen.sizes import full_segments
 
 
@@ -49,8 +49,12 @@ class SnapKVCache(BudgetRule):
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         return full_segments(min(self.slots, prompt_len), gen_len)
 
-    def held(self, prompt_len: int, step: int) -> int:
-        return min(self.slots, prompt_len) + step - 1
+    def held(self, length: int, prompt: int) -> int:
+        return length - max(0, prompt - self.slots)
+
+    @property
+    def voters(self) -> int:
+        return self.window
 
     def query_weights(self, position: Tensor, newest: Tensor) -> Tensor:
         return (position > newest - self.window).float()
@@ -61,7 +65,5 @@ class SnapKVCache(BudgetRule):
         pooled = F.max_pool1d if self.pooling == "max" else F.avg_pool1d
         return pooled(votes, self.pool, 1, self.pool // 2)
 
-    def decode(
-        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, step: int
-    ) -> tuple[Tensor, Tensor]:
-        return FullCache().decode(cache, q, k, v, lengths.clamp(max=self.slots), step)
+    def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        return append(cache, q, k, v, rows.length - (rows.prompt - self.slots).clamp(min=0))

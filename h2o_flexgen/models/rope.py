@@ -112,6 +112,13 @@ def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
     return ROPE_INIT_FUNCTIONS[rope.type](config, torch.device("cpu"), seq_len=length)
 
 
+def unchanged(rope: Rope) -> float:
+    """Up to this length of a text its tokens are rotated as those of a shorter one."""
+    if rope.type not in BY_LENGTH:
+        return math.inf
+    return rope.positions if rope.type == "dynamic" else dict(rope.scaling)[ORIGINAL]
+
+
 class Positions(NamedTuple):
     """Where tokens stand in their texts: (N,) int64 on the CPU each.
 

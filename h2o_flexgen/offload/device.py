@@ -177,6 +177,21 @@ class Device:
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
+    def mark(self):
+        """The time, for `seconds_between`; on CUDA that of the current stream."""
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def seconds_between(self, begin, end) -> float:
+        """Of two marks; waits for the second one."""
+        if not self.is_cuda:
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
     def wait(self, event) -> None:
         """Make what is queued next on the current stream run after `event`; does not block the thread."""
         if event is not None:

@@ -1,7 +1,8 @@
 """The KV cache of a block of sequences. The cache of each (layer, batch), a KV block, is resident on one tier:
 
     gpu   used where it is
-    cpu   staged on the device for a step; the new token and the scores are written back after it
+    cpu   staged on the device for a step; the new token and the scores are written back after it, and sequences that
+          have come to a place
     disk  as cpu, from and to a file with a write-ahead log (`offload.wal`)
 
 Scores and positions of a block on disk stay in RAM: two percent of the block, and every step changes all of them.
@@ -27,6 +28,19 @@ from h2o_flexgen.policy import TIERS
 from h2o_flexgen.sizes import aligned, kv_buffers
 
 Key = tuple[int, int]
+
+
+class Occupied(NamedTuple):
+    """The places of a KV block after a step.
+
+    Attributes:
+        held: slots in use, of the longest text.
+        places: to which a sequence has come in this step; count: in use, which are the first ones.
+    """
+
+    held: int
+    places: list[int]
+    count: int
 
 
 class KVBytes(NamedTuple):
@@ -76,6 +90,7 @@ class _KVBlock:
     tensors: KVTensors | None = None  # of a block that was used where it is
     staged: int | None = None  # its staging buffer
     loading: Future | None = None  # the transfer to it that was prefetched
+    loaded: int = 0  # bytes of K and V that it brings
     stored: Future | None = None  # the last write-back
 
 
@@ -130,9 +145,8 @@ class KVStore:
                 block.disk = LoggedBlock(self.transport.io, self.file, offset)
                 offset += file_bytes(layout)
 
-    def begin_block(self, layouts: dict[Key, KVLayout]) -> None:
-        """Start a block of sequences, which may have fewer batches, and smaller layouts, than the buffers were made
-        for."""
+    def begin(self, layouts: dict[Key, KVLayout]) -> None:
+        """Start with caches that hold nothing, whose layouts may be smaller than the buffers were made for."""
         for key, layout in layouts.items():
             block = self.blocks[key]
             block.layout, block.tensors = layout, None
@@ -141,10 +155,11 @@ class KVStore:
             elif block.tier == "disk":
                 block.disk.begin(layout)
 
-    def streams(self, layer: int, batch: int) -> bool:
-        """Whether the block must be staged on the device to be used in a decode step."""
+    def is_staged(self, layer: int, batch: int, is_new: bool = False) -> bool:
+        """Whether the block is used in a staging buffer on the device; `is_new`: while it is filled for the first
+        time."""
         tier = self.blocks[layer, batch].tier
-        return tier == "disk" or (tier == "cpu" and not self.cpu_compute)
+        return tier == "disk" or (tier == "cpu" and (is_new or not self.cpu_compute))
 
     def blank(self, layer: int, batch: int) -> KVTensors:
         """A cache on the device to be filled; `store_all` writes it back."""
@@ -168,7 +183,7 @@ class KVStore:
         self._staging.give_back(index, block.stored)
 
     def prefetch(self, layer: int, batch: int, held: int) -> bool:
-        """Start to stage a streamed block of which `held` slots are in use. False if that is not possible yet: no
+        """Start to stage a streamed block of which `held` slots are in use, so far as is known. False if that is not possible yet: no
         staging buffer is free, the block has one already, or there is no overlap."""
         block = self.blocks[layer, batch]
         if not self.transport.overlap or not self._staging.any_free or block.staged is not None:
@@ -178,12 +193,14 @@ class KVStore:
 
     def _fetch(self, block: _KVBlock, held: int) -> None:
         block.staged, last_job = self._staging.take()
-        block.loading = self._load_queue.submit(lambda: self.load_block(block, last_job, held))
+        block.loaded = block.layout.used_bytes(held)
+        block.loading = self._load_queue.submit(lambda: self.load_block(block, last_job))
 
     def get(self, layer: int, batch: int, held: int) -> KVTensors:
-        """A block on the device with `held` slots in use, to be changed in place; compute waits until it is loaded."""
+        """A block on the device, to be changed in place, with `held` slots in use then; compute waits until it is
+        loaded."""
         block = self.blocks[layer, batch]
-        if not self.streams(layer, batch):
+        if not self.is_staged(layer, batch):
             self.device.stall_on(block.stored, "cache")  # of prefill, if the block is used on the cpu tier
             block.stored = None
             return self._in_place(block)
@@ -192,32 +209,38 @@ class KVStore:
             self._fetch(block, held)
         self.device.stall_on(block.loading, "cache")
         block.loading = None
+        self._staging.buffers[block.staged][block.loaded : block.layout.used_bytes(held)].zero_()
         return self._view(block)
 
-    def store_step(self, layer: int, batch: int, held: int, cache: KVTensors, slots: Tensor, rows: list[int]) -> None:
-        """Write back what a decode step changed in the `cache` of `get`: the scores, and the new token of the sequences
-        `rows` in `slots` (rows, H). `held` slots are in use after the step."""
-        if not self.streams(layer, batch):
+    def store_step(
+        self, layer: int, batch: int, cache: KVTensors, slots: Tensor, rows: list[int], after: Occupied
+    ) -> None:
+        """Write back what a step changed in the `cache` of `get`: the scores, the new token of the sequences `rows` in
+        `slots` (rows, H), and whole sequences that have come to a place."""
+        if not self.is_staged(layer, batch):
             return
+        held, places, count = after
         B, H = cache.k[0].shape[:2]
         if len(rows) < B:  # of the others one that stays as it is
             slots = slots.new_zeros(B, H).index_copy_(0, torch.tensor(rows, device=slots.device), slots)
         block = self.blocks[layer, batch]
-        if block.disk is not None and block.disk.is_due(held):
-            self.store_all(layer, batch, held, slots)
+        if block.disk is not None and (2 * len(places) > count or block.disk.is_due(held)):
+            self.store_all(layer, batch, held, None if places else slots)
             return
         index, block.staged = block.staged, None
         token = cache.token(slots)
         computed, scores = self.device.record(), None
-        if self.device.is_cuda:  # a job of its own: the buffer is free while the token is still being written
+        if places:
+            scores = self._store_queue.submit(lambda: self.store_rows(block, index, after), after=computed)
+        elif self.device.is_cuda:  # a job of its own: the buffer is free while the token is still being written
             scores = self._store_queue.submit(lambda: self.store_scores(block, index), after=computed)
         self._staging.give_back(index, scores)
         block.stored = self._store_queue.submit(lambda: self.store_token(block, scores, slots, token), after=computed)
         self.storing.append(block.stored)
 
-    def load_block(self, block: _KVBlock, last_job: Future | None, held: int) -> None:
+    def load_block(self, block: _KVBlock, last_job: Future | None) -> None:
         """Fill the block's staging buffer, which `last_job` has used before."""
-        used, source, index = block.layout.used_bytes(held), block.kv, block.staged
+        used, source, index = block.loaded, block.kv, block.staged
         self.device.wait_for(block.stored)
         if not self.device.is_cuda:  # the disk reads into the staging buffer
             self.device.wait_for(last_job)
@@ -244,6 +267,23 @@ class KVStore:
             kv = ram
         if block.disk is not None:
             block.disk.compact(kv.numpy(), part)
+
+    def store_rows(self, block: _KVBlock, index: int, after: Occupied) -> None:
+        """Write the sequences that have come to a place of a staged block back, and its scores."""
+        self.store_scores(block, index)
+        layout, kv = block.layout, self._staging.buffers[index]
+        if block.disk is None:
+            spans = [span for place in after.places for span in layout.row_spans(place, layout.kv_bytes)]
+        else:
+            spans = block.disk.changed(after.places, after.count, layout.used_bytes(after.held))
+        if block.disk is None or self.device.is_cuda:
+            ram = block.kv if block.disk is None else self._write_host
+            for begin, end in spans:
+                self.transport.to_cpu(ram[begin:end], kv[begin:end])
+            finish(self.device.record())
+            kv = ram
+        if block.disk is not None:
+            block.disk.write(kv.numpy(), spans)
 
     def store_scores(self, block: _KVBlock, index: int) -> None:
         """Write back scores and positions; without CUDA they are changed where they are."""

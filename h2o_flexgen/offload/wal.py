@@ -11,6 +11,9 @@ reads what was written and the rows, and replays the rows in order.
 Compaction writes K and V again and empties the log. A cache that grows is compacted whenever its last segment in use is
 full, from the first segment that the log has changed on: so a step reads the tokens that the cache holds and no empty
 slot. A cache of fixed size is compacted when the log is full: then reading rows has cost as much as writing K and V.
+
+Where a sequence takes a place its part of K and V is written, in whole pages. They hold parts of its neighbours too, as
+new as what the log puts there again. What the log has of the sequence that was there before is void.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class LoggedBlock:
         self.layout = layout
         self.written = 0  # bytes of K and V in the file, but for the tokens of the log
         self.rows = 0  # tokens per sequence in the log
-        self._slots = np.empty((wal_rows(layout.segments), layout.batch, layout.heads), np.int32)
+        self._slots = np.empty((wal_rows(layout.segments), layout.batch, layout.heads), np.int32)  # -1: void
         self._log_begin, self._row_bytes = aligned(layout.kv_bytes), aligned(layout.row_bytes)
 
     def is_due(self, held: int) -> bool:
@@ -57,7 +60,8 @@ class LoggedBlock:
         are in the file; None if nothing is."""
         begin = 0
         if slots is not None and self.layout.growth == "append":  # then they are on the CPU
-            first = int(self._slots[: self.rows].min(initial=int(slots.min())))
+            logged = self._slots[: self.rows]
+            first = int(logged.min(initial=int(slots.min()), where=logged >= 0))
             begin = min(self.layout.bytes_before(first), self.written) // PAGE * PAGE
         return slice(begin, self.layout.used_bytes(held))
 
@@ -67,10 +71,34 @@ class LoggedBlock:
         self._slots[self.rows] = slots
         self.rows += 1
 
+    def changed(self, places: list[int], count: int, used: int) -> list[tuple[int, int]]:
+        """Forget what the log has of the sequences before those that have come to `places`. Returns the (begin, end) of
+        the pages that `write` must write for these, if the first `count` places are in use, and `used` bytes of K and
+        V."""
+        self._slots[: self.rows, places] = -1
+        self._slots[: self.rows, count:] = -1
+        spans = [span for place in places for span in self.layout.row_spans(place, used)]
+        if used > self.written:  # a segment of which only the log has tokens
+            spans.append((self.written, used))
+        self.written = used
+        pages = []
+        for begin, end in sorted(spans):
+            begin, end = begin // PAGE * PAGE, aligned(end)
+            if pages and begin <= pages[-1][1]:
+                begin, end = pages[-1][0], max(end, pages.pop()[1])
+            pages.append((begin, end))
+        return pages
+
+    def write(self, kv: np.ndarray, pages: list[tuple[int, int]]) -> None:
+        """Write whole pages of K and V."""
+        requests = [self.io.write(self.file, kv[begin:end], self.offset + begin, True) for begin, end in pages]
+        wait([request for each in requests for request in each])
+
     def compact(self, kv: np.ndarray, part: slice) -> None:
         """Write a `part` of K and V that begins with a page, up to the end of those in use, and empty the log."""
-        wait(self.io.write(self.file, kv[part.start : aligned(part.stop)], self.offset + part.start, True))
-        self.written, self.rows = part.stop, 0
+        self.write(kv, [(part.start, aligned(part.stop))])
+        self.written = part.stop
+        self.rows = 0
 
     def read(self, buffer: np.ndarray, used: int) -> None:
         """Fill the first `used` bytes of `buffer`, which has room for the log too, with K and V."""

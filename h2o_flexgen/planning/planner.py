@@ -47,6 +47,7 @@ class Choice:
     compress_cache: str | None = None
     compress_weight: str | None = None
     decoding: Decoding | None = None
+    shared_tokens: int = 1 << 62
     curve: list[BudgetPoint] = field(default_factory=list)
 
 

@@ -12,6 +12,7 @@ from h2o_flexgen import sizes
 from h2o_flexgen.compression import cache_format
 from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, KVLayout
+from h2o_flexgen.kv_cache.rule import Rows
 from h2o_flexgen.offload.wal import file_bytes
 from h2o_flexgen.sizes import PAGE
 
@@ -49,12 +50,12 @@ def test_every_token_is_attended_to_and_nothing_else(kind, B, KV, group, D, segm
         for b, n in enumerate(lengths):
             for padded, x in zip(ragged, (q, k, v)):
                 padded[b, :, :n] = x[b, :, :n]
-        rule.prefill(cache, *ragged, torch.tensor(lengths))
+        rule.prefill(cache, *ragged, Rows.prompts(torch.tensor(lengths)))
         stored = quantised(kind, k, v)
         for step in range(1, steps + 1):
             now = [n + step - 1 for n in lengths]
             new = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (q, k, v))
-            context, slots = rule.decode(cache, *new, torch.tensor(lengths), step)
+            context, slots = rule.decode(cache, *new, Rows.steps(torch.tensor(lengths) + step - 1, torch.tensor(lengths)))
             assert slots.tolist() == [[t] * KV for t in now]
             for b, t in enumerate(now):
                 seen_k, seen_v = (x[b, :, : t + 1].double().repeat_interleave(group, 0) for x in stored)

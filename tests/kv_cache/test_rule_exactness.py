@@ -14,11 +14,14 @@ from oracle import make_rule as oracle_rule
 
 from h2o_flexgen.compression import cache_format
 from h2o_flexgen.kv_cache import RULES, HeavyHitterCache, KVLayout, make_rule
+from h2o_flexgen.kv_cache.full import FullCache
+from h2o_flexgen.kv_cache.rule import Rows
+from h2o_flexgen.models.spec import Rope
 
 
 def make_cache(rule, B, KV, T, D, steps, used_before=True, kind=None):
     form = cache_format(kind, torch.float32, D)
-    layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, form, rule.metadata, rule.growth)
+    layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, form, rule.slot_fields, rule.growth)
     kv, meta = torch.zeros(layout.kv_bytes, dtype=torch.uint8), torch.zeros(layout.meta_bytes, dtype=torch.uint8)
     cache = layout.view(kv, meta)
     if used_before:  # what another batch or block may have left behind
@@ -27,6 +30,12 @@ def make_cache(rule, B, KV, T, D, steps, used_before=True, kind=None):
         for tensor in cache.metadata.values():
             tensor.fill_(float("nan") if tensor.is_floating_point() else 3)
     return cache
+
+
+def step_of(lengths, step) -> Rows:
+    """Decode step `step`, 1 for the first, behind prompts of these lengths."""
+    prompt = torch.tensor(lengths)
+    return Rows.steps(prompt + step - 1, prompt)
 
 
 def held(cache, b, h) -> list[int]:
@@ -105,7 +114,7 @@ def test_random_tensors_keep_what_the_oracle_keeps(name, job, kind, D, scale, da
         for padded, x in zip(ragged, (q, k, v)):
             padded[b, :, :n] = x[b, :, :n]
     cache = make_cache(rule, B, KV, T, D, steps, kind=kind)
-    context = rule.prefill(cache, *ragged, torch.tensor(lengths)).unflatten(1, (KV, group))
+    context = rule.prefill(cache, *ragged, Rows.prompts(torch.tensor(lengths))).unflatten(1, (KV, group))
     q = q.unflatten(1, (KV, group))
     stored_k, stored_v = quantised(kind, k, v)
 
@@ -132,7 +141,7 @@ def test_random_tensors_keep_what_the_oracle_keeps(name, job, kind, D, scale, da
         now = [n + step - 1 for n in lengths]
         qs = torch.stack([q[b, :, :, t] for b, t in enumerate(now)]).flatten(1, 2)[:, :, None]
         ks, vs = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (k, v))
-        context, slots = rule.decode(cache, qs, ks, vs, torch.tensor(lengths), step)
+        context, slots = rule.decode(cache, qs, ks, vs, step_of(lengths, step))
         context = context.unflatten(1, (KV, group))
         for b, t in enumerate(now):
             for h in range(KV):
@@ -173,7 +182,7 @@ def test_exact_ties_go_as_the_set_model_says(job):
     for (b, h, i), chosen in targets.items():
         q[b, h, i, list(chosen)] = large
     cache = make_cache(rule, B, KV, T, D, steps)
-    rule.prefill(cache, q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.tensor(lengths))
+    rule.prefill(cache, q[:, :, :T], k[:, :, :T], v[:, :, :T], Rows.prompts(torch.tensor(lengths)))
 
     kept, oracles = {}, {}
 
@@ -204,7 +213,7 @@ def test_exact_ties_go_as_the_set_model_says(job):
                     targets[b, g, now[b]].remove(gone)
                     q[b, g, now[b], gone] = 0
         qs, ks, vs = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (q, k, v))
-        rule.decode(cache, qs, ks, vs, torch.tensor(lengths), step)
+        rule.decode(cache, qs, ks, vs, step_of(lengths, step))
         for b, t in enumerate(now):
             for h in range(KV):
                 seen = kept[b, h] | {t}
@@ -220,12 +229,12 @@ def test_of_equal_scores_the_earlier_token_stays_in_prefill_and_goes_in_decode()
     n, D = 6, 16
     k = (torch.eye(D) * 100)[None, None]
     cache = make_cache(rule, 1, 1, n, D, 3)
-    rule.prefill(cache, k[:, :, :n], k[:, :, :n], k[:, :, :n], torch.tensor([n]))
+    rule.prefill(cache, k[:, :, :n], k[:, :, :n], k[:, :, :n], Rows.prompts(torch.tensor([n])))
     assert held(cache, 0, 0) == [0, 1, 5]
     kept = [[0, 1, 5, 6], [1, 5, 6, 7], [5, 6, 7, 8]]  # the token that goes leaves when the next one comes
     for step, expected in enumerate(kept, 1):
         new = k[:, :, n + step - 1][:, :, None]
-        rule.decode(cache, new, new, new, torch.tensor([n]), step)
+        rule.decode(cache, new, new, new, step_of([n], step))
         assert held(cache, 0, 0) == expected
 
 
@@ -235,7 +244,7 @@ def test_hundreds_of_equal_scores():
     x = (torch.eye(n) * 100)[None, None]
     rule = HeavyHitterCache(120, 7)
     cache = make_cache(rule, 1, 1, n, n, 1)
-    rule.prefill(cache, x, x, x, torch.tensor([n]))
+    rule.prefill(cache, x, x, x, Rows.prompts(torch.tensor([n])))
     assert held(cache, 0, 0) == [*range(120), *range(n - 7, n)]
 
 
@@ -245,11 +254,11 @@ def test_equal_keys_everywhere():
     n, D = 8, 4
     x = torch.ones(1, 2, n, D)
     cache = make_cache(rule, 1, 2, n, D, 4)
-    rule.prefill(cache, x, x, x, torch.tensor([n]))
+    rule.prefill(cache, x, x, x, Rows.prompts(torch.tensor([n])))
     for h in range(2):
         assert held(cache, 0, h) == [0, 1, 2, 6, 7]
     for step in range(1, 5):
-        rule.decode(cache, x[:, :, :1], x[:, :, :1], x[:, :, :1], torch.tensor([n]), step)
+        rule.decode(cache, x[:, :, :1], x[:, :, :1], x[:, :, :1], step_of([n], step))
         now = n + step - 1
         for h in range(2):
             assert held(cache, 0, h) == [0, 1, 2, now - 2, now - 1, now]
@@ -272,8 +281,8 @@ def test_a_nan_sequence_stays_alone():
 
     def go(q, k, v):
         cache = make_cache(rule, 3, 2, 9, 4, 4)
-        contexts = [rule.prefill(cache, q, k, v, lengths)]
-        contexts += [rule.decode(cache, *(x[:, :, i : i + 1] for x in (q, k, v)), lengths, i)[0] for i in range(1, 5)]
+        contexts = [rule.prefill(cache, q, k, v, Rows.prompts(lengths))]
+        contexts += [rule.decode(cache, *(x[:, :, i : i + 1] for x in (q, k, v)), step_of(lengths.tolist(), i))[0] for i in range(1, 5)]
         return cache, contexts
 
     clean, expected = go(q, k, v)
@@ -286,3 +295,65 @@ def test_a_nan_sequence_stays_alone():
         assert torch.equal(contexts[0][b, :, : lengths[b]], expected[0][b, :, : lengths[b]])
         for got, wanted in zip(contexts[1:], expected[1:]):
             assert torch.equal(got[b], wanted[b])
+
+
+#: (rule, whether positions roll)
+READ_ON = [("full", False), ("snapkv", False), *((name, rolls) for name in RULES if name != "snapkv" for rolls in (0, 1))]
+
+
+@pytest.mark.parametrize(("name", "rolling"), READ_ON)
+@settings(max_examples=15)
+@given(
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    ends=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    kind=st.sampled_from([None, "int8", "int4"]),
+    group=st.sampled_from([1, 3]),
+    seed=st.integers(0, 2**32),
+)
+def test_prompts_behind_a_shared_prefix_keep_what_they_keep_alone(name, rolling, cuts, ends, kind, group, seed):
+    """However the prefix was cut: contexts, and all that the cache then holds."""
+    KV, D, shared = 2, 8, sum(cuts)
+    rope = Rope("default", 1e4, D, 64) if rolling else None
+    rule = FullCache()
+    if name != "full":
+        text = name + {"snapkv": ":window=2", "vatp": ":first=1", "sinks": ":first=1"}.get(name, "")
+        rule = replace(make_rule(text, 3, 4), groups=group)
+        rule = replace(rule, rope=rope) if rolling else rule
+    voters = getattr(rule, "voters", 0)
+    ends = [max(end, voters) for end in ends]
+    B, T = len(ends), max(ends)
+    generator = torch.Generator().manual_seed(seed)
+    heads = (KV * group, KV, KV)
+    first = [torch.randn(1, H, shared, D, generator=generator) for H in heads]
+    last = [torch.randn(B, H, T, D, generator=generator) for H in heads]
+    path = None
+    begin = 0
+    form = cache_format(kind, torch.float32, D)
+    for cut in cuts:
+        length, new = torch.tensor([begin]), torch.tensor([cut])
+        rows = Rows(length, new, length + new + voters)
+        _, text = rule.read(*(x[:, :, begin : begin + cut] for x in first), rows, path, form)
+        node = text.since(begin)
+        path = node if path is None else node.behind(path)
+        if "score" in text.metadata:
+            path.metadata["score"] = text.metadata["score"]
+        begin += cut
+    lengths = torch.tensor(ends)
+    shares, alone = (make_cache(rule, B, KV, shared + T, D, 2, kind=kind) for _ in range(2))
+    rows = Rows(torch.full((B,), shared), lengths, lengths + shared)
+    got = rule.prefill(shares, *last, rows, path)
+    whole = [torch.cat([a.expand(B, -1, -1, -1), b], 2) for a, b in zip(first, last)]
+    wanted = rule.prefill(alone, *whole, Rows.prompts(lengths + shared))
+    for b, n in enumerate(ends):
+        torch.testing.assert_close(got[b, :, :n], wanted[b, :, shared : shared + n])
+        if "score" in alone.metadata:  # near-ties may fall either way
+            same = alone.position[b] == shares.position[b]
+            assume(same.all())
+            valid = alone.position[b] >= 0
+            for values, others in zip(alone.metadata.values(), shares.metadata.values()):
+                torch.testing.assert_close(others[b][valid], values[b][valid])
+            assert torch.equal(shares.k[0][b][valid], alone.k[0][b][valid])
+            assert torch.equal(shares.v[0][b][valid], alone.v[0][b][valid])
+        else:
+            n = min(shared + n, shares.v[0].shape[2])
+            assert torch.equal(shares.v[0][b, :, :n], alone.v[0][b, :, :n])

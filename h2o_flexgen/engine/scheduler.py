@@ -1,0 +1,223 @@
+"""Which rows prefill and which decode in a pass, one walk through the layers. Pure Python, no tensors.
+
+A block has places for as many rows as the policy says. A row that has ended leaves its place to one that waits, which
+prefills while the others decode:
+
+    place 0   | prompt A | A | A |          | prompt E | E | E |
+    place 1   | prompt B | B | B | B | B    | B        | B | B |
+    place 2   | prompt C | C |   | prompt D | D        | D |   |
+    pass        0          1   2   3          4          5   6
+
+The places in use are the first ones of each batch: the last rows move up. When nothing waits any more batches shrink
+until the last row has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from h2o_flexgen.engine.batch import Chunk, Piece, PromptPiece, Sequence, cut
+from h2o_flexgen.engine.prefixes import Node, order
+
+
+@dataclass
+class BatchPass:
+    """What happens in the places of a batch in a pass.
+
+    Attributes:
+        moves: (from, to) of rows that have moved up.
+        places: to which a row has come, moved or new.
+        rows: all rows in use, by their places.
+        opens: the longest prompt and output of the rows that the batch is opened for, if it was empty.
+    """
+
+    rows: list[Sequence]
+    moves: list[tuple[int, int]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    opens: tuple[int, int] | None = None
+
+    @property
+    def will_end(self) -> bool:
+        """Whether every row ends with its next token, so far as is known."""
+        return all(s.will_end for s in self.rows)
+
+
+@dataclass
+class Pass:
+    """One walk through the layers.
+
+    Attributes:
+        batches: of those with rows.
+        is_last: nothing will be left to do after it.
+    """
+
+    batches: dict[int, BatchPass]
+    chunks: list[Chunk]
+    is_last: bool = False
+
+    @property
+    def rows(self) -> list[Sequence]:
+        return [s for batch in self.batches.values() for s in batch.rows]
+
+
+class Scheduler:
+    """The rows of a job, in passes.
+
+    Args:
+        rows: of the job.
+        sizes: places of each batch.
+        prefill_tokens: of a micro-batch of prompts, padding included.
+        slots: (tokens of a prompt, of its output) -> slots that such a row needs, in layers that differ.
+        shareable: tokens of a row's prompt that it may share with others; None: nothing is shared.
+        ahead: as `prefixes.Node` has it.
+        window: rows that wait at most; while fewer than half of them do, more are admitted.
+        least: rows enter once so many places are free, or all that wait fit.
+
+    Attributes:
+        waiting: rows that have been admitted, in the order in which they will run.
+        running: the rows of each batch.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Sequence],
+        sizes: list[int],
+        prefill_tokens: int,
+        slots: Callable[[int, int], tuple[int, ...]],
+        shareable: Callable[[Sequence], int] | None = None,
+        ahead: int = 0,
+        window: int = 1 << 62,
+        least: int = 1,
+    ):
+        self.sizes = sizes
+        self.prefill_tokens = prefill_tokens
+        self.slots = slots
+        self.shareable = shareable or (lambda s: 0)
+        self.ahead = ahead
+        self.window = window
+        self.least = least
+        self.waiting: list[Sequence] = []
+        self.running: list[list[Sequence]] = [[] for _ in sizes]
+        self._rows = iter(rows)
+        self._more = True
+        self._room: list[tuple[int, ...]] = [()] * len(sizes)  # slots of each batch that is not empty
+        self._nodes: dict[tuple[int, ...], Node] = {}
+
+    def next(self) -> Pass | None:
+        """The next pass; None at the end."""
+        self._admit()
+        batches = {k: compacted(rows) for k, rows in enumerate(self.running)}
+        entered = self._enter(batches)
+        self.running = [batches[k].rows for k in range(len(self.sizes))]
+        batches = {k: batch for k, batch in batches.items() if batch.rows}
+        if not batches:
+            return None
+        chunks = cut(self._pieces(batches, entered), self.prefill_tokens)
+        ends = all(batch.will_end for batch in batches.values())
+        return Pass(batches, chunks, ends and not self.waiting and not self._more)
+
+    # rows that come in
+
+    def _admit(self) -> None:
+        if not self._more or len(self.waiting) * 2 >= self.window:
+            return
+        new = list(islice(self._rows, self.window - len(self.waiting)))
+        self._more = len(new) > 0
+        if new:
+            self._nodes = {key: node for key, node in self._nodes.items() if node.texts}
+            self.waiting = order([*self.waiting, *new], self.shareable, self.ahead, self._nodes)
+
+    def _enter(self, batches: dict[int, BatchPass]) -> dict[int, list[Sequence]]:
+        """Give free places to rows that wait; returns the newcomers of each batch."""
+        free = {k: self.sizes[k] - len(batch.rows) for k, batch in batches.items()}
+        entered: dict[int, list[Sequence]] = {}
+        if sum(free.values()) < min(self.least, len(self.waiting)):
+            return entered
+        for k, count in free.items():
+            batch = batches[k]
+            if not batch.rows and self.waiting:
+                self._open(k, batch, self.waiting[:count])
+            entered[k] = self._take(k, count)
+            for s in entered[k]:
+                batch.places.append(len(batch.rows))
+                batch.rows.append(s)
+        return entered
+
+    def _open(self, k: int, batch: BatchPass, first: list[Sequence]) -> None:
+        """Lay an empty batch out for the rows that come first, with room for all that wait."""
+        longest = max(len(s.prompt) for s in first)
+        output = max(s.params.max_tokens + max(0, len(s.prompt) - longest) for s in self.waiting)
+        batch.opens = (longest, output)
+        self._room[k] = self.slots(longest, output)
+
+    def _take(self, k: int, count: int) -> list[Sequence]:
+        """The next rows for which the places of a batch have room."""
+        found: list[Sequence] = []
+        left: list[Sequence] = []
+        for s in self.waiting:
+            if len(found) == count:
+                break
+            needed = self.slots(len(s.prompt), s.params.max_tokens)
+            (found if all(a <= b for a, b in zip(needed, self._room[k])) else left).append(s)
+        self.waiting[: len(found) + len(left)] = left
+        return found
+
+    # what they compute
+
+    def _pieces(self, batches: dict[int, BatchPass], entered: dict[int, list[Sequence]]) -> list[Piece]:
+        pieces: list[Piece] = []
+        computed: set[Node] = set()
+        for k, batch in batches.items():
+            new = entered.get(k, [])
+            old = len(batch.rows) - len(new)
+            begin = 0
+            while begin < len(new):
+                for node in new[begin].path.path() if new[begin].path else ():
+                    if not node.texts and node not in computed:
+                        computed.add(node)
+                        pieces.append(PromptPiece(k, [node], [], node.parent))
+                count = micro_batch(new[begin:], self.prefill_tokens)
+                few = new[begin : begin + count]
+                pieces.append(PromptPiece(k, few, list(range(old + begin, old + begin + count)), few[0].path))
+                begin += count
+            if old:
+                pieces.append(Piece(k, batch.rows[:old], list(range(old))))
+        self._let_go(pieces)
+        return pieces
+
+    def _let_go(self, pieces: list[Piece]) -> None:
+        """Note with which piece the nodes that no row waits for are needed for the last time."""
+        for piece in pieces:
+            for s in piece.rows if piece.is_prompt and piece.places else ():
+                for node in s.path.path() if s.path else ():
+                    node.waiting -= 1
+        seen: set[Node] = set()
+        for piece in reversed(pieces):
+            nodes = set(piece.path.path()) if piece.path else set()
+            nodes |= {s for s in piece.rows if isinstance(s, Node)}
+            piece.frees = [node for node in nodes - seen if node.waiting == 0]
+            seen |= nodes
+
+
+def compacted(rows: list[Sequence]) -> BatchPass:
+    """What is left of a batch's rows, with the last ones moved to places that have become free."""
+    kept = [place for place, s in enumerate(rows) if s.finish_reason is None]
+    holes = [place for place in range(len(kept)) if rows[place].finish_reason is not None]
+    moves = list(zip(reversed(kept), holes))
+    batch = BatchPass(rows[: len(kept)], moves, holes)
+    for source, target in moves:
+        batch.rows[target] = rows[source]
+    return batch
+
+
+def micro_batch(rows: list[Sequence], prefill_tokens: int) -> int:
+    """How many of these rows prefill at once: those behind the same prefix, of at most `prefill_tokens` tokens, prefix
+    and padding included, or one."""
+    longest = 0
+    for count, s in enumerate(rows):
+        longest = max(longest, len(s.prompt))
+        if count and (s.path is not rows[0].path or (count + 1) * longest > prefill_tokens):
+            return count
+    return len(rows)
