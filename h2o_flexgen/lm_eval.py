@@ -253,12 +253,12 @@ class HarnessLM(TemplateLM):
                 raise UserError(f"a continuation has {len(continuation)} tokens; `max_length` is {self.max_length}")
 
         def take(score) -> None:
-            count = len(rows[score.index]) - starts[score.index]
-            answers[score.index] = sum(score.token_logprobs[-count:]), all(score.is_greedy[-count:])
+            answers[score.index] = sum(score.token_logprobs), all(score.is_greedy)
             if score.error is None:
                 answered(score.index, answers[score.index])
 
-        scores = self.llm.score(rows, None if self.llm.kv_budget is None else starts, on_output=take)
+        prompt_lens = None if self.llm.kv_budget is None else starts
+        scores = self.llm.score(rows, prompt_lens, first_scored=starts, on_output=take)
         for score in scores:
             if score.error is not None:
                 raise UserError(f"{kind}, request {score.index}: {score.error}")

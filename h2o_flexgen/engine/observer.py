@@ -39,6 +39,20 @@ class Observers:
         return tell
 
 
+class TokenCounter:
+    """Counts the tokens that a pass adds."""
+
+    def begin(self, rows: list[Sequence]) -> None:
+        self.rows = rows
+        self.before = sum(len(s.tokens) for s in rows)
+
+    def new(self) -> int:
+        """Tokens that have come since the last call."""
+        count = sum(len(s.tokens) for s in self.rows)
+        found, self.before = count - self.before, count
+        return found
+
+
 class ProgressBar(Observer):
     """Counts generated tokens on stderr.
 
@@ -51,28 +65,26 @@ class ProgressBar(Observer):
     def __init__(self, total: int | None, layers: int, show: bool):
         self.total, self.layers, self.show = total, layers, show
         self.bar = None
-        self.rows: list[Sequence] = []
-        self.passes = self.ended = 0  # passes that have begun; tokens of rows that have ended
+        self.counter = TokenCounter()
+        self.passes = 0
 
     def on_begin(self) -> None:  # not earlier: loading the weights shows a bar of its own
         self.bar = bar(desc="generating", total=self.total, unit="tokens", show=self.show, leave=True)
 
     def on_pass(self, rows: list[Sequence]) -> None:
-        self.rows = rows
+        self.counter.begin(rows)
         self.passes += 1
+        self.has_new = any(not s.tokens for s in rows)
 
     def on_layer(self, j: int) -> None:
-        has_new = any(not s.tokens for s in self.rows)
-        done = f"layer {j + 1}/{self.layers}" if has_new else f"pass {self.passes}"
-        self.bar.set_postfix_str(f"{len(self.rows)} rows, {done}", refresh=has_new)
-        self.bar.update(self.ended + sum(len(s.tokens) for s in self.rows) - self.bar.n)
+        layer = f", layer {j + 1}/{self.layers}" if self.has_new else ""
+        self.bar.set_postfix_str(f"pass {self.passes} of {len(self.counter.rows)} rows{layer}", refresh=self.has_new)
+        self.bar.update(self.counter.new())
 
     def on_finished(self, rows: list[Sequence]) -> None:
-        self.ended += sum(len(s.tokens) for s in rows)
         if self.total is not None:  # those that stopped early
             self.bar.total -= sum(max(0, s.params.max_tokens - len(s.tokens)) for s in rows)
-        self.rows = [s for s in self.rows if s.finish_reason is None]
-        self.bar.refresh()
+            self.bar.refresh()
 
     def close(self) -> None:
         if self.bar is not None:

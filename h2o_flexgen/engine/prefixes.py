@@ -57,11 +57,7 @@ class Node:
     def text(self, layer: int) -> Text:
         """All tokens."""
         own = self.texts[layer]
-        if self.parent is None:
-            return own
-        whole = own.behind(self.parent.text(layer))
-        scores = {name: values for name, values in own.metadata.items() if name == "score"}
-        return replace(whole, metadata=whole.metadata | scores)
+        return own if self.parent is None else replace(own, past=self.parent.text(layer)).whole()
 
 
 def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tuple[int, ...], Node]) -> list:
@@ -75,7 +71,6 @@ def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tu
     """
     rows = sorted(rows, key=lambda s: s.prompt)
     common = [0, *(_common(a, b, limit) for a, b in zip(rows, rows[1:])), 0]  # of row n and the one before
-    found: list[tuple[tuple, list]] = []
     groups = [(0, len(rows), 0, None)]  # rows from, to; tokens that they have in common; the node that they are behind
     for node in nodes.values():
         node.waiting = 0

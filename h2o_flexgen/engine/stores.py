@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 
 from h2o_flexgen.compression import cache_format
 from h2o_flexgen.engine.model import LoadedModel
@@ -46,7 +47,7 @@ class Stores:
         self.activations = ActivationStore(transport, job.placement.activations, batch_bytes, micro_bytes)
 
     def open(self, k: int, longest: int, gen_len: int) -> None:
-        """Lay the caches of an empty batch out for prompts of up to `longest` tokens with outputs of up to `gen_len`."""
+        """Lay the caches of an empty batch out for prompts of up to `longest` tokens, and outputs of `gen_len`."""
         size = (self.sizes[k], longest)
         found = self.job.rule.layouts(self.model.spec, self.form, [size], gen_len)
         self.caches.begin({(layer, k): layout for (layer, _), layout in found.items()})
@@ -88,15 +89,21 @@ class Prefetcher:
         if not self.stores.has_cache:
             return
         caches, batches = self.stores.caches, pass_.batches
-        for (layer, k), block in caches.blocks.items():
-            if block.loading is not None and (k not in batches or batches[k].opens is not None):
-                caches.drop(layer, k)
         # rows that will not have ended, so far as is known, are needed again
         later = [] if pass_.is_last else [k for k, batch in batches.items() if not batch.will_end]
         new = [k for k, batch in batches.items() if batch.opens is not None]
         layers = range(1, self.last)
         self._blocks += [(0, j, k) for j in layers for k in batches if caches.is_staged(j - 1, k, is_new=k in new)]
+        usable = {(j - 1, k) for _, j, k in takewhile(self._is_loading, self._blocks)}
+        for key, block in caches.blocks.items():
+            if block.loading is not None and key not in usable:  # it would take a buffer from those that come first
+                caches.drop(*key)
         self._blocks += [(1, j, k) for j in layers for k in later if caches.is_staged(j - 1, k)]
+
+    def _is_loading(self, entry: tuple[int, int, int]) -> bool:
+        """Whether a KV block of this pass has been prefetched since the one before."""
+        _, j, k = entry
+        return self.pass_.batches[k].opens is None and self.stores.caches.blocks[j - 1, k].loading is not None
 
     def weights(self, j: int) -> None:
         """Those from layer j on, as far as the two staging buffers reach."""
@@ -120,8 +127,8 @@ class Prefetcher:
             return False
         if not later and self.pass_.batches[batch].opens is not None:  # it will need a staging buffer
             return False
-        is_staged = not later and caches.blocks[layer - 1, batch].loading is not None  # since the pass before
-        return is_staged or caches.prefetch(layer - 1, batch, self._held(layer, batch) + later)
+        is_loading = not later and self._is_loading((later, layer, batch))
+        return is_loading or caches.prefetch(layer - 1, batch, self._held(layer, batch) + later)
 
     def hidden(self, j: int, n: int) -> None:
         """What is needed after chunk n in layer j, if it has been stored already."""

@@ -9,7 +9,7 @@ import torch
 
 from h2o_flexgen.compression import cache_format
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.engine.observer import Observer
+from h2o_flexgen.engine.observer import Observer, TokenCounter
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.forecast import kv_bytes
 from h2o_flexgen.kv_cache import rule_for
@@ -124,11 +124,13 @@ class _Count(Observer):
     def __init__(self, shown):
         self.shown = shown
 
-    def on_block(self, block: int, blocks: int, sequences: list[Sequence]) -> None:
-        self.sequences, self.before = sequences, self.shown.n
+        self.counter = TokenCounter()
 
-    def on_progress(self, i: int, j: int, batches: list[int]) -> None:
-        self.shown.update(self.before + sum(len(s.tokens) for s in self.sequences) - self.shown.n)
+    def on_pass(self, rows: list[Sequence]) -> None:
+        self.counter.begin(rows)
+
+    def on_layer(self, j: int) -> None:
+        self.shown.update(self.counter.new())
 
 
 def row_of(llm: LLM, setting: Setting) -> dict:

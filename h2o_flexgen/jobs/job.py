@@ -284,8 +284,6 @@ class Run(Observer):
     def on_finished(self, sequences: list) -> None:
         self.job.output.flush()
 
-    on_block_end = on_finished
-
 
 def keep_old(path: Path, is_moved: bool) -> None:
     """Finished rows that a run does not take over are not thrown away."""

@@ -6,7 +6,7 @@ them, S slots, D elements of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -150,6 +150,7 @@ class Text:
         k, v: (B, KV, N, D) floats; codes: both as a cache stores them, (B, KV, N, W), if not as floats.
         metadata: (B, KV, N) by name; position, if it is there, is -1 for places without a token.
         length: (B,) int64 on the CPU, tokens of each; the others are padding.
+        past: tokens before these, which one row may have for all; then `metadata` has the score of both.
     """
 
     k: Tensor
@@ -157,43 +158,44 @@ class Text:
     codes: tuple[Tensor, Tensor] | None
     metadata: dict[str, Tensor]
     length: Tensor
+    past: Text | None = None
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
         """K and V as a cache stores them."""
         return self.codes or (self.k, self.v)
 
-    def behind(self, past: Text | None) -> Text:
-        """These tokens, and before them those of `past`, which one row may have for all. `score` is left out."""
-        if past is None:
+    def whole(self) -> Text:
+        """The same with the tokens of `past` among its own."""
+        if self.past is None:
             return self
+        past = self.past.whole()
         rows = len(self.k)
 
         def joined(before: Tensor, after: Tensor) -> Tensor:
             return torch.cat([before.expand(rows, *before.shape[1:]), after], 2)
 
-        return Text(
-            joined(past.k, self.k),
-            joined(past.v, self.v),
-            self.codes and tuple(map(joined, past.stored, self.stored)),
-            {name: joined(past.metadata[name], values) for name, values in self.metadata.items()},
-            past.length + self.length,
-        )
+        metadata = {
+            name: values if name == "score" else joined(past.metadata[name], values)
+            for name, values in self.metadata.items()
+        }
+        k, v = joined(past.k, self.k), joined(past.v, self.v)
+        codes = self.codes and tuple(map(joined, past.stored, self.stored))
+        return Text(k, v, codes, metadata, past.length + self.length)
 
     def to(self, device: torch.device) -> Text:
         """The same on another device."""
-        if self.k.device == device:
-            return self
-        codes = self.codes and tuple(x.to(device) for x in self.codes)
-        metadata = {name: values.to(device) for name, values in self.metadata.items()}
-        return replace(self, k=self.k.to(device), v=self.v.to(device), codes=codes, metadata=metadata)
+        return self if self.k.device == device else self._each(lambda x: x.to(device))
 
-    def since(self, begin: int) -> Text:
-        """The tokens from `begin` on, in memory of their own; but all of `score`, which belongs to the whole text."""
-        k, v = (x[:, :, begin:].clone() for x in (self.k, self.v))
-        codes = self.codes and tuple(x[:, :, begin:].clone() for x in self.codes)
-        metadata = {name: x if name == "score" else x[:, :, begin:].clone() for name, x in self.metadata.items()}
-        return replace(self, k=k, v=v, codes=codes, metadata=metadata, length=self.length - begin)
+    def own(self) -> Text:
+        """The same without `past`, in memory of its own; but for `score`."""
+        return replace(self._each(lambda x: x.clone()), past=None)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Text:
+        codes = self.codes and tuple(map(change, self.codes))
+        metadata = {name: change(values) for name, values in self.metadata.items()}
+        past = self.past and self.past._each(change)
+        return Text(change(self.k), change(self.v), codes, metadata, self.length, past)
 
 
 @dataclass(frozen=True)

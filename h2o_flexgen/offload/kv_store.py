@@ -183,8 +183,8 @@ class KVStore:
         self._staging.give_back(index, block.stored)
 
     def prefetch(self, layer: int, batch: int, held: int) -> bool:
-        """Start to stage a streamed block of which `held` slots are in use, so far as is known. False if that is not possible yet: no
-        staging buffer is free, the block has one already, or there is no overlap."""
+        """Start to stage a block of which `held` slots are in use, so far as is known. False if that is not possible
+        yet: no staging buffer is free, the block has one already, or there is no overlap."""
         block = self.blocks[layer, batch]
         if not self.transport.overlap or not self._staging.any_free or block.staged is not None:
             return False

@@ -235,7 +235,7 @@ class CostModel:
         compute += self._matmuls(_DECODER, rows, part.streamed) + rows.total() * self.profile.step_seconds
         compute += self._decoding(_DECODER)
         length, layout, before, crosses = batches[0][1], self.shapes.kv, self.shapes.workload.held, self._crosses
-        after = min(before + self.shapes.rule.held(length, 1), layout.slots)
+        after = min(before + self.shapes.rule.held(length, length), layout.slots)
         old, kv, hidden = before * layout.row_bytes, after * layout.row_bytes, length * self.hidden_bytes
         cache, activations = part.cache, part.activations
         copied = hidden * (activations.cpu + crosses * activations.disk)

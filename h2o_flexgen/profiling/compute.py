@@ -20,6 +20,7 @@ from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import linear, packs, packs_int8
 from h2o_flexgen.kernels.rates import INT4, INT8
 from h2o_flexgen.kv_cache import MEASURED, CacheRule, KVLayout
+from h2o_flexgen.kv_cache.rule import Rows
 from h2o_flexgen.offload import memory
 from h2o_flexgen.offload.device import Device
 from h2o_flexgen.planning.profile import GROUP, AttentionRates, Shape
@@ -286,12 +287,13 @@ def attention_call(device: Device, dtype: torch.dtype, phase: str, case: Attenti
     shapes = [(case.batch, tokens, heads, case.head_dim) for heads in (case.heads * case.group, case.heads, case.heads)]
     q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype).transpose(1, 2) for shape in shapes)
     if phase == "prefill":
-        lengths = torch.full((case.batch,), tokens)
-        return lambda: rule.prefill(kv, q, k, v, lengths)
+        rows = Rows.prompts(torch.full((case.batch,), tokens))
+        return lambda: rule.prefill(kv, q, k, v, rows)
     for x in (*kv.k, *kv.v):
         x.fill_(0.5)
     if rule.metadata:
         kv.score.uniform_()
         kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
     lengths = torch.full((case.batch,), 4 * layout.slots if layout.growth == "fixed" else layout.slots - 1)
-    return lambda: rule.decode(kv, q, k, v, lengths, 1)
+    rows = Rows.steps(lengths, lengths)
+    return lambda: rule.decode(kv, q, k, v, rows)

@@ -55,7 +55,9 @@ def test_every_token_is_attended_to_and_nothing_else(kind, B, KV, group, D, segm
         for step in range(1, steps + 1):
             now = [n + step - 1 for n in lengths]
             new = (torch.stack([x[b, :, t] for b, t in enumerate(now)])[:, :, None] for x in (q, k, v))
-            context, slots = rule.decode(cache, *new, Rows.steps(torch.tensor(lengths) + step - 1, torch.tensor(lengths)))
+            context, slots = rule.decode(
+                cache, *new, Rows.steps(torch.tensor(lengths) + step - 1, torch.tensor(lengths))
+            )
             assert slots.tolist() == [[t] * KV for t in now]
             for b, t in enumerate(now):
                 seen_k, seen_v = (x[b, :, : t + 1].double().repeat_interleave(group, 0) for x in stored)

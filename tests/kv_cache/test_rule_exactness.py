@@ -282,7 +282,10 @@ def test_a_nan_sequence_stays_alone():
     def go(q, k, v):
         cache = make_cache(rule, 3, 2, 9, 4, 4)
         contexts = [rule.prefill(cache, q, k, v, Rows.prompts(lengths))]
-        contexts += [rule.decode(cache, *(x[:, :, i : i + 1] for x in (q, k, v)), step_of(lengths.tolist(), i))[0] for i in range(1, 5)]
+        contexts += [
+            rule.decode(cache, *(x[:, :, i : i + 1] for x in (q, k, v)), step_of(lengths.tolist(), i))[0]
+            for i in range(1, 5)
+        ]
         return cache, contexts
 
     clean, expected = go(q, k, v)
@@ -298,7 +301,11 @@ def test_a_nan_sequence_stays_alone():
 
 
 #: (rule, whether positions roll)
-READ_ON = [("full", False), ("snapkv", False), *((name, rolls) for name in RULES if name != "snapkv" for rolls in (0, 1))]
+READ_ON = [
+    ("full", False),
+    ("snapkv", False),
+    *((name, rolls) for name in RULES if name != "snapkv" for rolls in (0, 1)),
+]
 
 
 @pytest.mark.parametrize(("name", "rolling"), READ_ON)
@@ -333,10 +340,7 @@ def test_prompts_behind_a_shared_prefix_keep_what_they_keep_alone(name, rolling,
         length, new = torch.tensor([begin]), torch.tensor([cut])
         rows = Rows(length, new, length + new + voters)
         _, text = rule.read(*(x[:, :, begin : begin + cut] for x in first), rows, path, form)
-        node = text.since(begin)
-        path = node if path is None else node.behind(path)
-        if "score" in text.metadata:
-            path.metadata["score"] = text.metadata["score"]
+        path = replace(text.own(), past=path).whole()
         begin += cut
     lengths = torch.tensor(ends)
     shares, alone = (make_cache(rule, B, KV, shared + T, D, 2, kind=kind) for _ in range(2))
