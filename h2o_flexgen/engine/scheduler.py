@@ -149,6 +149,9 @@ class Scheduler:
         """Lay an empty batch out for the rows that come first, with room for all that wait."""
         longest = max(len(s.prompt) for s in first)
         output = max(s.params.max_tokens + max(0, len(s.prompt) - longest) for s in self.waiting)
+        largest = max(len(s.prompt) for s in self.waiting), max(s.params.max_tokens for s in self.waiting)
+        if not _fits(self.slots(longest, output), self.slots(*largest)):  # a cache that does not grow with the prompt
+            output = largest[1]
         batch.opens = (longest, output)
         self._room[k] = self.slots(longest, output)
 
@@ -160,7 +163,7 @@ class Scheduler:
             if len(found) == count:
                 break
             needed = self.slots(len(s.prompt), s.params.max_tokens)
-            (found if all(a <= b for a, b in zip(needed, self._room[k])) else left).append(s)
+            (found if _fits(needed, self._room[k]) else left).append(s)
         self.waiting[: len(found) + len(left)] = left
         return found
 
@@ -199,6 +202,10 @@ class Scheduler:
             nodes |= {s for s in piece.rows if isinstance(s, Node)}
             piece.frees = [node for node in nodes - seen if node.waiting == 0]
             seen |= nodes
+
+
+def _fits(slots: tuple[int, ...], room: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in zip(slots, room))
 
 
 def compacted(rows: list[Sequence]) -> BatchPass:
