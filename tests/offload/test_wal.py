@@ -200,4 +200,3 @@ def test_a_newcomer_writes_its_own_pages_and_its_neighbours_keep_their_tokens(fi
     mirrored.read(256, 4)
     assert mirrored.compacted == 0
     mirrored.io.close()
-
