@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -47,13 +48,7 @@ class FullCache(CacheRule):
         return read_all(q, k, v, rows, past, form)
 
     def keep(self, cache: KVTensors, text: Text) -> None:
-        parts = [text.stored] if text.past is None else [text.past.whole().stored, text.stored]
-        for segments, *stored in zip((cache.k, cache.v), *parts):
-            put(segments, stored)
-        end = sum(k.shape[2] for k, _ in parts)
-        for segment in cache.v:  # what is empty is masked, but 0 * NaN left by another prompt would spread
-            segment[:, :, max(0, end) :] = 0
-            end -= segment.shape[2]
+        fill(cache, [text.stored] if text.past is None else [text.past.whole().stored, text.stored])
 
     def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         return append(cache, q, k, v, rows.length)
@@ -66,6 +61,16 @@ def read_all(q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None, for
         return causal_attention(q, k, v), text
     context, _ = attention_behind(q, k, v, past.k, past.v)
     return context, text
+
+
+def fill(cache: KVTensors, parts: Sequence[Sequence[Tensor]]) -> None:
+    """Fill a cache with K and V (B or 1, KV, n, W) of tokens, part by part; the other slots are empty then."""
+    for segments, *stored in zip((cache.k, cache.v), *parts):
+        put(segments, stored)
+    end = sum(k.shape[2] for k, _ in parts)
+    for segment in cache.v:  # what is empty is masked, but 0 * NaN left by another prompt would spread
+        segment[:, :, max(0, end) :] = 0
+        end -= segment.shape[2]
 
 
 def put(segments: list[Tensor], parts: list[Tensor]) -> None:
