@@ -146,9 +146,12 @@ class KVStore:
                 offset += file_bytes(layout)
 
     def begin(self, layouts: dict[Key, KVLayout]) -> None:
-        """Start with caches that hold nothing, whose layouts may be smaller than the buffers were made for."""
+        """Start with caches that hold nothing, whose layouts may be smaller than the buffers were made for. Transfers
+        of what the blocks held before end first: they go by the old layouts."""
         for key, layout in layouts.items():
             block = self.blocks[key]
+            self.drop(*key)
+            self._finish(block)
             block.layout, block.tensors = layout, None
             if block.tier == "cpu":  # what prefill does not fill: a NaN that is left in an empty slot would spread
                 block.kv[layout.used_bytes(1) :].zero_()
@@ -327,6 +330,10 @@ class KVStore:
         """Wait for all transfers and raise what failed."""
         self.storing.clear()
         for block in self.blocks.values():
-            if block.stored is not None:
-                finish(block.stored.result())
-                block.stored = None
+            self._finish(block)
+
+    def _finish(self, block: _KVBlock) -> None:
+        """Wait for the last write-back of a block."""
+        if block.stored is not None:
+            finish(block.stored.result())
+            block.stored = None
