@@ -223,9 +223,9 @@ class KVStore:
         if not self.is_staged(layer, batch):
             return
         held, places, count = after
-        B, H = cache.k[0].shape[:2]
-        if len(rows) < B:  # of the others one that stays as it is
-            slots = slots.new_zeros(B, H).index_copy_(0, torch.tensor(rows, device=slots.device), slots)
+        B = len(cache.k[0])
+        if len(rows) < B:  # of the others one that stays as it is, in a segment that changes anyway
+            slots = slots[:1].repeat(B, 1).index_copy_(0, torch.tensor(rows, device=slots.device), slots)
         block = self.blocks[layer, batch]
         if block.disk is not None and (2 * len(places) > count or block.disk.is_due(held)):
             self.store_all(layer, batch, held, None if places else slots)
