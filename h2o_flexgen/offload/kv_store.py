@@ -275,10 +275,14 @@ class KVStore:
         """Write the sequences that have come to a place of a staged block back, and its scores."""
         self.store_scores(block, index)
         layout, kv = block.layout, self._staging.buffers[index]
+        used = layout.used_bytes(after.held)
         if block.disk is None:
-            spans = [span for place in after.places for span in layout.row_spans(place, layout.kv_bytes)]
+            whole = [span for place in after.places for span in layout.row_spans(place, layout.kv_bytes)]
+            spans = [span for span in whole if span[1] <= used]
+            for begin, end in whole[len(spans) :]:  # not staged: a NaN that is left in an empty slot would spread
+                block.kv[begin:end].zero_()
         else:
-            spans = block.disk.changed(after.places, after.count, layout.used_bytes(after.held))
+            spans = block.disk.changed(after.places, after.count, used)
         if block.disk is None or self.device.is_cuda:
             ram = block.kv if block.disk is None else self._write_host
             for begin, end in spans:
