@@ -279,8 +279,9 @@ class KVStore:
         if block.disk is None:
             whole = [span for place in after.places for span in layout.row_spans(place, layout.kv_bytes)]
             spans = [span for span in whole if span[1] <= used]
-            for begin, end in whole[len(spans) :]:  # not staged: a NaN that is left in an empty slot would spread
-                block.kv[begin:end].zero_()
+            for begin, end in whole:
+                if end > used:  # it was not staged, and a NaN that is left in an empty slot would spread
+                    block.kv[begin:end].zero_()
         else:
             spans = block.disk.changed(after.places, after.count, used)
         if block.disk is None or self.device.is_cuda:
