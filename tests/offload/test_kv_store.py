@@ -296,12 +296,14 @@ def test_each_sequence_reads_its_own_tokens_whoever_comes_and_goes_beside_it(tmp
         life.transport.close()
 
 
-def test_a_block_is_laid_out_anew_once_its_last_writes_have_ended(store, gates):
+@pytest.mark.parametrize("is_prefetched", [False, True])
+def test_a_block_is_laid_out_anew_once_its_last_transfers_have_ended(store, gates, is_prefetched):
     """They go by the old layout."""
     _, writes = gates
     writes.clear()
     step(store, 0)
-    store.prefetch(0, 0, HELD)
+    if is_prefetched:
+        store.prefetch(0, 0, HELD)
     other = replace(LAYOUT, segments=(SLOTS // 2,))
     beginning = threading.Thread(target=lambda: store.begin({(0, 0): other}))
     beginning.start()
@@ -310,7 +312,8 @@ def test_a_block_is_laid_out_anew_once_its_last_writes_have_ended(store, gates):
     writes.set()
     beginning.join()
     cache = store.blank(0, 0)
-    cache.k[0].fill_(7), cache.v[0].fill_(-7)
+    cache.k[0].fill_(7)
+    cache.v[0].fill_(-7)
     store.store_all(0, 0, HELD)
     assert number(store.get(0, 0, HELD)) == {7}
 
