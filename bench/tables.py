@@ -490,6 +490,25 @@ def real_jobs_tried(data: dict) -> str:
     return markdown(header, lines)
 
 
+def versions(data: dict) -> str:
+    """An older version beside this one: medians, and the median of the pairs' ratios."""
+    lines = []
+    for row in data["rows"]:
+        gain = "{ratio:.2f}x ({0:.2f} to {1:.2f})".format(min(row["ratios"]), max(row["ratios"]), **row)
+        seconds = old_and_new(row, row["measure"], "{:.1f}")
+        rate = old_and_new(row, "tokens_per_s", "{:.1f}")
+        ran = old_and_new(row, "running_share", "{:.0%}")
+        moved = old_and_new(row, "moved_gb", "{:.1f}")
+        setting = f"{row['policy']}, {row['computes_in']}, {row['compute']} matmuls"
+        lines.append([row["about"], row["where"], seconds, gain, rate, ran, moved, setting])
+    header = "job | weights and cache | seconds | gain | tokens/s | row-steps of running rows | GB moved | policy"
+    return markdown(header.split(" | "), lines)
+
+
+def old_and_new(row: dict, figure: str, form: str) -> str:
+    return " -> ".join(form.format(row[side][figure]) for side in ("old", "new"))
+
+
 OF_ROWS = (throughput, throughput_details, throughput_ours, throughput_machines, aims)
 OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
@@ -503,6 +522,7 @@ OTHERS |= {
     "layers_smollm2": layers_smollm2,
     "real_jobs": real_jobs,
     "real_jobs_tried": real_jobs_tried,
+    "versions": versions,
 }
 
 
