@@ -21,8 +21,8 @@ PHASES = ("prefill", "decode")
 class Meter:
     """Seconds and bytes moved of each phase of a job.
 
-    Where rows prefill while others decode, their chunks are timed, and one that has both counts by its tokens. Waits and
-    all else are divided in proportion, and so are bytes.
+    Where rows prefill while others decode, their chunks are timed, and one that has both counts by its tokens. Waits
+    and all else are divided in proportion, and so are bytes.
 
     Attributes:
         passes: so far.
