@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
@@ -197,12 +197,13 @@ class LLM:
     @in_turn
     def generate(
         self,
-        prompts: str | Seq[Prompt],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        prompts: str | Seq[Prompt] | Iterator[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | Iterator[SamplingParams] | None = None,
         *,
-        keys: Seq[int] | None = None,
+        keys: Seq[int] | Iterator[int] | None = None,
         skip_errors: bool = False,
         on_output: Callable[[RequestOutput], None] | None = None,
+        workload: Workload | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts, in blocks of prompts of like lengths; results in the order of the prompts.
 
@@ -216,6 +217,8 @@ class LLM:
             skip_errors: a prompt that cannot be run becomes an output with `error` instead of raising.
             on_output: called with every output as soon as its batch is done; not at all if no prompt can be run. What
                 it got before an interrupt is what there is.
+            workload: of an iterator of prompts, the tokens of all of them, and of the longest output. With
+                `on_output` the outputs of an iterator leave by that alone.
 
         Raises:
             UserError: a prompt that cannot be run, as one with stop strings without a tokenizer; parameters or keys
@@ -223,14 +226,16 @@ class LLM:
         """
         self.report = {}
         what = "`prompts` must be a text, or a list of texts, lists of token ids and conversations"
+        returned = on_output is None or not isinstance(prompts, Iterator)
         prompts = [prompts] if isinstance(prompts, str) else list_of(what, prompts)
+        sampling_params = list(sampling_params) if isinstance(sampling_params, Iterator) else sampling_params
         how = (sampling_params, keys, self.position_rolling, skip_errors)
         sequences, outputs = to_generate(self.model, prompts, *how)
         if sequences:
             collector = OutputCollector(self.tokenizer, outputs, on_output)
             gen_len = max(s.params.max_tokens for s in sequences)
             self._run(sequences, gen_len, Sampler(self.eos_ids, self.tokenizer), collector)
-        return list(outputs.values())
+        return list(outputs.values()) if returned else []
 
     def chat(
         self,
