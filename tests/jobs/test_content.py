@@ -114,7 +114,7 @@ def test_a_table_of_one_column_is_known_by_its_name(tmp_path):
 
 def test_a_first_line_that_looks_like_another_file_is_a_bad_row_alone(tmp_path):
     for first in ("prompt,label", '[{"prompt": "a"}]', "[", "PAR"):
-        found = read_rows(str(write_rows(tmp_path / "rows.csv", [first, {"prompt": "b"}])))
+        found = list(read_rows(str(write_rows(tmp_path / "rows.csv", [first, {"prompt": "b"}]))))
         assert isinstance(found[0].prompt, UserError) and found[1].prompt == "b"
 
 
