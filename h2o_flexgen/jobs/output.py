@@ -65,6 +65,8 @@ class OutputFile:
             return
         written = 0
         try:
+            if os.fstat(self.file.fileno()).st_size < self.size:
+                raise OSError(errno.EIO, "somebody has cut it short")
             self.file.truncate(self.size)  # half a row is none; nor is one that a failed fsync may have dropped
             try:
                 for _, line in self.waiting:
@@ -91,7 +93,7 @@ class OutputFile:
         """Put the rows in the order of the input.
 
         Raises:
-            UserError: the disk is full; the message says where the rows are.
+            UserError: the disk is full, or somebody has written the file; the message says where the rows are.
         """
         self.flush()
         if self.error is not None:
@@ -99,10 +101,12 @@ class OutputFile:
                 f"cannot write {self.path}: {self.error.strerror}; {self.written} of "
                 f"{self.written + len(self.waiting)} finished rows are in it: make room, and the same command goes on"
             )
+        if os.fstat(self.file.fileno()).st_size != self.size:
+            raise UserError(f"`output_file` {self.path} was edited while the job ran: the same command goes on")
         put_in_order(self.path, self._ordered)
 
     def _ordered(self) -> Iterator[bytes]:
-        with open(open_regular(self.path), "rb") as file:
+        with open(os.dup(self.file.fileno()), "rb") as file:  # its name may have become that of a copy
             for n in np.argsort(self.indices):
                 yield line_at(file, self.offsets[n])
 
@@ -150,8 +154,8 @@ def replace_file(path: Path, lines: Iterable[bytes], *, is_new: bool = False) ->
 
 
 def _open_locked(path: Path) -> BinaryIO:
-    """To append. Whoever replaces a file with it has the lock already when it gets its name."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    """To append and to read. Whoever replaces a file with it has the lock already when it gets its name."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     try:
         file = open(open_regular(path, flags, 0o666), "ab", buffering=0)
     except OSError as e:

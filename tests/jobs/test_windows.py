@@ -40,10 +40,10 @@ def llm(model):
 def run(llm: StubLLM, folder: Path, rows: list, stop: int | None = None, out: str = "out.jsonl", **options) -> list:
     """The rows of the output file, after a job that is stopped behind so many rows."""
     llm.stop = stop
-    path = folder / out
-    with Job(str(path)) as job, suppress(KeyboardInterrupt):
+    restart = options.pop("restart", False)
+    with Job(str(folder / out), restart) as job, suppress(KeyboardInterrupt):
         job.run(llm, input.read_rows(str(write_rows(folder / "in.jsonl", rows))), PARAMS, **options)
-    return read_rows(path)
+    return read_rows(folder / out)
 
 
 def many(count: int) -> list[dict]:
@@ -155,6 +155,32 @@ def test_an_output_file_that_is_edited_while_the_job_begins(llm, tmp_path):
         with pytest.raises(UserError, match="was edited while the job began"):
             job.run(llm, input.read_rows(str(tmp_path / "in.jsonl")), PARAMS)
     assert len(read_rows(tmp_path / "out.jsonl")) == 6
+
+
+def test_an_output_file_that_is_edited_while_the_job_runs(llm, tmp_path, monkeypatch):
+    """An editor puts a copy in its place, or writes into it."""
+    llm.window = 4
+    out = tmp_path / "out.jsonl"
+    whole = run(llm, tmp_path, many(9), out="whole.jsonl")
+    flush = output.OutputFile.flush
+
+    def copied(self) -> None:
+        flush(self)
+        (tmp_path / "copy").write_bytes(out.read_bytes()[:10])
+        os.replace(tmp_path / "copy", out)
+
+    monkeypatch.setattr(output.OutputFile, "flush", copied)
+    assert run(llm, tmp_path, many(9)) == whole
+
+    def cut(self) -> None:
+        flush(self)
+        os.truncate(out, max(0, out.stat().st_size - 5))
+
+    monkeypatch.setattr(output.OutputFile, "flush", cut)
+    with pytest.raises(UserError, match="somebody has cut it short; 1 of 9 finished rows are in it"):
+        run(llm, tmp_path, many(9), restart=True)
+    monkeypatch.undo()
+    assert run(llm, tmp_path, many(9)) == whole
 
 
 def test_a_manifest_of_an_earlier_version(llm, tmp_path):
