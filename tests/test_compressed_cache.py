@@ -14,6 +14,7 @@ from machines import laptop, planner_of
 from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError, plan
 from h2o_flexgen.compression import cache_format
 from h2o_flexgen.kv_cache import RULES, make_rule
+from h2o_flexgen.kv_cache.rule import Rows
 from h2o_flexgen.loops import threads
 from h2o_flexgen.models.registry import read_spec
 from h2o_flexgen.planning.budget import BudgetPoint, largest_free
@@ -221,8 +222,8 @@ def test_a_nan_sequence_stays_alone(model):
         x[1] = float("nan")
     cache = layout.view(*(torch.zeros(n, dtype=torch.uint8) for n in (layout.kv_bytes, layout.meta_bytes)))
     lengths = torch.tensor([6, 6])
-    rule.prefill(cache, q, k, v, lengths)
-    context, _ = rule.decode(cache, *(x[:, :, :1] for x in (q, k, v)), lengths, 1)
+    rule.prefill(cache, q, k, v, Rows.prompts(lengths))
+    context, _ = rule.decode(cache, *(x[:, :, :1] for x in (q, k, v)), Rows.steps(lengths, lengths))
     assert context[0].isfinite().all() and context[1].isnan().all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -65,19 +66,31 @@ def test_in_a_terminal_it_is_a_bar(monkeypatch, capsys):
     assert "\r" in err and "10/10" in err and "tokens/s" in err
 
 
-def test_a_job_tells_its_block_and_step(monkeypatch, capsys):
+def test_a_job_tells_its_pass_its_rows_and_where_prompts_are(monkeypatch, capsys):
+    """Of a pass with a prompt the layer too, since it may take minutes."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     sequences = [Sequence(n, [1, 2], SamplingParams(max_tokens=length)) for n, length in enumerate((5, 3))]
-    job = ProgressBar(sequences, layers=5, show=True)
+    job = ProgressBar(total=8, layers=5, show=True)
     job.on_begin()
-    job.on_block(0, 1, sequences)
-    job.on_progress(0, 2, [0])
+    job.on_pass(sequences)
+    job.on_layer(2)
     for s in sequences:
-        s.tokens.extend([7, 8])
-    job.on_progress(1, 4, [0])
-    job.on_block_end(sequences)  # both have stopped early
+        s.tokens.append(7)
+    job.on_layer(4)
+    job.on_pass(sequences)
+    for s in sequences:
+        s.tokens.append(8)
+    job.on_layer(4)
+    job.on_finished(sequences[:1])  # it has stopped early
+    job.on_pass(sequences[1:])
+    sequences[1].tokens.append(9)
+    job.on_layer(4)
     job.close()
-    first, second, third = capsys.readouterr().err.splitlines()
-    assert first == "generating: 0 of 8 tokens, block 1/1 prefill 3/5"
-    assert second.startswith("generating: 4 of 8 tokens, block 1/1 token 2, ")
-    assert third.startswith("generating: 4 of 4 tokens, block 1/1 token 2, ")
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(r", \S+ tokens/s", "", line) for line in lines] == [
+        "generating: 0 of 8 tokens, pass 1 of 2 rows, layer 3/5",
+        "generating: 2 of 8 tokens, pass 1 of 2 rows, layer 5/5",
+        "generating: 4 of 8 tokens, pass 2 of 2 rows",
+        "generating: 4 of 5 tokens, pass 2 of 2 rows",
+        "generating: 5 of 5 tokens, pass 3 of 1 rows",
+    ]

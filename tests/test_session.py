@@ -386,7 +386,7 @@ def test_an_error_or_an_interrupt_within_a_turn_ends_the_session(tiny, monkeypat
             raise error("by this test")
 
         with monkeypatch.context() as patch, pytest.raises(error):
-            patch.setattr("h2o_flexgen.engine.step.BlockRun._attend", fail)
+            patch.setattr("h2o_flexgen.engine.step.Walk._piece", fail)
             session.generate(text, GREEDY)
         with pytest.raises(UserError, match="has ended .an error or an interrupt ended it"):
             session.feed(text)

@@ -61,15 +61,17 @@ class Node:
 
 
 def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tuple[int, ...], Node]) -> list:
-    """Rows in the order in which they should wait, the longest outputs and prompts first among their kind, each with
-    its `path`.
+    """Rows in the order in which they should wait, the longest outputs and prompts first among their kind and equal
+    ones as they are, each with its `path`.
 
     Args:
         limit: how many tokens of a row's prompt it may share.
         ahead: as `Node` has it.
         nodes: that have been made before, by their token ids; new ones are added.
     """
-    rows = sorted(rows, key=lambda s: s.prompt)
+    given = rows
+    # by what they may share: a row that may share little would stand between two that may share more
+    rows = sorted(rows, key=lambda s: s.prompt[: limit(s)])
     common = [0, *(_common(a, b, limit) for a, b in zip(rows, rows[1:])), 0]  # of row n and the one before
     groups = [(0, len(rows), 0, None)]  # rows from, to; tokens that they have in common; the node that they are behind
     for node in nodes.values():
@@ -89,7 +91,7 @@ def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tu
     for row in rows:
         for node in row.path.path() if row.path else ():
             node.waiting += 1
-    return _depth_first(rows)
+    return _depth_first(given)
 
 
 def shared_tokens(rows: list) -> tuple[int, int]:
@@ -120,10 +122,11 @@ def _depth_first(rows: list) -> list:
     for s in rows:
         for node in s.path.path() if s.path else ():
             longest[node] = max(longest.get(node, (0, 0)), _size(s))
+    place = {node: -n for n, node in enumerate(longest)}
 
     def key(s) -> list[tuple]:
         nodes = s.path.path() if s.path else []
-        sizes = [(bool(node.texts), *longest[node], id(node)) for node in nodes]
+        sizes = [(bool(node.texts), *longest[node], place[node]) for node in nodes]
         return [*sizes, (False, *_size(s), 0)]
 
     return sorted(rows, key=key, reverse=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from h2o_flexgen.engine.batch import Chunk, Piece, PromptPiece, Sequence, cut
 from h2o_flexgen.engine.prefixes import Node, order
@@ -101,7 +101,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[list[Sequence]] = [[] for _ in sizes]
         self._rows = iter(rows)
-        self._more = True
+        self._ahead = list(islice(self._rows, 1))  # the row behind those that have been admitted
         self._room: list[tuple[int, ...]] = [()] * len(sizes)  # slots of each batch that is not empty
         self._nodes: dict[tuple[int, ...], Node] = {}
 
@@ -116,18 +116,20 @@ class Scheduler:
             return None
         chunks = cut(self._pieces(batches, entered), self.prefill_tokens)
         ends = all(batch.will_end for batch in batches.values())
-        return Pass(batches, chunks, ends and not self.waiting and not self._more)
+        return Pass(batches, chunks, ends and not self.waiting and not self._ahead)
 
     # rows that come in
 
     def _admit(self) -> None:
-        if not self._more or len(self.waiting) * 2 >= self.window:
+        if not self._ahead or len(self.waiting) * 2 >= self.window:
             return
-        new = list(islice(self._rows, self.window - len(self.waiting)))
-        self._more = len(new) > 0
-        if new:
-            self._nodes = {key: node for key, node in self._nodes.items() if node.texts}
-            self.waiting = order([*self.waiting, *new], self.shareable, self.ahead, self._nodes)
+        new = list(islice(chain(self._ahead, self._rows), self.window - len(self.waiting)))
+        self._ahead = list(islice(self._rows, 1))
+        self._nodes = {key: node for key, node in self._nodes.items() if node.texts}
+        self.waiting = order([*self.waiting, *new], self.shareable, self.ahead, self._nodes)
+        for node in self._nodes.values():
+            if not node.waiting:  # the newcomers share other beginnings with those that waited for it
+                node.texts.clear()
 
     def _enter(self, batches: dict[int, BatchPass]) -> dict[int, list[Sequence]]:
         """Give free places to rows that wait; returns the newcomers of each batch."""
@@ -149,6 +151,9 @@ class Scheduler:
         """Lay an empty batch out for the rows that come first, with room for all that wait."""
         longest = max(len(s.prompt) for s in first)
         output = max(s.params.max_tokens + max(0, len(s.prompt) - longest) for s in self.waiting)
+        largest = max(len(s.prompt) for s in self.waiting), max(s.params.max_tokens for s in self.waiting)
+        if not _fits(self.slots(longest, output), self.slots(*largest)):  # a cache that does not grow with the prompt
+            output = largest[1]
         batch.opens = (longest, output)
         self._room[k] = self.slots(longest, output)
 
@@ -160,7 +165,7 @@ class Scheduler:
             if len(found) == count:
                 break
             needed = self.slots(len(s.prompt), s.params.max_tokens)
-            (found if all(a <= b for a, b in zip(needed, self._room[k])) else left).append(s)
+            (found if _fits(needed, self._room[k]) else left).append(s)
         self.waiting[: len(found) + len(left)] = left
         return found
 
@@ -199,6 +204,10 @@ class Scheduler:
             nodes |= {s for s in piece.rows if isinstance(s, Node)}
             piece.frees = [node for node in nodes - seen if node.waiting == 0]
             seen |= nodes
+
+
+def _fits(slots: tuple[int, ...], room: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in zip(slots, room))
 
 
 def compacted(rows: list[Sequence]) -> BatchPass:

@@ -110,4 +110,6 @@ class LoggedBlock:
         kv[self.written :] = 0  # a segment of which only the log has tokens
         if self.rows:
             rows = buffer[self._log_begin : log_end].reshape(self.rows, -1)[:, : self.layout.row_bytes]
-            self.layout.put(kv, rows, self._slots[: self.rows])
+            slots = self._slots[: self.rows]
+            # the others are of longer sequences that have ended
+            self.layout.put(kv, rows, np.where(slots < used // self.layout.row_bytes, slots, -1))

@@ -185,8 +185,8 @@ def matmul_call(
     turn = cycle(weights)
     x = torch.randn(rows, shape[1], device=device.torch_device).to(dtype)
     if is_head(shape):
-        params, keys = [SamplingParams()] * rows, list(range(rows))
-        return lambda: sample(linear(x, next(turn)), params, keys, 0)
+        params, draws = [SamplingParams()] * rows, [(row, 0) for row in range(rows)]
+        return lambda: sample(linear(x, next(turn)), params, draws)
     return lambda: linear(x, next(turn)).relu_()
 
 

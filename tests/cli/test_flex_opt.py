@@ -28,6 +28,9 @@ REPORT = {
     "peak_memory_bytes": {"gpu": int, "cpu": int, "disk": int},
     "planned_memory_bytes": {"gpu": int, "cpu": int, "disk": int},
     "bytes_moved": MOVED,
+    "computed_tokens": int,
+    "shared_tokens": int,
+    "row_steps": int,
     "stall_seconds": {"weights": float, "cache": float},
 }
 

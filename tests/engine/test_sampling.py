@@ -21,7 +21,12 @@ def logits_of(seed, rows=5, scale=2.0):
 
 
 def draw(logits, step=0, keys=None, **params):
-    return sample(logits, [SamplingParams(**params)] * len(logits), keys or list(range(len(logits))), step)
+    """Of rows that have all generated `step` tokens."""
+    return sample(logits, [SamplingParams(**params)] * len(logits), draws(keys or range(len(logits)), step))
+
+
+def draws(keys, step: int) -> list[tuple[int, int]]:
+    return [(key, step) for key in keys]
 
 
 @given(seed=st.integers(0, 2**32))
@@ -133,16 +138,17 @@ WAYS = [
 ]
 
 
-@given(seed=st.integers(0, 2**32), data=st.data(), rows=st.integers(1, 2 * SAMPLE_ROWS + 3), step=st.integers(0, 9))
-def test_every_row_is_drawn_by_its_own_parameters(seed, data, rows, step):
+@given(seed=st.integers(0, 2**32), data=st.data(), rows=st.integers(1, 2 * SAMPLE_ROWS + 3))
+def test_every_row_is_drawn_by_its_own_parameters(seed, data, rows):
     logits = logits_of(seed, rows)
     ways = data.draw(st.lists(st.sampled_from(WAYS), min_size=rows, max_size=rows))
     seeds = data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=rows, max_size=rows))
     params = [SamplingParams(**way, seed=seed, max_tokens=n + 1) for n, (way, seed) in enumerate(zip(ways, seeds))]
-    tokens, logprobs = sample(logits, params, list(range(rows)), step)
+    steps = data.draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows))  # each row has come when it could
+    tokens, logprobs = sample(logits, params, list(enumerate(steps)))
     for n, p in enumerate(params):
-        alone = sample(logits[n : n + 1], [p], [n], step)
-        like_all = sample(logits, [p] * rows, list(range(rows)), step)
+        alone = sample(logits[n : n + 1], [p], [(n, steps[n])])
+        like_all = sample(logits, [p] * rows, list(enumerate(steps)))
         assert tokens[n] == alone[0][0] == like_all[0][n]
         assert logprobs[n] == like_all[1][n]
 

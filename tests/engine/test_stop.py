@@ -162,10 +162,10 @@ def test_a_text_of_pieces_ends_before_a_special_token(fallback):
 def take(sampler, params, tokens):
     """A sequence to which the sampler appends these tokens, as far as it goes."""
     s = Sequence(0, [5, 6], params)
-    for i, token in enumerate(tokens):
+    for token in tokens:
         logits = torch.zeros(1, 300)
         logits[0, token] = 9.0
-        sampler.take(i, [s], logits)
+        sampler.take([s], logits)
     return s
 
 
@@ -236,10 +236,10 @@ def test_every_sequence_has_stop_strings_and_an_end_of_its_own(byte_level):
     ways = [dict(), dict(stop="two"), dict(stop=["w", "three"]), dict(max_tokens=3), dict(ignore_eos=True)]
     sequences = [Sequence(n, [5], SamplingParams(**{"max_tokens": 90, **way})) for n, way in enumerate(ways)]
     sampler = Sampler(frozenset({2}), byte_level)
-    for i, token in enumerate(tokens):
+    for token in tokens:
         logits = torch.zeros(len(sequences), 300)
         logits[:, token] = 9.0
-        sampler.take(i, sequences, logits)
+        sampler.take(sequences, logits)
     assert [s.finish_reason for s in sequences] == ["stop", "stop", "stop", "length", None]
     assert [s.text for s in sequences] == [None, "one ", "one t", None, None]
     for s, stop in zip(sequences[1:3], [["two"], ["w", "three"]]):

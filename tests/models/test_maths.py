@@ -12,9 +12,16 @@ from transformers.activations import ACT2FN
 from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, read_spec
-from h2o_flexgen.models.rope import rotate_to
+from h2o_flexgen.models.rope import Positions, rotate_to
 
 T = 21  # with dynamic RoPE and LongRoPE longer than the trained length
+#: of the tokens of two texts, one behind the other
+POSITIONS = Positions(torch.arange(T).repeat(2), torch.full((2 * T,), T))
+
+
+def attend(*qkv: torch.Tensor) -> torch.Tensor:
+    """Causal attention over both texts, (2 * T, heads, D) each."""
+    return causal_attention(*(x.unflatten(0, (2, T)).transpose(1, 2) for x in qkv)).transpose(1, 2).flatten(0, 1)
 
 
 def layers_of(spec):
@@ -47,20 +54,19 @@ def test_each_layer_is_that_of_transformers(tiny, name):
     embed, *blocks, head = layers_of(spec)
     assert len(blocks) == spec.layers
     ids = torch.tensor(model.prompts([T, T]))
-    positions = torch.arange(T).expand_as(ids)
     model.hf.base_model.rotary_emb = fresh_rotary(model.hf)
     with torch.inference_mode():
         expected = model.hf(ids, output_hidden_states=True)
         w = layer_weights(state, embed)
-        hidden = maths.embed(spec, w, lambda short, rows: w[short][rows], ids, positions)
-        for layer, wanted in zip(blocks, expected.hidden_states):
+        hidden = maths.embed(spec, w, lambda short, rows: w[short][rows], ids.flatten(), POSITIONS)
+        for layer, wanted in zip(blocks, (states.flatten(0, 1) for states in expected.hidden_states)):
             # each layer by itself: what attention magnifies must not add up
             torch.testing.assert_close(hidden, wanted, atol=1e-3, rtol=1e-3)
             hidden = wanted.clone()
-            after = maths.block(spec, layer_weights(state, layer), hidden, positions, causal_attention)
+            after = maths.block(spec, layer_weights(state, layer), hidden, POSITIONS, attend)
             assert torch.equal(hidden, wanted), "the input is another's: it must not change"
             hidden = after
-        logits = maths.logits(spec, layer_weights(state, head), hidden[:, -1].contiguous())
+        logits = maths.logits(spec, layer_weights(state, head), hidden.view(2, T, -1)[:, -1].contiguous())
     torch.testing.assert_close(logits, expected.logits[:, -1], atol=5e-3, rtol=1e-3)
 
 
@@ -73,16 +79,15 @@ def test_without_positions_attention_gets_what_is_not_rotated_yet(tiny, name):
     spec = read_spec(model.folder)
     block = layer_weights(checkpoint(model), layers_of(spec)[1])
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, T, spec.hidden, generator=generator)
-    positions = torch.arange(T).expand(2, T)
+    hidden = torch.randn(2 * T, spec.hidden, generator=generator)
 
     def rotated(q, k, v):
-        q, k = (rotate_to(spec.rope, x, positions[:, None], T) for x in (q, k))
-        return causal_attention(q, k, v)
+        q, k = (rotate_to(spec.rope, x.transpose(0, 1), POSITIONS.at, T).transpose(0, 1) for x in (q, k))
+        return attend(q, k, v)
 
     maths = family(spec.model_type)
     late = maths.block(spec, block, hidden.clone(), None, rotated)
-    early = maths.block(spec, block, hidden.clone(), positions, causal_attention)
+    early = maths.block(spec, block, hidden.clone(), POSITIONS, attend)
     assert torch.allclose(late, early, rtol=1e-4, atol=1e-4)
 
 

@@ -12,7 +12,7 @@ import torch
 from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.kv_store import KVStore
+from h2o_flexgen.offload.kv_store import KVStore, Occupied
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.sizes import KV_BUFFERS, PAGE
 
@@ -40,7 +40,7 @@ def store(tmp_path, gates):
     tiers = {(0, k): "disk" for k in range(BLOCKS)}
     layouts = dict.fromkeys(tiers, LAYOUT)
     store = KVStore(transport, layouts, tiers)
-    store.begin_block(layouts)
+    store.begin(layouts)
     for k in range(BLOCKS):
         cache = store.blank(0, k)
         cache.k[0].fill_(k)
@@ -62,7 +62,7 @@ def step(store, k: int) -> None:
     cache = store.get(0, k, HELD)
     slots, token = torch.full((2, 2), SLOTS - 2), torch.full((2, 2, 8), 100.0 + k)
     cache.write(slots, token, -token)
-    store.store_step(0, k, HELD, cache, slots, [0, 1])
+    store.store_step(0, k, cache, slots, [0, 1], Occupied(HELD, [], 2))
 
 
 def test_as_many_blocks_are_loaded_at_once_as_there_are_staging_buffers(store, gates):
@@ -126,7 +126,7 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
     assert layout.row_bytes == PAGE
     transport = Transport(Device("cpu"), tmp_path / "offload")
     store, io = KVStore(transport, {(0, 0): layout}, {(0, 0): "disk"}), transport.io
-    store.begin_block({(0, 0): layout})
+    store.begin({(0, 0): layout})
     cache = store.blank(0, 0)
     for part in (*cache.k, *cache.v):
         part.fill_(-1)
@@ -146,7 +146,7 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
         slots = torch.tensor([[held], [held - lag]])
         token = slots.float()[..., None].expand(2, 1, 256)
         cache.write(slots, token, 100 + token)
-        store.store_step(0, 0, held + 1, cache, slots, [0, 1])
+        store.store_step(0, 0, cache, slots, [0, 1], Occupied(held + 1, [], 2))
         store.drain()
         written = (io.written_bytes - before[1]) // PAGE
         if held + 1 not in (10, 14):

@@ -7,6 +7,7 @@ filled again too early, or a copy to RAM that is read before it has ended, chang
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -89,6 +90,12 @@ class LazyDevice(Device):
 
     def record(self):
         return Event(getattr(_thread, "stream", None))
+
+    def mark(self):
+        return time.perf_counter()
+
+    def seconds_between(self, begin, end):
+        return end - begin
 
     def wait(self, event):
         if event is None:

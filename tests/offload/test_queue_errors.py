@@ -10,7 +10,7 @@ import torch
 from cli_tools import PROMPTS
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
-from h2o_flexgen.engine.step import BlockRun
+from h2o_flexgen.engine.step import Walk
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.offload.activations import ActivationStore
 from h2o_flexgen.offload.device import Device
@@ -135,6 +135,7 @@ PLACES = {
     "cache store": (KVStore, "store_block", (100, 0, 0, 0, 100, 0)),
     "cache scores": (KVStore, "store_scores", (100, 0, 0, 0, 100, 0)),
     "cache step": (KVStore, "store_token", (100, 0, 0, 0, 100, 0)),
+    "cache of newcomers": (KVStore, "store_rows", (100, 0, 0, 0, 100, 0)),
     "activation load": (ActivationStore, "load", (100, 0, 100, 0, 0, 0)),
     "activation store": (ActivationStore, "store", (100, 0, 100, 0, 0, 0)),
     "disk read": (File, "read_at", (0, 0, 0, 0, 0, 0)),
@@ -187,7 +188,7 @@ def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeyp
 def test_a_gpu_that_is_full_after_all_ends_a_session_in_a_line(model, monkeypatch):
     with LLM(str(model), kv_budget=KVBudget.from_size(4), device="cpu", progress=False) as llm:
         session = llm.session(position_rolling=False)
-        monkeypatch.setattr(BlockRun, "_prefill", full_gpu)
+        monkeypatch.setattr(Walk, "_read", full_gpu)
         with pytest.raises(UserError, match="out of memory.*tried to allocate 2 GiB"):
             session.feed([5, 6, 7])
 

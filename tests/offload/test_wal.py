@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import product
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.compression import cache_format
 from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
+from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.offload.device import host_memory
 from h2o_flexgen.offload.disk import DiskIO, File
 from h2o_flexgen.offload.wal import LoggedBlock, file_bytes
@@ -27,37 +32,76 @@ def file(tmp_path_factory):
     return File(tmp_path_factory.mktemp("wal") / "kv_cache", writable=True)
 
 
+class Mirrored:
+    """A block on disk, taken through steps as the store does, and beside it the same cache in RAM.
+
+    Attributes:
+        compacted, in_part: how many steps wrote the block again, and how many the parts of newcomers alone.
+    """
+
+    def __init__(self, file: File, layout: KVLayout, held: int):
+        self.io, self.layout = DiskIO(threads=1), layout
+        self.block = LoggedBlock(self.io, file, OFFSET)
+        self.buffer, self.wanted = host_memory(file_bytes(layout)), host_memory(layout.kv_bytes)
+        self.compacted = self.in_part = self.token = 0
+        self.block.begin(layout)
+        self.wanted[: layout.used_bytes(held)] = 1  # as prefill leaves it
+        self.buffer[: layout.kv_bytes] = self.wanted
+        self.block.compact(self.buffer.numpy(), self.block.dirty(held))
+
+    def caches(self) -> list[KVTensors]:
+        return [self.layout.view(x, host_memory(self.layout.meta_bytes)) for x in (self.buffer, self.wanted)]
+
+    def read(self, held: int, rows: int) -> None:
+        """What the first `rows` sequences read must be what the cache in RAM holds."""
+        self.buffer[:] = 255
+        self.block.read(self.buffer.numpy(), self.layout.used_bytes(held))
+        found, wanted = self.caches()
+        for n in range(self.segments(held)):
+            assert torch.equal(found.k[n][:rows], wanted.k[n][:rows]), f"segment {n}"
+            assert torch.equal(found.v[n][:rows], wanted.v[n][:rows]), f"segment {n}"
+
+    def segments(self, held: int) -> int:
+        """That have so many slots in use."""
+        return 1 + bisect_left(self.layout.ends, held)
+
+    def step(self, held: int, slots: torch.Tensor, new: dict[int, int] | None = None, count: int | None = None) -> None:
+        """Sequences come, by place and length, and the others put a token into `slots` (B, H); `held` slots of the
+        first `count` sequences are then in use."""
+        layout, block, new = self.layout, self.block, new or {}
+        count, places = layout.batch if count is None else count, list(new)
+        self.token += 1
+        for cache in self.caches():
+            for end, *segments in zip(layout.ends, cache.k, cache.v):
+                for tensor, (place, length) in product(segments, new.items()):
+                    tensor[place] = 0
+                    tensor[place, :, : max(0, length - end + tensor.shape[2])] = (10 * self.token + place) % 199
+            old = [place for place in range(count) if place not in places]
+            k = torch.full((len(old), HEADS, HEAD_DIM), 1.0 + self.token) + torch.arange(HEAD_DIM)
+            if old:
+                with cache.rows(old) as rows:
+                    rows.write(slots[old], k, -k)
+        if block.is_due(held) or 2 * len(places) > count:
+            block.compact(self.buffer.numpy(), block.dirty(held, None if places else slots))
+            self.compacted += 1
+            return
+        if places:
+            block.write(self.buffer.numpy(), block.changed(places, count, layout.used_bytes(held)))
+            self.in_part += 1
+        token = self.caches()[0].token(slots)
+        row = torch.cat([x.contiguous().view(torch.uint8).view(-1) for x in token])
+        block.append(torch.nn.functional.pad(row, (0, -len(row) % PAGE)).numpy(), slots.numpy())
+
+
 def replay(file: File, layout: KVLayout, steps: list[tuple[int, torch.Tensor]]) -> int:
-    """Take a block through steps as the store does: read it, put a token into `slots` (B, H), and append or compact.
-    At each, what was read must be what a cache in RAM holds. `steps`: (slots held before, slots). Returns how many
-    times the block was compacted."""
-    io = DiskIO(threads=1)
-    block, buffer, wanted = LoggedBlock(io, file, OFFSET), host_memory(file_bytes(layout)), host_memory(layout.kv_bytes)
-    block.begin(layout)
-    held = steps[0][0]
-    wanted[: layout.used_bytes(held)] = 1  # as prefill leaves it
-    buffer[: layout.kv_bytes] = wanted
-    block.compact(buffer.numpy(), block.dirty(held))
-    compacted = 0
-    for n, (held, slots) in enumerate(steps):
-        used = layout.used_bytes(held)
-        buffer[:] = 255
-        block.read(buffer.numpy(), used)
-        assert torch.equal(buffer[:used], wanted[:used])
-        k = torch.full((layout.batch, HEADS, HEAD_DIM), 2.0 + n) + torch.arange(HEAD_DIM)
-        for cache in (buffer, wanted):
-            layout.view(cache, host_memory(layout.meta_bytes)).write(slots, k, -k)
-        if block.is_due(held + 1):
-            block.compact(buffer.numpy(), block.dirty(held + 1, slots))
-            compacted += 1
-        else:
-            row = host_memory(layout.row_bytes)
-            token = layout.view(wanted, host_memory(layout.meta_bytes)).token(slots)
-            row[:] = torch.cat([x.view(torch.uint8).view(-1) for x in token])
-            whole_pages = torch.nn.functional.pad(row, (0, -len(row) % PAGE)).numpy()
-            block.append(whole_pages, slots.numpy())
-    io.close()
-    return compacted
+    """`steps`: (slots held before, slots). Returns how many times the block was compacted."""
+    mirrored = Mirrored(file, layout, steps[0][0])
+    for held, slots in steps:
+        after = min(held + 1, layout.slots)
+        mirrored.read(after, layout.batch)
+        mirrored.step(after, slots)
+    mirrored.io.close()
+    return mirrored.compacted
 
 
 @settings(max_examples=30)
@@ -83,3 +127,76 @@ def test_a_cache_that_grows_by_segments(file, form, segments, lags):
         slots = torch.tensor([max(0, held - lag + min(lags)) for lag in lags])
         steps.append((held, slots[:, None].expand(len(lags), HEADS)))
     assert replay(file, layout, steps) == 2  # when the second and the third segment are full
+
+
+# sequences that take the places of others
+
+
+@settings(max_examples=20)
+@given(form=FORMS, batch=st.integers(2, 5), slots=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_sequences_come_and_go_in_a_cache_of_fixed_size(file, form, batch, slots, seed):
+    layout, random = KVLayout(batch, HEADS, (slots,), HEAD_DIM, form, *FIXED), Random(seed)
+    mirrored, count = Mirrored(file, layout, slots), batch
+    for _ in range(25):
+        mirrored.read(slots, count)
+        places, count = come_and_go(random, batch, count)
+        victims = torch.tensor([[random.randrange(slots) for _ in range(HEADS)] for _ in range(batch)])
+        mirrored.step(slots, victims, dict.fromkeys(places, slots), count)
+    mirrored.read(slots, count)
+    mirrored.io.close()
+
+
+@settings(max_examples=20)
+@given(
+    form=FORMS,
+    segments=st.tuples(st.integers(3, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
+    batch=st.integers(2, 5),
+    seed=st.integers(0, 1000),
+)
+def test_sequences_come_and_go_in_a_cache_that_grows(file, form, segments, batch, seed):
+    """Each ends at the latest when its slots are full, so the block grows and shrinks again."""
+    layout, random = KVLayout(batch, HEADS, segments, HEAD_DIM, form), Random(seed)
+    mirrored, count = Mirrored(file, layout, segments[0]), batch
+    lengths = [segments[0]] * batch
+    for _ in range(25):
+        running = count
+        full = tuple(place for place in range(count) if lengths[place] == layout.slots)
+        places, count = come_and_go(random, batch, count, full)
+        new = {place: random.randint(1, segments[0] + 1) for place in places}
+        old = [place for place in range(count) if place not in new]
+        held = max(*new.values(), *(lengths[place] + 1 for place in old), 0, 0)
+        mirrored.read(held, 0 if full else running)
+        slots = torch.tensor([lengths[place] if place in old else 0 for place in range(batch)])
+        mirrored.step(held, slots[:, None].expand(batch, HEADS), new, count)
+        lengths = [new.get(place, length + (place in old)) for place, length in enumerate(lengths)]
+    mirrored.io.close()
+
+
+def come_and_go(random: Random, batch: int, count: int, ended: tuple[int, ...] = ()) -> tuple[tuple[int, ...], int]:
+    """(places to which a sequence comes, places in use then), of `count` in use."""
+    if random.random() < 0.2 and count > 1 and not ended:
+        return (), count - 1  # the last one has ended, and nobody takes its place
+    places = {*ended, *(place for place in range(count) if random.random() < 0.1)}
+    grown = random.randint(count, batch) if random.random() < 0.3 else count
+    return (*sorted(places), *range(count, grown)), grown
+
+
+@pytest.mark.parametrize("before, after", [(0, 0), (3, 0), (0, 3), (3, 3)])
+def test_a_newcomer_writes_its_own_pages_and_its_neighbours_keep_their_tokens(file, before, after):
+    """With so many tokens of all sequences in the log before it comes, and behind it."""
+    form = cache_format(None, torch.float32, HEAD_DIM)
+    layout = KVLayout(4, HEADS, (256,), HEAD_DIM, form, *FIXED)  # a sequence has two pages of K, and two of V
+    mirrored = Mirrored(file, layout, 256)
+    slots = [torch.full((4, HEADS), 7 + n) for n in range(before + after)]
+    for n in range(before):
+        mirrored.step(256, slots[n])
+    written = mirrored.io.written_bytes
+    mirrored.read(256, 4)
+    mirrored.step(256, torch.full((4, HEADS), 9), {2: 256})
+    assert mirrored.in_part == 1 and mirrored.io.written_bytes - written == (4 + 1) * PAGE
+    for n in range(after):
+        mirrored.read(256, 4)
+        mirrored.step(256, slots[before + n])
+    mirrored.read(256, 4)
+    assert mirrored.compacted == 0
+    mirrored.io.close()

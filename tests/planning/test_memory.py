@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from machines import percents
 
 from h2o_flexgen import LLM, Policy
-from h2o_flexgen.engine.batch import Sequence, make_batches
+from h2o_flexgen.engine.batch import PromptPiece, Sequence
+from h2o_flexgen.engine.scheduler import micro_batch
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, SnapKVCache, ValueNormCache
 from h2o_flexgen.planning.memory import Resources
@@ -130,9 +131,11 @@ def test_batches_of_the_first_block(workload, size, batches, tokens):
     assert len(found) <= batches and all(n == size for n in found[:-1]) and 0 < found[-1] <= size
     most = micro_tokens(policy.prefill_tokens, workload.longest, found[0])
     block = [Sequence(n, [1] * length) for n, length in enumerate(workload.prompt_lens[: policy.block_size])]
-    for batch in make_batches(block, size, tokens):
-        for begin, end in batch.micro:
-            assert batch.prompt_ids(begin, end).numel() <= most
+    while block:
+        count = micro_batch(block[:size], tokens)
+        piece = PromptPiece(0, block[:count], list(range(count)))
+        assert count * piece.longest <= most
+        del block[:count]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
