@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -32,14 +34,15 @@ def command() -> str:
     path = Path(sys.argv[0]).resolve()
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(path.name)
     program = f"-m {'.'.join(name.with_suffix('').parts)}" if name.parts[0] == "bench" else str(name)
-    return f"python {program} {shlex.join(sys.argv[1:])}".strip()
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return f"python {program} {shlex.join(words)}".strip()
 
 
-def commit() -> str | None:
-    """Of this working copy, with "-dirty" behind it if code was changed; None outside one."""
+def commit(root: Path = ROOT) -> str | None:
+    """Of a working copy, with "-dirty" behind it if code was changed; None outside one."""
 
     def git(*argv: str) -> str:
-        return subprocess.run(["git", "-C", ROOT, *argv], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", root, *argv], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         dirty = git("status", "--porcelain", "h2o_flexgen", "scripts", "bench")
@@ -80,6 +83,24 @@ def stored(name: str) -> dict:
         return json.loads(path.read_text()) if path.exists() else {}
     except ValueError as e:
         sys.exit(f"error: {path} is damaged ({e}): restore it, or move it away")
+
+
+def add(name: str, key: str, entry: dict, same: tuple[str, ...], order: Callable, more: dict | None = None) -> None:
+    """Add an entry to the list `key` of docs/benchmarks/NAME.json, instead of one with the same values of `same`.
+
+    Args:
+        order: of the list, a key as `sorted` takes it.
+        more: what the file says beside its origin and the list.
+
+    Raises:
+        SystemExit: the file is of another machine or other versions, or says something else of `more`.
+    """
+    old = stored(name)
+    here = origin() | (more or {})
+    if differ := [each for each in ("machine", "versions", *(more or ())) if old and old.get(each) != here[each]]:
+        sys.exit(f"error: {name}.json is of another {' and '.join(differ)}: move it away, and run everything")
+    kept = [each for each in old.get(key, []) if any(each[field] != entry[field] for field in same)]
+    save(name, here | {key: sorted([*kept, entry], key=order)})
 
 
 def random_prompts(count: int, length: int) -> list[list[int]]:
@@ -125,6 +146,27 @@ def scratch() -> Iterator[Path]:
     finally:
         folder.cleanup()
         os.close(lock)
+
+
+@contextmanager
+def machine_use() -> Iterator[dict]:
+    """Fills in how many cores others had meanwhile, on average: on a shared machine a run says how quiet it was."""
+    found = {}
+    begin = time.perf_counter()
+    before = busy_seconds()
+    try:
+        yield found
+    finally:
+        every, ours = (after - earlier for after, earlier in zip(busy_seconds(), before))
+        found["cores_of_others"] = max(0.0, every - ours) / (time.perf_counter() - begin)
+
+
+def busy_seconds() -> tuple[float, float]:
+    """Core seconds of all processes of this machine, what its host took included, and of this one and its children."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    ticks = user + nice + system + irq + softirq + steal
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return ticks / os.sysconf("SC_CLK_TCK"), sum(use.ru_utime + use.ru_stime for use in used)
 
 
 def measure_machine(path: Path) -> Path:

@@ -434,6 +434,81 @@ def analysis(data: dict) -> str:
     return f"{found}\n\n{loss}"
 
 
+# real jobs
+
+
+def fastest(runs: list[dict]) -> list[dict]:
+    """Of the runs of one job that came to their end, the fastest of each system."""
+    found: dict[str, dict] = {}
+    for run in runs:
+        if "failed" not in run and run["seconds"] <= found.get(run["system"], run)["seconds"]:
+            found[run["system"]] = run
+    return list(found.values())
+
+
+def runs_of(data: dict, job: str) -> list[dict]:
+    return [run for run in data["runs"] if run["job"] == job]
+
+
+def places_text(run: dict) -> str:
+    """Of llama-server's options, or the policy of ours."""
+    if "policy" in run:
+        return run["policy"]
+    return f"{run['options']['np']} places" + (", one cache" if "kvu" in run["options"] else "")
+
+
+def real_jobs(data: dict) -> str:
+    """Each system at its best number of places, and how the fastest of ours compares."""
+    lines = []
+    gains = []
+    for job, about in data["jobs"].items():
+        rates = {True: 0.0, False: 0.0}
+        for run in fastest(runs_of(data, job)):
+            ran = f"{(run['tokens'] - run['rows']) / run['row_steps']:.0%}" if run.get("row_steps") else ""
+            lines.append(run | {"about": about, "setting": places_text(run), "ran": ran})
+            rates[is_ours(run["system"])] = max(rates[is_ours(run["system"])], run["rows_per_s"])
+        if all(rates.values()):
+            gains.append(f"{job} {rates[True] / rates[False]:.2f}x")
+    header = "job | system | setting | rows/s | tokens/s | seconds | whole command, s | tokens | row-steps that ran"
+    template = "{job}: {about} | {system} | {setting} | {rows_per_s:.2f} | {tokens_per_s:.1f} | {seconds:.1f} | "
+    template += "{command_seconds:.1f} | {tokens} | {ran}"
+    told = [f"Rows/s of the fastest of ours over llama-server's: {', '.join(gains)}."] if gains else []
+    told += sorted({f"llama-server is that of {run['version']}." for run in data["runs"] if "version" in run})
+    return "\n\n".join([columns(lines, header, template), *told])
+
+
+def real_jobs_tried(data: dict) -> str:
+    """Seconds of each setting of llama-server."""
+    lines = []
+    for run in data["runs"]:
+        if is_ours(run["system"]):
+            continue
+        seconds = run.get("failed") or f"{run['seconds']:.1f}"
+        computed = f"{run['prompt_tokens_computed'] / run['prompt_tokens']:.0%}" if "seconds" in run else ""
+        lines.append([run["job"], places_text(run), seconds, computed, f"{run['cores_of_others']:.1f}"])
+    header = ["job", "llama-server with", "seconds", "prompt tokens computed", "cores that others took"]
+    return markdown(header, lines)
+
+
+def versions(data: dict) -> str:
+    """An older version beside this one: medians, and the median of the pairs' ratios."""
+    lines = []
+    for row in data["rows"]:
+        gain = "{ratio:.2f}x ({0:.2f} to {1:.2f})".format(min(row["ratios"]), max(row["ratios"]), **row)
+        seconds = old_and_new(row, row["measure"], "{:.1f}")
+        rate = old_and_new(row, "tokens_per_s", "{:.1f}")
+        ran = old_and_new(row, "running_share", "{:.0%}")
+        moved = old_and_new(row, "moved_gb", "{:.1f}")
+        setting = f"{row['policy']}, {row['computes_in']}, {row['compute']} matmuls"
+        lines.append([row["about"], row["where"], seconds, gain, rate, ran, moved, setting])
+    header = "job | weights and cache | seconds | gain | tokens/s | row-steps of running rows | GB moved | policy"
+    return markdown(header.split(" | "), lines)
+
+
+def old_and_new(row: dict, figure: str, form: str) -> str:
+    return " -> ".join(form.format(row[side][figure]) for side in ("old", "new"))
+
+
 OF_ROWS = (throughput, throughput_details, throughput_ours, throughput_machines, aims)
 OF_ROWS = {function.__name__: function for function in OF_ROWS}
 RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
@@ -445,11 +520,15 @@ OTHERS |= {
     "decoding": decoding,
     "cache_attention": cache_attention,
     "layers_smollm2": layers_smollm2,
+    "real_jobs": real_jobs,
+    "real_jobs_tried": real_jobs_tried,
+    "versions": versions,
 }
 
 
 #: of tables that have a name of their own
 FILES = {"prediction": "search_machine", "decoding": "format_rates_avx2", "cache_attention": "format_rates_avx2"}
+FILES |= {"real_jobs_tried": "real_jobs"}
 
 
 def table(name: str) -> str:

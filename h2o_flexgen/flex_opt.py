@@ -14,7 +14,8 @@ from h2o_flexgen import cli
 from h2o_flexgen.engine.messages import content_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import write_text
-from h2o_flexgen.jobs.input import Row, builtin_rows, read_rows
+from h2o_flexgen.jobs.input import Rows, builtin_rows, read_rows
+from h2o_flexgen.jobs.output import Failures
 from h2o_flexgen.losses import weights_text
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.policy import Policy, gib
@@ -153,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
                 show_texts(llm, args, rows, params)
             else:
                 job.run(llm, rows, params, args.retry_errors)
-                tell(llm, args, job.errors())
+                tell(llm, args, job.failures)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -183,31 +184,32 @@ def planned(args: argparse.Namespace):
     return Planned()
 
 
-def show_texts(llm, args: argparse.Namespace, rows: list[Row], params) -> None:
+def show_texts(llm, args: argparse.Namespace, rows: Rows, params) -> None:
     """Run a job without an output file."""
     from h2o_flexgen.jobs.admission import request
 
     # a bad row keeps its place: what the others get must not depend on it
-    prompts, sampling = zip(*(request(row, params, llm.model) for row in rows))
-    keys = [row.key for row in rows]
+    prompts, sampling, keys = zip(*((*request(row, params, llm.model), row.key) for row in rows))
     outputs = llm.generate(prompts, sampling, keys=keys, skip_errors=args.input_file is not None)
-    errors = [f"row {output.index}: {output.error}" for output in outputs if output.error is not None]
-    if errors and not llm.report:
-        raise UserError(f"none of the {len(outputs)} rows of --input-file can be run; {errors[0]}")
-    tell(llm, args, errors, show(llm.tokenizer, outputs))
+    failures = Failures()
+    for output in outputs:
+        failures.note(output.index, output.error)
+    if failures.count and not llm.report:
+        raise UserError(f"none of the {len(outputs)} rows of --input-file can be run; {failures.first}")
+    tell(llm, args, failures, show(llm.tokenizer, outputs))
 
 
-def made_up_rows(llm, args: argparse.Namespace) -> list[Row]:
+def made_up_rows(llm, args: argparse.Namespace) -> Rows:
     """The rows of a job without an input file."""
     length = cli.prompt_len(args, llm.spec.positions, llm.position_rolling)
     llm.spec.check_length(length, args.gen_len, llm.position_rolling)
     return builtin_rows(llm.tokenizer, llm.spec.vocab, cli.num_prompts(args, llm.policy), length)
 
 
-def tell(llm, args: argparse.Namespace, errors: list[str], texts: str | None = None) -> None:
+def tell(llm, args: argparse.Namespace, failures: Failures, texts: str | None = None) -> None:
     """Report a job that has ended."""
-    if errors:
-        print(f"{len(errors)} rows could not be run; {errors[0]}", file=sys.stderr)
+    if failures.count:
+        print(f"{failures.count} rows could not be run; {failures.first}", file=sys.stderr)
     if not llm.report:  # there was nothing left to do
         return
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 from h2o_flexgen.compression import cache_formats
@@ -13,8 +15,9 @@ from h2o_flexgen.engine.messages import Conversation, checked_kwargs, is_convers
 from h2o_flexgen.engine.model import Prompt, load_model
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreCollector, ScoreOutput
-from h2o_flexgen.engine.params import SamplingParams, list_of
-from h2o_flexgen.engine.requests import admit, to_generate, to_score
+from h2o_flexgen.engine.params import SamplingParams, keys_of_each, list_of, params_of_each, whole_number
+from h2o_flexgen.engine.prefixes import shared_tokens
+from h2o_flexgen.engine.requests import Requests, admit, each_of, to_score
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
@@ -35,7 +38,7 @@ from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.measure import job_dtype, kept_profile, load_or_measure
 from h2o_flexgen.session import Session, choose
-from h2o_flexgen.sizes import STREAM_CHUNK, Workload
+from h2o_flexgen.sizes import STREAM_CHUNK, WINDOW, WINDOW_BLOCKS, Workload
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
 
@@ -197,14 +200,19 @@ class LLM:
     @in_turn
     def generate(
         self,
-        prompts: str | Seq[Prompt],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        prompts: str | Seq[Prompt] | Iterator[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | Iterator[SamplingParams] | None = None,
         *,
-        keys: Seq[int] | None = None,
+        keys: Seq[int] | Iterator[int] | None = None,
         skip_errors: bool = False,
         on_output: Callable[[RequestOutput], None] | None = None,
+        longest_prompt: int | None = None,
+        workload: Workload | None = None,
     ) -> list[RequestOutput]:
-        """Generate for all prompts, in blocks of prompts of like lengths; results in the order of the prompts.
+        """Generate for all prompts; results in the order of the prompts.
+
+        With `on_output` an iterator of prompts is read while others run, some thousand of them at a time, and each
+        output leaves by `on_output` alone, as soon as its row has ended: memory does not grow with the job.
 
         Args:
             prompts: texts, lists of token ids, or conversations, which go through the model's chat template: lists of
@@ -214,23 +222,65 @@ class LLM:
             keys: a number below 2**64 for each prompt. Random numbers depend on the seed, the key and the step, and on
                 nothing else: with its old key a prompt gets its old text in any job. Default: places in the job.
             skip_errors: a prompt that cannot be run becomes an output with `error` instead of raising.
-            on_output: called with every output as soon as its batch is done; not at all if no prompt can be run. What
+            on_output: called with every output as soon as its row has ended; not at all if no prompt can be run. What
                 it got before an interrupt is what there is.
+            longest_prompt: tokens of the longest prompt of an iterator; a KV budget that is a ratio, or "auto", needs
+                it. A longer prompt gets an error.
+            workload: of an iterator of prompts, the tokens of all of them, and of the longest output.
 
         Raises:
             UserError: a prompt that cannot be run, as one with stop strings without a tokenizer; parameters or keys
                 that are not one for each prompt; or a job for which there is no memory.
         """
         self.report = {}
+        if isinstance(prompts, Iterator) and on_output is not None:
+            given = (prompts, sampling_params, keys)
+            requests = Requests(self.model, each_of(*given), self.position_rolling, skip_errors)
+            self._generate_ahead(requests, on_output, workload, longest_prompt)
+            return []
         what = "`prompts` must be a text, or a list of texts, lists of token ids and conversations"
         prompts = [prompts] if isinstance(prompts, str) else list_of(what, prompts)
-        how = (sampling_params, keys, self.position_rolling, skip_errors)
-        sequences, outputs = to_generate(self.model, prompts, *how)
-        if sequences:
-            collector = OutputCollector(self.tokenizer, outputs, on_output)
-            workload = workload_of(sequences, max(s.params.max_tokens for s in sequences))
-            self._run(sequences, workload, Sampler(self.eos_ids, self.tokenizer), collector)
-        return list(outputs.values())
+        params = params_of_each(sampling_params, len(prompts))
+        keys = keys_of_each(keys, len(prompts))
+        requests = Requests(self.model, zip(prompts, params, keys), self.position_rolling, skip_errors)
+        rows = list(requests)
+        if rows:
+            collector = OutputCollector(self.tokenizer, requests.outputs, on_output)
+            self._run(rows, workload_of(rows), Sampler(self.eos_ids, self.tokenizer), collector)
+        return list(requests.outputs.values())
+
+    def _generate_ahead(
+        self,
+        requests: Requests,
+        on_output: Callable[[RequestOutput], None],
+        workload: Workload | None,
+        longest_prompt: int | None,
+    ) -> None:
+        """Read prompts while others run, a window of them at a time."""
+        rows = iter(requests)
+        if workload is None:
+            first = list(islice(rows, WINDOW))
+            if not first:
+                return
+            workload = workload_of(first)
+            if len(first) == WINDOW:
+                workload = self._planned_for(workload, longest_prompt)
+            rows = chain(first, rows)
+        requests.limits = (workload.longest, workload.gen_len)
+        collector = OutputCollector(self.tokenizer, requests.outputs, on_output, keeps=False)
+        self._run(rows, replace(workload, window=WINDOW), Sampler(self.eos_ids, self.tokenizer), collector, requests)
+
+    def _planned_for(self, first: Workload, longest: int | None) -> Workload:
+        """Of more prompts than can be read before the job is planned: those that were read stand for all."""
+        budget = self.kv_budget
+        has_ratio = isinstance(budget, KVBudget) and (budget.hh_ratio, budget.recent_ratio) != (None, None)
+        if longest is None and (has_ratio or "auto" in (budget, self.compress_cache)):
+            raise UserError(
+                "a KV budget that is a ratio, or auto, is of the longest prompt, which an iterator does not tell: give "
+                "`longest_prompt`, or the budget in slots"
+            )
+        longest = first.longest if longest is None else whole_number("`longest_prompt`", longest, 1)
+        return replace(first, prompt_lens=(longest, *first.prompt_lens[1:]))
 
     def chat(
         self,
@@ -292,7 +342,7 @@ class LLM:
         sequences, outputs, targets = to_score(self.model, texts, *how)
         if sequences:
             sink = TeacherForcing(targets)
-            workload = workload_of(sequences, max(s.params.max_tokens for s in sequences))
+            workload = workload_of(sequences)
             self._run(sequences, workload, sink, ScoreCollector(outputs, sink.greedy_token_ids, on_output))
         return outputs
 
@@ -328,21 +378,36 @@ class LLM:
         self.choice.plan.check()
         return Session(self.model, self.runner, self.turns, self.choice, count, most)
 
-    def _run(self, rows: list[Sequence], workload: Workload, sink: LogitsSink, collector: Observer) -> None:
-        """Take all rows through the engine; `sink` gets the logits."""
+    def _run(
+        self,
+        rows: Iterable[Sequence],
+        workload: Workload,
+        sink: LogitsSink,
+        collector: Observer,
+        requests: Requests | None = None,
+    ) -> None:
+        """Take all rows through the engine; `sink` gets the logits. `requests`: whose prompts are read meanwhile."""
         self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
         how = (None if self.policy == "auto" else self.policy, self.kv_budget, self.compress_cache)
         self.choice = choice = self.planner.choose(workload, self.resources(), *how)
         self.observer.on_plan(choice)
         choice.plan.check()
-        bar = ProgressBar(sum(s.params.max_tokens for s in rows), len(self.model.layers), self.progress)
+        total = sum(s.params.max_tokens for s in rows) if requests is None else None
+        bar = ProgressBar(total, len(self.model.layers), self.progress)
+        window = max(workload.window or 1 << 62, WINDOW_BLOCKS * choice.policy.block_size)
+        observers = Observers(collector, bar, self.observer)
+        if requests is not None:
+            requests.refused = collector.hand_on
         try:
-            observers = Observers(collector, bar, self.observer)
-            self.report = self.runner.run(choice, rows, sink, observers, len(rows)).to_dict()
+            self.report = self.runner.run(choice, rows, sink, observers, window).to_dict()
         finally:
             bar.close()
 
 
-def workload_of(rows: list[Sequence], gen_len: int) -> Workload:
-    return Workload(tuple(sorted((len(s.prompt) for s in rows), reverse=True)), gen_len)
+def workload_of(rows: list[Sequence]) -> Workload:
+    """Of rows that are all known."""
+    path, shared = shared_tokens(rows)
+    prompt_lens = sorted((len(s.prompt) for s in rows), reverse=True)
+    gen_len = max(s.params.max_tokens for s in rows)
+    return Workload(tuple(prompt_lens), gen_len, path=path, shared=shared)

@@ -21,6 +21,10 @@ KV_BUFFERS = 3
 SEGMENT, LARGEST_SEGMENT = 32, 128
 #: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
 TOKEN = 72
+#: and of one of a prompt
+PROMPT_TOKEN = 36
+#: rows of a job that are read ahead at least, and at least so many times the places of a block
+WINDOW, WINDOW_BLOCKS = 4096, 4
 #: micro-batches whose hidden states may be in write-back at once
 WRITE_BACKS = 2
 #: rows that go through the head at once, and of their logits those that are turned into tokens at once
@@ -57,22 +61,33 @@ class Workload:
 
     Attributes:
         prompt_lens: tokens of each prompt, the longest first.
-        gen_len: tokens of each output; with 1 nothing is decoded.
+        gen_len: the most tokens of an output; with 1 nothing is decoded.
         held: tokens that the caches hold already when a prompt comes; 0 but for streams.
+        mean_len: tokens of the average output, as far as is known; None: all are as long as they may be.
+        path: the most tokens that prompts have in common; shared: tokens of all prompts that are computed with another.
+        window: rows that are in memory at once; None: all of them, and their outputs to the end.
     """
 
-    prompt_lens: tuple[int, ...]
+    prompt_lens: Sequence[int]
     gen_len: int
     held: int = 0
+    mean_len: float | None = None
+    path: int = 0
+    shared: int = 0
+    window: int | None = None
 
     @property
     def longest(self) -> int:
-        return self.prompt_lens[0]
+        return int(self.prompt_lens[0])
 
     @property
     def output_bytes(self) -> int:
-        """RAM that the outputs hold to the job's end."""
-        return TOKEN * len(self.prompt_lens) * self.gen_len
+        """RAM for the outputs, and for prompts that are read while the job runs."""
+        rows = len(self.prompt_lens)
+        if self.window is None:
+            return TOKEN * rows * self.gen_len
+        rows = min(rows, self.window)
+        return rows * self.longest * PROMPT_TOKEN + TOKEN * max(1, rows // WINDOW_BLOCKS) * self.gen_len
 
 
 def full_segments(prompt_len: int, gen_len: int) -> tuple[int, ...]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
 from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.manifest import Manifest, is_running, manifest_path
-from h2o_flexgen.jobs.output import DoneRow, read_done
+from h2o_flexgen.jobs.output import DoneRow, open_done, read_done
 
 #: no run takes as long, in seconds; one seems to if the clock stood at 1970 when it began
 YEAR = 365 * 24 * 3600
@@ -31,28 +32,33 @@ def run(args: argparse.Namespace) -> None:
     manifest = Manifest.read(manifest_path(path))
     if manifest is None:
         raise UserError(f"{args.output_file} is no output file of a job: there is no {manifest_path(path)}")
-    cli.say(describe(manifest, read_done(path), path, is_running(manifest_path(path))))
+    with open_done(path) as file:
+        rows = (row for _, row in read_done(path, file))
+        cli.say(describe(manifest, rows, path, is_running(manifest_path(path))))
 
 
-def describe(manifest: Manifest, rows: list[DoneRow], path: Path, running: bool) -> str:
+def describe(manifest: Manifest, rows: Iterable[DoneRow], path: Path, running: bool) -> str:
     """The state of a job for people; `rows`: those in the output file, the newest last unless all are there."""
-    failed = sum(row.error is not None for row in rows)
-    left = max(0, len(manifest.rows) - len(rows))
-    text = f"{len(rows) - failed} of {len(manifest.rows)} rows are done, {failed} failed, {left} are left"
+    run = manifest.runs[-1]
+    count = failed = new = tokens = 0  # the last two of this run; refusing a row takes no time
+    for count, row in enumerate(rows, 1):
+        failed += row.error is not None
+        new += row.error is None and count > run["done"]
+        tokens += row.tokens if count > run["done"] else 0
+    total = len(manifest.rows)
+    left = max(0, total - count)
+    text = f"{count - failed} of {total} rows are done, {failed} failed, {left} are left"
     if not left:
         return f"finished: {text}"
     if not running:
         return f"stopped: {text}; the command that began it goes on"
-    run = manifest.runs[-1]
-    new = [row for row in rows[run["done"] :] if row.error is None]  # refusing a row takes no time
-    tokens = sum(row.tokens for row in new)
     if not tokens:
         return f"runs: {text}; no row of this run has finished yet"
     seconds = path.stat().st_mtime - run["start"]
     if not 0 < seconds < YEAR:
         return f"runs: {text}; this machine's clock was set meanwhile: how fast is not known"
     speed = tokens / seconds
-    remaining = timedelta(seconds=round(left * seconds / len(new)))
+    remaining = timedelta(seconds=round(left * seconds / new))
     return f"runs: {text}; {speed:.1f} tokens/s, about {remaining} (h:mm:ss) left at this rate"
 
 

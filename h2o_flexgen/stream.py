@@ -16,7 +16,7 @@ from h2o_flexgen import cli
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.files import read_text, write_text
 from h2o_flexgen.flex_opt import PASSED, SEARCHED
-from h2o_flexgen.jobs.content import read_content
+from h2o_flexgen.jobs.content import Content
 from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget
 
 #: slots of the KV cache, if none are given: half for heavy hitters, half for recent tokens
@@ -66,7 +66,7 @@ def read_turns(path: str) -> list[str]:
         UserError: the file cannot be read, has a row of another form, or no turn.
     """
     turns = []
-    for number, line in enumerate(read_content(path).splitlines(), 1):
+    for number, line in enumerate(Content(path), 1):
         if line.strip():
             try:
                 row = json.loads(line)

@@ -18,12 +18,12 @@ from types import ModuleType
 from bench.job import Job
 
 
-def built(name: str) -> Path:
-    """The folder that bench/NAME.sh fills once."""
+def built(name: str, proof: str = "ready") -> Path:
+    """The folder that bench/NAME.sh fills once. `proof`: a file without which it is not filled yet."""
     from bench.common import ROOT, data_folder
 
     folder = data_folder() / name
-    if not (folder / "ready").exists():
+    if not (folder / proof).exists():
         print(f"bench/{name}.sh runs (minutes, once)", flush=True)
         env = os.environ | {"PYTHON": sys.executable}
         if subprocess.run(["bash", ROOT / "bench" / f"{name}.sh", folder], env=env).returncode:

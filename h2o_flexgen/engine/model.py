@@ -100,7 +100,8 @@ class LoadedModel:
             raise UserError(f"a prompt is {kinds}, not {type(prompt).__name__}")
         if not ids:
             raise UserError("the prompt is empty")
-        for token in ids:
+        is_fine = set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.spec.vocab  # said without a loop
+        for token in () if is_fine else ids:
             is_number = isinstance(token, Integral) and not isinstance(token, bool)  # numpy's are welcome
             if not is_number or not 0 <= token < self.spec.vocab:
                 if ids is not prompt:

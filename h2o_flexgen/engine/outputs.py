@@ -81,12 +81,13 @@ def completion(s: Sequence, tokenizer) -> CompletionOutput:
 
 
 class OutputCollector(Observer):
-    """Gathers the outputs of a job, and hands each on as soon as its row has ended.
+    """Completes the outputs of a job, and hands each on as soon as its row has ended.
 
     Args:
         tokenizer: turns tokens into text; None for no text.
-        outputs: by index, of every prompt of the job, and with an error of every one that cannot be run.
+        outputs: by index, of the prompts that have been read, with an error of every one that cannot be run.
         on_output: gets every output.
+        keeps: outputs stay in `outputs`.
     """
 
     def __init__(
@@ -94,16 +95,17 @@ class OutputCollector(Observer):
         tokenizer,
         outputs: dict[int, RequestOutput],
         on_output: Callable[[RequestOutput], None] | None = None,
+        keeps: bool = True,
     ):
         self.tokenizer = tokenizer
         self.outputs = outputs
         self.on_output = on_output
+        self.keeps = keeps
 
     def on_begin(self) -> None:
         """Hand on the outputs of prompts that cannot be run."""
-        for output in self.outputs.values():
-            if output.error is not None and self.on_output is not None:
-                self.on_output(output)
+        for output in [output for output in self.outputs.values() if output.error is not None]:
+            self.hand_on(output)
 
     def on_finished(self, rows: list[Sequence]) -> None:
         for s in rows:
@@ -112,8 +114,13 @@ class OutputCollector(Observer):
                 output.error = "the model's hidden states overflowed for this prompt"
             else:
                 output.outputs = [completion(s, self.tokenizer)]
-            if self.on_output is not None:
-                self.on_output(output)
+            self.hand_on(output)
+
+    def hand_on(self, output: RequestOutput) -> None:
+        if not self.keeps:
+            del self.outputs[output.index]
+        if self.on_output is not None:
+            self.on_output(output)
 
 
 class ScoreCollector(Observer):

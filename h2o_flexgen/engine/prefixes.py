@@ -94,6 +94,14 @@ def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tu
     return _depth_first(given)
 
 
+def shared_tokens(rows: list) -> tuple[int, int]:
+    """What there is to share: the most tokens that two rows have in common, and the tokens of all that need not be
+    computed again."""
+    rows = sorted(rows, key=lambda s: s.prompt)
+    common = [_common(a, b, lambda s: min(s.wanted, len(s.prompt) - 1)) for a, b in zip(rows, rows[1:])]
+    return max(common, default=0), sum(common)
+
+
 def _common(a, b, limit: Callable[[object], int]) -> int:
     """Tokens with which two rows begin."""
     most = min(limit(a), limit(b))

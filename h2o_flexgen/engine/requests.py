@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import count, repeat
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.messages import is_conversation, messages_of
 from h2o_flexgen.engine.model import LoadedModel, Prompt
 from h2o_flexgen.engine.outputs import RequestOutput, ScoreOutput
-from h2o_flexgen.engine.params import SamplingParams, check_stop, keys_of_each, numbers_of_each, params_of_each
+from h2o_flexgen.engine.params import SamplingParams, check_stop, numbers_of_each
 from h2o_flexgen.errors import UserError
 
 
@@ -26,32 +28,71 @@ def admit(model: LoadedModel, prompt: Prompt, gen_len: int, rolling: bool) -> li
     return ids
 
 
-def to_generate(
-    model: LoadedModel,
-    prompts: Seq[Prompt],
-    sampling_params: SamplingParams | Seq[SamplingParams] | None,
-    keys: Seq[int] | None,
-    rolling: bool,
-    skip_errors: bool,
-) -> tuple[list[Sequence], dict[int, RequestOutput]]:
-    """Sequences of the prompts, and by index the outputs of all prompts. Arguments and errors are those of
-    `LLM.generate`: with `skip_errors` the output of a prompt that cannot be run gets an `error`, and there is no
-    sequence of it."""
-    params = params_of_each(sampling_params, len(prompts))
-    keys = keys_of_each(keys, len(prompts))
-    sequences = []
-    outputs = {}
-    for index, (prompt, its_params, key) in enumerate(zip(prompts, params, keys)):
-        output = outputs[index] = RequestOutput(index, _shown(prompt), [])
+class Requests:
+    """The prompts of a job, admitted as they are read.
+
+    Args:
+        each: (prompt, its parameters, its key) of each.
+        rolling: positions roll.
+        skip_errors: a prompt that cannot be run has an output with an error; else its error is raised.
+
+    Attributes:
+        outputs: by index, of the prompts that have been read; whoever hands one on may take it out.
+        refused: what to do with the output of a prompt that cannot be run; None: it waits.
+        limits: tokens of the longest prompt and the longest output that the job is planned for; None before.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        each: Iterable[tuple[Prompt, SamplingParams, int]],
+        rolling: bool,
+        skip_errors: bool,
+    ):
+        self.model = model
+        self.each = each
+        self.rolling = rolling
+        self.skip_errors = skip_errors
+        self.outputs: dict[int, RequestOutput] = {}
+        self.refused: Callable[[RequestOutput], None] | None = None
+        self.limits: tuple[int, int] | None = None
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for index, (prompt, params, key) in enumerate(self.each):
+            output = self.outputs[index] = RequestOutput(index, _shown(prompt), [])
+            try:
+                yield self._admitted(output, prompt, params, key)
+            except UserError as e:
+                if not self.skip_errors:
+                    raise UserError(f"prompt {index}: {e}") from None
+                output.error = str(e)
+                if self.refused is not None:
+                    self.refused(output)
+
+    def _admitted(self, output: RequestOutput, prompt: Prompt, params: SamplingParams, key: int) -> Sequence:
+        ids = output.prompt_token_ids = admit(self.model, prompt, params.max_tokens, self.rolling)
+        check_stop(params, self.model.tokenizer, self.model.spec.vocab)
+        for name, tokens, most in zip(
+            ("longest_prompt", "max_tokens"), (len(ids), params.max_tokens), self.limits or ()
+        ):
+            if tokens > most:
+                raise UserError(f"it has {tokens} tokens, more than the {most} of `{name}` that the job is planned for")
+        return Sequence(output.index, ids, params, key)
+
+
+def each_of(prompts: Iterable[Prompt], params, keys) -> Iterator[tuple[Prompt, SamplingParams, int]]:
+    """Prompts with their parameters and keys, which may be iterators too.
+
+    Raises:
+        UserError: there are fewer of them than of the prompts.
+    """
+    many_params = repeat(params or SamplingParams()) if params is None or isinstance(params, SamplingParams) else params
+    rest = (iter(many_params), count() if keys is None else iter(keys))
+    for n, prompt in enumerate(prompts):
         try:
-            output.prompt_token_ids = admit(model, prompt, its_params.max_tokens, rolling)
-            check_stop(its_params, model.tokenizer, model.spec.vocab)
-            sequences.append(Sequence(index, output.prompt_token_ids, its_params, key))
-        except UserError as e:
-            if not skip_errors:
-                raise UserError(f"prompt {index}: {e}") from None
-            output.error = str(e)
-    return sequences, outputs
+            yield prompt, *map(next, rest)
+        except StopIteration:
+            raise UserError(f"`sampling_params` or `keys` ended before prompt {n}: give one for each") from None
 
 
 def _shown(prompt: Prompt) -> str | Seq[dict] | None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from h2o_flexgen.engine.messages import Conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs import openai
-from h2o_flexgen.jobs.content import check_no_array, check_no_table, read_content
+from h2o_flexgen.jobs.content import Content, check_no_array, check_no_table
 from h2o_flexgen.jobs.keys import sampling
 
 
@@ -52,29 +56,93 @@ class Row:
         return int(_digest(self.custom_id.encode("utf-8", "surrogatepass"))[:15], 16)
 
 
-def read_rows(path: str) -> list[Row]:
+class Rows:
+    """The rows of a job, in the order of their lines. Each loop over them reads them anew; what is kept of each takes
+    16 bytes.
+
+    Args:
+        name: what they are called in messages.
+        lines: what is to be read, the same in each loop: a row each, but for blank ones.
+        parse: from a line, the index of its row and its number, to the row.
+
+    Attributes:
+        known: (N, 2) uint64, by what each is known from one run of a job to the next: `id_hash` of its id, and its
+            digest.
+        has_objects: whether some lines are JSON objects.
+
+    Raises:
+        UserError: a custom_id is there twice; or, in a loop, the lines are others than before.
+    """
+
+    def __init__(self, name: str, lines: Iterable[bytes], parse: Callable[[bytes, int, int], Row]):
+        self.name = name
+        self.lines = lines
+        self.parse = parse
+        self.has_objects = False
+        known = array("Q")
+        for index, (number, line) in enumerate(self._numbered()):
+            row = parse(line, index, number)
+            known.extend((id_hash(row.id), int(row.digest, 16)))
+            self.has_objects |= not isinstance(row.prompt, NotAnObject)
+        self.known = np.array(known, np.uint64).reshape(-1, 2)
+        self._check_ids()
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def __iter__(self) -> Iterator[Row]:
+        return self.those(np.ones(len(self), bool))
+
+    def those(self, wanted: np.ndarray) -> Iterator[Row]:
+        """The rows for which `wanted`, (N,) bool, is true."""
+        index = -1
+        for index, (number, line) in zip(range(len(self)), self._numbered()):  # what is appended later is not read
+            if wanted[index]:
+                row = self.parse(line, index, number)
+                if int(row.digest, 16) != int(self.known[index, 1]):
+                    raise self._changed()
+                yield row
+        if index + 1 < len(self):
+            raise self._changed()
+
+    def _changed(self) -> UserError:
+        return UserError(f"{self.name} was changed while the job read it: start the job again")
+
+    def _numbered(self) -> Iterator[tuple[int, bytes]]:
+        for number, line in enumerate(self.lines, 1):
+            if line := line.strip():
+                yield number, line
+
+    def _check_ids(self) -> None:
+        ids = self.known[:, 0]
+        suspects = count_each(ids, ids) > 1
+        seen = {}
+        for row in self.those(suspects) if suspects.any() else ():  # different ids may have the same hash
+            first = seen.setdefault(row.id, row.line)
+            if first != row.line:
+                lines = f"lines {first} and {row.line}"
+                raise UserError(f"{self.name}: {lines} have the same custom_id {row.custom_id!r}")
+
+
+def count_each(wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """(N,) int64, how often each of `wanted`, (N,), is among `values`, (M,)."""
+    ordered = np.sort(values)
+    return np.searchsorted(ordered, wanted, side="right") - np.searchsorted(ordered, wanted)
+
+
+def read_rows(path: str) -> Rows:
     """The rows of an input file, - for stdin.
 
     Raises:
         UserError: the file cannot be read, is of another form, holds no rows, or has a custom_id twice.
     """
-    content = read_content(path)
-    check_no_array(path, content)
-    rows = []
-    seen = {}
-    for number, line in enumerate(content.splitlines(), 1):  # of bytes: a text may hold other line separators
-        if not line.strip():
-            continue
-        row = _parse(line.strip(), len(rows), number)
-        rows.append(row)
-        first = seen.setdefault(row.id, row)
-        if first is not row:
-            lines = f"lines {first.line} and {number}"
-            raise UserError(f"`input_file` {path}: {lines} have the same custom_id {row.custom_id!r}")
-    if not rows:
+    content = Content(path)
+    check_no_array(content)
+    rows = Rows(f"`input_file` {path}", content, parse_row)
+    if not len(rows):
         raise UserError(f"`input_file` {path} holds no prompts")
-    if all(isinstance(row.prompt, NotAnObject) for row in rows):
-        check_no_table(path, content)
+    if not rows.has_objects:
+        check_no_table(content)
     return rows
 
 
@@ -82,7 +150,8 @@ class NotAnObject(UserError):
     """A line that is no JSON object."""
 
 
-def _parse(line: bytes, index: int, number: int) -> Row:
+def parse_row(line: bytes, index: int, number: int) -> Row:
+    """Of a line of an input file; one that cannot be run has an error for a prompt."""
     row = Row(index, number, _digest(line))
     try:
         data = _object(line)
@@ -146,10 +215,19 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def builtin_rows(tokenizer, vocab: int, count: int, length: int) -> list[Row]:
+def id_hash(id: str | int) -> int:
+    """64 bits of what a row is known by."""
+    return int(_digest(json.dumps(id).encode()), 16)
+
+
+def builtin_rows(tokenizer, vocab: int, count: int, length: int) -> Rows:
     """`builtin_prompts` as rows."""
-    prompts = builtin_prompts(tokenizer, vocab, count, length)
-    return [Row(n, n + 1, _digest(json.dumps(ids).encode()), prompt=ids) for n, ids in enumerate(prompts)]
+    lines = [json.dumps(ids).encode() for ids in builtin_prompts(tokenizer, vocab, count, length)]
+
+    def parse(line: bytes, index: int, number: int) -> Row:
+        return Row(index, number, _digest(line), prompt=json.loads(line))
+
+    return Rows("the built-in prompts", lines, parse)
 
 
 def builtin_text() -> str:

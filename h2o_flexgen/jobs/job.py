@@ -6,21 +6,27 @@ import logging
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import tee
+from operator import itemgetter
 from pathlib import Path
 
 from h2o_flexgen.engine.observer import Observer, Observers
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs.admission import admitted
-from h2o_flexgen.jobs.input import Row
+from h2o_flexgen.jobs.admission import Admission, request
+from h2o_flexgen.jobs.input import Row, Rows
 from h2o_flexgen.jobs.manifest import Manifest, lock, manifest_path
-from h2o_flexgen.jobs.output import DoneRow, OutputFile, done_row, failed_row, no_row, put_in_order, read_done
+from h2o_flexgen.jobs.output import DoneRow, Failures, OutputFile, done_row, put_in_order
+from h2o_flexgen.jobs.resume import Done, Left, all_of, left_of
 from h2o_flexgen.jobs.settings import changes, settings_of
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.policy import KVBudget
 
 log = logging.getLogger(__name__)
+
+#: rows that are written at once where they all come at once
+FLUSH_ROWS = 1000
 
 
 class Job:
@@ -32,8 +38,9 @@ class Job:
 
     Attributes:
         before: the manifest of the run to go on with; None if the job begins.
-        done: the rows of the output file, by id.
+        done: the rows that the output file held before.
         output: the file while rows are appended to it.
+        failures: of all rows, in this run or before.
 
     Raises:
         UserError: another job has the file, or it is not one that a job wrote, or cannot be read.
@@ -48,7 +55,8 @@ class Job:
         if not os.access(self.path.parent, os.W_OK):
             raise UserError(f"`output_file` {path} cannot be written: nothing can be made in its folder")
         self.before: Manifest | None = None
-        self.done: dict[str | int, DoneRow] = {}
+        self.done: Done | None = None
+        self.failures = Failures()
         self.output: OutputFile | None = None
         self.lock = lock(self.manifest_path)
         try:
@@ -65,15 +73,12 @@ class Job:
                 f"`output_file` {path} is not one that a job wrote (it has no {self.manifest_path.name}): "
                 "name another, or keep this one as another file with `restart`"
             )
-        rows = read_done(self.path) if self.lock is not None else []
-        if not rows:
+        if self.lock is None:
             return
-        self.before = Manifest.read(self.manifest_path)
-        known = dict(self.before.rows)
-        for number, row in enumerate(rows, 1):
-            if row.id not in known or row.id in self.done:
-                raise no_row(self.path, number)
-            self.done[row.id] = row
+        self.done = Done(self.path)
+        if len(self.done):
+            self.before = Manifest.read(self.manifest_path)
+            self.done.check(self.before.rows[:, 0])
 
     def __enter__(self) -> Job:
         return self
@@ -82,7 +87,7 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        for file in (self.output, self.lock):
+        for file in (self.output, self.done, self.lock):
             if file is not None:
                 file.close()
 
@@ -96,12 +101,7 @@ class Job:
         """Whether weights in 4 bits have been multiplied as they are stored since the job began."""
         return self.before and bool(self.before.settings.get("in_blocks"))
 
-    def errors(self) -> list[str]:
-        """Of all rows that failed, in this run or before."""
-        rows = self.output.rows if self.output else self.done.values()
-        return [f"row {row.id}: {row.error}" for row in rows if row.error is not None]
-
-    def run(self, llm: LLM, rows: list[Row], params: SamplingParams, retry_errors: bool = False) -> None:
+    def run(self, llm: LLM, rows: Rows, params: SamplingParams, retry_errors: bool = False) -> None:
         """Run the rows that are left, and put all in the order of the input.
 
         Args:
@@ -114,10 +114,9 @@ class Job:
         """
         if self.output is not None:
             raise UserError("this Job has run: make another one, which goes on")
-        order = [row.id for row in rows]
-        left = self._what_is_left(llm, rows, params, retry_errors) if self.before else Left([], rows)
-        if self.before and not left.todo and not left.dropped:
-            put_in_order(self.path, left.kept, order)
+        left = self._what_is_left(llm, rows, params, retry_errors) if self.before else all_of(len(rows))
+        if self.before and not left.todo.any() and not left.dropped:
+            put_in_order(self.path, lambda: map(itemgetter(1), self.done.lines(left)))
             return
         try:
             Run(self, llm, rows, left, params).generate()
@@ -130,87 +129,55 @@ class Job:
                 again = f"the same command goes on{', without restart' if self.restart else ''}"
                 e.add_note(f"{self._progress(rows)}; {again}")
             raise
-        self.output.finish(order)
+        self.output.finish()
 
-    def _progress(self, rows: list[Row]) -> str:
+    def _progress(self, rows: Rows) -> str:
         self.output.flush()
         return f"{self.output.written} of {len(rows)} rows are done"
 
-    def _what_is_left(self, llm: LLM, rows: list[Row], params: SamplingParams, retry_errors: bool) -> Left:
+    def _what_is_left(self, llm: LLM, rows: Rows, params: SamplingParams, retry_errors: bool) -> Left:
         """And says so. Raises UserError if the job began with other settings, or other rows."""
         if changed := changes(self.before.settings, settings_of(llm, params, self.before.longest_prompt)):
             raise UserError(
                 f"the job in {self.path} began with other settings: {'; '.join(changed)}: give the old "
                 "ones, or begin anew with `restart`, which keeps the old file"
             )
-        left = left_of(dict(self.before.rows), self.done, rows, retry_errors)
+        left = left_of(self.before.rows, self.done, rows.known, retry_errors)
         if left.dropped == len(self.done):
             raise UserError(
                 f"no row in {self.path} is of these rows: name its own input file, or begin anew with "
                 "`restart`, which keeps the old file"
             )
-        failed = sum(row.error is not None for row in left.kept)
-        done = f"{len(left.kept) - failed} of {len(rows)} rows are done, {failed} failed, {len(left.todo)} are left"
-        log.warning("%s: %s%s", "goes on" if left.todo else "nothing to do", done, left.remarks and f"; {left.remarks}")
+        self.failures = self.done.failures(left)
+        failed = self.failures.count
+        todo = int(left.todo.sum())
+        done = f"{len(left.kept) - failed} of {len(rows)} rows are done, {failed} failed, {todo} are left"
+        log.warning("%s: %s%s", "goes on" if todo else "nothing to do", done, left.remarks and f"; {left.remarks}")
         return left
-
-
-@dataclass(frozen=True)
-class Left:
-    """What is left of a job.
-
-    Attributes:
-        kept: finished rows that stay; todo: rows that are run.
-        dropped: how many finished rows go, as their input has changed or gone.
-        remarks: how many rows of the input are others than before, in words.
-    """
-
-    kept: list[DoneRow]
-    todo: list[Row]
-    dropped: int = 0
-    remarks: str = ""
-
-
-def left_of(old: dict, done: dict[str | int, DoneRow], rows: list[Row], retry_errors: bool) -> Left:
-    """What is left of a job that began with the digests `old`, by id, and now has `rows`."""
-    new = {row.id: row.digest for row in rows}
-    same = {id for id in done if new.get(id) == old[id]}
-    again = {id for id in same if retry_errors and done[id].error is not None}
-    counts = {
-        "were changed and run again": sum(id in old and old[id] != digest for id, digest in new.items()),
-        "are new": len(new.keys() - old.keys()),
-        "failed and run again": len(again),
-        "are no longer in the input": len(old.keys() - new.keys()),
-    }
-    return Left(
-        [done[row.id].at(row.index) for row in rows if row.id in same - again],
-        [row for row in rows if row.id not in same - again],
-        len(done) - len(same),
-        ", ".join(f"{count} {what}" for what, count in counts.items() if count),
-    )
 
 
 class Run(Observer):
     """One run of a job: the rows that are left, written as their batches finish.
 
     Attributes:
-        todo: (row, token ids, sampling) of those that can be run; refused: (row, error) of the others.
+        running: rows that the engine has got, without their prompts, by their places among the prompts.
         manifest: what goes on disk when the run begins.
 
     Raises:
         UserError: no row can be run.
     """
 
-    def __init__(self, job: Job, llm: LLM, rows: list[Row], left: Left, params: SamplingParams):
+    def __init__(self, job: Job, llm: LLM, rows: Rows, left: Left, params: SamplingParams):
         self.job = job
         self.llm = llm
         self.rows = rows
         self.left = left
-        self.todo, self.refused = admitted(llm, left.todo, params)  # all, before the first is run
-        if not self.todo and not left.kept:
-            row, error = self.refused[0]
-            raise UserError(f"none of the {len(rows)} rows of `input_file` can be run; row {row.index}: {error}")
-        longest = max((len(ids) for _, ids, _ in self.todo), default=1)
+        self.params = params
+        self.running: dict[int, Row] = {}
+        self.admission = Admission(llm, rows, left.todo, params)  # of all, before the first is run
+        longest = self.admission.longest
+        if not self.admission.lens and not len(left.kept):
+            raise UserError(f"none of the {len(rows)} rows of `input_file` can be run; {self.admission.error}")
         if job.before:
             self.manifest = job.before
             slots = job.before.kv_budget
@@ -225,23 +192,33 @@ class Run(Observer):
             self.budget = llm.kv_budget
             self.compress_cache = llm.compress_cache
             slots = self.budget.to_dict(longest) if isinstance(self.budget, KVBudget) else None
-            self.manifest = Manifest(settings_of(llm, params, longest), slots, longest, [], [], self.compress_cache)
+            self.manifest = Manifest(
+                settings_of(llm, params, longest), slots, longest, rows.known, [], self.compress_cache
+            )
 
     def generate(self) -> None:
         """Afterwards the model may run another job."""
-        if not self.todo:
+        if not self.admission.lens:
             self.on_begin()
             return
-        rows, prompts, params = zip(*self.todo)
         before = self.llm.observer, self.llm.kv_budget, self.llm.compress_cache
         self.llm.observer = Observers(self.llm.observer, self)
         self.llm.kv_budget = self.budget
         self.llm.compress_cache = self.compress_cache
         try:
-            keys = [row.key for row in rows]
-            self.llm.generate(prompts, params, keys=keys, skip_errors=True, on_output=self.take)
+            prompts, params, keys = (map(itemgetter(n), each) for n, each in enumerate(tee(self._requests(), 3)))
+            how = dict(keys=keys, skip_errors=True, on_output=self.take, workload=self.admission.workload())
+            self.llm.generate(prompts, params, **how)
         finally:
             self.llm.observer, self.llm.kv_budget, self.llm.compress_cache = before
+
+    def _requests(self) -> Iterator[tuple]:
+        """Prompt, sampling and key of each row that is run, read when the engine has room for it."""
+        for place, row in enumerate(self.rows.those(self.admission.runs)):
+            prompt, own = request(row, self.params, self.llm.model)
+            row.prompt = ""
+            self.running[place] = row
+            yield prompt, own, row.key
 
     def on_plan(self, choice) -> None:
         """A KV budget "auto" has become one of slots, which stays, and so does a format."""
@@ -251,7 +228,7 @@ class Run(Observer):
 
     def on_begin(self) -> None:
         """All that may refuse the job has been passed: now files are touched."""
-        self.manifest.rows = [[row.id, row.digest] for row in self.rows]
+        self.manifest.rows = self.rows.known
         self.manifest.runs.append({"start": time.time(), "done": len(self.left.kept)})
         try:
             self._begin_files()
@@ -259,8 +236,10 @@ class Run(Observer):
             raise UserError(f"`output_file` {self.job.path}: another job is writing it") from None
         except OSError as e:
             raise UserError(f"`output_file` {self.job.path} cannot be written: {e.strerror}") from None
-        for row, error in self.refused:
-            self.job.output.add(failed_row(row, error))
+        for n, (index, row) in enumerate(self.admission.refused(), 1):
+            self._add(index, row)
+            if n % FLUSH_ROWS == 0:
+                self.job.output.flush()
         self.job.output.flush()
 
     def _begin_files(self) -> None:
@@ -269,17 +248,21 @@ class Run(Observer):
             keep_old(job.path, is_moved=job.restart)  # first: another run must not take its rows for this job's
         if job.lock is None:
             job.lock = self.manifest.write(job.manifest_path, is_new=True)
-            job.output = OutputFile(job.path, self.left.kept)
+            job.output = OutputFile(job.path)
         else:  # the manifest behind the rows: a changed one must not be there under its new digest
-            job.output = OutputFile(job.path, self.left.kept)
+            job.output = OutputFile(job.path, job.done.lines(self.left) if job.before else ())
             old = job.lock
             job.lock = self.manifest.write(job.manifest_path, is_new=False)
             old.close()
 
     def take(self, output) -> None:
         """A finished row."""
-        row = self.todo[output.index][0]
-        self.job.output.add(done_row(row, output, self.llm.model.name, self.llm.tokenizer))
+        row = self.running.pop(output.index)
+        self._add(row.index, done_row(row, output, self.llm.model.name, self.llm.tokenizer))
+
+    def _add(self, index: int, row: DoneRow) -> None:
+        self.job.output.add(index, row)
+        self.job.failures.note(row.id, row.error)
 
     def on_finished(self, sequences: list) -> None:
         self.job.output.flush()

@@ -5,15 +5,29 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from dataclasses import asdict, dataclass
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import open_regular, read_bytes
+from h2o_flexgen.files import open_regular
+from h2o_flexgen.jobs.input import id_hash
 from h2o_flexgen.jobs.output import replace_file
 from h2o_flexgen.policy import KVBudget
+
+#: rows on a line of the file
+LINE_ROWS = 1024
+#: two numbers of 64 bits a row, the hash of its id and its digest
+PACKED = np.dtype(">u8")
+#: the end of the line before the rows
+ROWS = b'"rows": [\n'
+#: the line behind them
+END = b"]}\n"
 
 
 def manifest_path(output: Path) -> Path:
@@ -28,7 +42,7 @@ class Manifest:
         settings: what must not change from one run to the next, by the names of arguments.
         kv_budget: as `KVBudget.to_dict` has it; None for a full cache.
         longest_prompt: of the job when it first began, in tokens.
-        rows: {id: digest}, as a list: JSON has no keys that are numbers.
+        rows: (N, 2) uint64, as `Rows.known` has it; in the file, base64 of LINE_ROWS rows a line.
         compress_cache: the format of the KV cache.
         runs: for each the time of its "start", in seconds of the Unix epoch, and the rows that were "done" by then.
     """
@@ -36,21 +50,32 @@ class Manifest:
     settings: dict
     kv_budget: dict | None
     longest_prompt: int
-    rows: list[list]
+    rows: np.ndarray
     runs: list[dict]
     compress_cache: str | None = None
 
     def write(self, path: Path, *, is_new: bool) -> BinaryIO:
         """Put it on disk; returns the file, which is locked. Raises OSError as `replace_file`."""
-        return replace_file(path, json.dumps(asdict(self)).encode() + b"\n", is_new=is_new)
+        return replace_file(path, self._encoded(), is_new=is_new)
+
+    def _encoded(self) -> Iterator[bytes]:
+        """As JSON, of which no reader needs to hold more than a line."""
+        fields = dict(vars(self))
+        rows = fields.pop("rows")
+        yield json.dumps(fields).encode().removesuffix(b"}") + b", " + ROWS
+        for begin in range(0, len(rows), LINE_ROWS):
+            packed = b64encode(rows[begin : begin + LINE_ROWS].astype(PACKED).tobytes())
+            yield b'%b"%b"' % (b",\n" if begin else b"", packed)
+        yield b"\n" + END
 
     @classmethod
     def read(cls, path: Path) -> Manifest | None:
         """None if there is none. Raises UserError if it cannot be read or is damaged."""
         try:
-            found = cls(**json.loads(read_bytes(path)))
+            with open(open_regular(path), "rb") as file:
+                found = cls(**_fields(file))
             shapes = [
-                dict(found.rows),
+                len(found.rows) > 0,
                 found.settings.items(),
                 found.runs,
                 all(isfinite(run["start"]) and type(run["done"]) is int and run["done"] >= 0 for run in found.runs),
@@ -66,6 +91,28 @@ class Manifest:
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError, OverflowError):
             pass
         raise UserError(f"the manifest {path} is damaged: put it back, or begin again with `restart`")
+
+
+def _fields(file: BinaryIO) -> dict:
+    head = file.readline()
+    if head.endswith(ROWS):
+        fields = json.loads(head + END)
+        lines = iter(file.readline, END)
+        return fields | {"rows": _unpacked(json.loads(line.rstrip(b",\n")) for line in lines)}
+    fields = json.loads(head + file.read())
+    return fields | {"rows": _unpacked(fields["rows"])}
+
+
+def _unpacked(parts: Iterable[str | list]) -> np.ndarray:
+    """The rows of a manifest; jobs that began earlier have [id, digest] of each."""
+    found = bytearray()
+    for part in parts:
+        if isinstance(part, str):
+            found += b64decode(part, validate=True)
+        else:
+            id, digest = part
+            found += id_hash(id).to_bytes(8, "big") + bytes.fromhex(digest)
+    return np.frombuffer(found, PACKED).astype(np.uint64).reshape(-1, 2)
 
 
 def lock(path: Path) -> BinaryIO | None:

@@ -8,102 +8,126 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import open_regular, read_bytes, sync
+from h2o_flexgen.files import open_regular, sync
 from h2o_flexgen.jobs import openai
 from h2o_flexgen.jobs.input import Row
 
 log = logging.getLogger(__name__)
+
+#: bytes of a file that are written at once
+PIECE = 1 << 18
 
 
 class OutputFile:
     """The output file of a job that runs: rows are appended as they finish.
 
     Args:
-        rows: those that are done already; whatever else the file holds goes.
+        kept: (index, line) of rows that are done already; whatever else the file holds goes.
 
     Attributes:
-        rows: all that are done; written: how many of them are on the disk. The others wait for space there.
+        waiting: (index, line) of finished rows that are not on the disk yet. Of the others only indices and places in
+            the file are kept.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, rows: list[DoneRow]):
+    def __init__(self, path: Path, kept: Iterable[tuple[int, bytes]] = ()):
         self.path = path
-        self.rows = list(rows)
-        self.written = len(rows)
+        self.indices = array("q")
+        self.offsets = array("q")
+        self.size = 0  # of the rows on the disk
+        self.waiting: list[tuple[int, bytes]] = []
         self.error: OSError | None = None  # of the last flush
-        self.file = replace_file(path, encoded(rows))
-        self.size = os.fstat(self.file.fileno()).st_size  # of the rows on the disk
+        self.file = replace_file(path, (self._noted(index, line) for index, line in kept))
 
-    def add(self, row: DoneRow) -> None:
-        self.rows.append(row)
+    @property
+    def written(self) -> int:
+        """How many rows are on the disk."""
+        return len(self.indices)
+
+    def add(self, index: int, row: DoneRow) -> None:
+        self.waiting.append((index, encoded(row.data)))
 
     def flush(self) -> None:
         """Write the rows that wait, to the disk itself; if it does not take them they wait on (`error`)."""
-        written = self.written
-        size = self.size
-        if written == len(self.rows):
+        if not self.waiting:
             return
+        written = 0
         try:
-            self.file.truncate(size)  # half a row is none; nor is one that a failed fsync may have dropped
+            if os.fstat(self.file.fileno()).st_size < self.size:
+                raise OSError(errno.EIO, "somebody has cut it short")
+            self.file.truncate(self.size)  # half a row is none; nor is one that a failed fsync may have dropped
             try:
-                for row in self.rows[written:]:
-                    line = encoded([row])
+                for _, line in self.waiting:
                     _write(self.file, line)
                     written += 1
-                    size += len(line)
             finally:
                 os.fsync(self.file.fileno())
-                self.written = written
-                self.size = size
+                for index, line in self.waiting[:written]:
+                    self._noted(index, line)
+                del self.waiting[:written]
             self.error = None
         except OSError as e:
             if self.error is None:
                 log.warning("cannot write %s: %s; the job goes on, its rows wait in memory", self.path, e.strerror)
             self.error = e
 
-    def finish(self, order: list[str | int]) -> None:
-        """Put the rows in the order of the input, and close the file.
+    def _noted(self, index: int, line: bytes) -> bytes:
+        self.indices.append(index)
+        self.offsets.append(self.size)
+        self.size += len(line)
+        return line
 
-        Args:
-            order: the ids of all rows.
+    def finish(self) -> None:
+        """Put the rows in the order of the input.
 
         Raises:
-            UserError: the disk is full; the message says where the rows are.
+            UserError: the disk is full, or somebody has written the file; the message says where the rows are.
         """
         self.flush()
         if self.error is not None:
             raise UserError(
-                f"cannot write {self.path}: {self.error.strerror}; {self.written} of {len(self.rows)} finished rows "
-                "are in it: make room, and the same command goes on"
+                f"cannot write {self.path}: {self.error.strerror}; {self.written} of "
+                f"{self.written + len(self.waiting)} finished rows are in it: make room, and the same command goes on"
             )
-        put_in_order(self.path, self.rows, order)
+        if os.fstat(self.file.fileno()).st_size != self.size:
+            raise UserError(f"`output_file` {self.path} was edited while the job ran: the same command goes on")
+        put_in_order(self.path, self._ordered)
+
+    def _ordered(self) -> Iterator[bytes]:
+        with open(os.dup(self.file.fileno()), "rb") as file:  # its name may have become that of a copy
+            for n in np.argsort(self.indices):
+                yield line_at(file, self.offsets[n])
 
     def close(self) -> None:
         self.file.close()
 
 
-def put_in_order(path: Path, rows: list[DoneRow], order: list[str | int]) -> None:
-    """Rewrite an output file, whose rows these are, unless they stand in order already. Raises UserError."""
-    place = {id: n for n, id in enumerate(order)}
-    ordered = encoded(sorted(rows, key=lambda row: place[row.id]))
+def put_in_order(path: Path, lines: Callable[[], Iterable[bytes]]) -> None:
+    """Rewrite an output file, which is to hold these lines, unless it does already. Raises UserError."""
     try:
-        if read_bytes(path) != ordered:
-            replace_file(path, ordered).close()
+        with open(open_regular(path), "rb") as file:
+            is_ordered = all(old == new for old, new in zip_longest(file, lines()))
+        if not is_ordered:
+            replace_file(path, lines()).close()
     except OSError as e:
         raise UserError(
             f"all rows are in {path}, but not in the order of the input: {e.strerror}; the same command tries again"
         ) from None
 
 
-def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
+def replace_file(path: Path, lines: Iterable[bytes], *, is_new: bool = False) -> BinaryIO:
     """Write a file whole, on the disk itself, and only then under its name; returns it, open and locked (flock).
 
     Raises:
@@ -118,7 +142,7 @@ def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
         if path.exists():
             os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
         file.truncate(0)  # of a process that was killed
-        _write(file, data)
+        _write_all(file, lines)
         os.fsync(file.fileno())
         os.replace(new, path)
         sync(path.parent)  # the new name
@@ -130,8 +154,8 @@ def replace_file(path: Path, data: bytes, *, is_new: bool = False) -> BinaryIO:
 
 
 def _open_locked(path: Path) -> BinaryIO:
-    """To append. Whoever replaces a file with it has the lock already when it gets its name."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    """To append and to read. Whoever replaces a file with it has the lock already when it gets its name."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     try:
         file = open(open_regular(path, flags, 0o666), "ab", buffering=0)
     except OSError as e:
@@ -154,8 +178,19 @@ def _write(file: BinaryIO, data: bytes) -> None:
         data = data[file.write(data) :]
 
 
-def encoded(rows: Iterable[DoneRow]) -> bytes:
-    return b"".join(json.dumps(row.data).encode() + b"\n" for row in rows)
+def _write_all(file: BinaryIO, lines: Iterable[bytes]) -> None:
+    """In few large pieces."""
+    data = bytearray()
+    for line in lines:
+        data += line
+        if len(data) >= PIECE:
+            _write(file, data)
+            data = bytearray()
+    _write(file, data)
+
+
+def encoded(data: dict) -> bytes:
+    return json.dumps(data).encode() + b"\n"
 
 
 # rows
@@ -190,10 +225,6 @@ class DoneRow:
             return cls(id, data, answer["body"]["error"]["message"], 0)
         return cls(id, data, None, answer["body"]["usage"]["completion_tokens"] + 0)
 
-    def at(self, index: int) -> DoneRow:
-        """The same, of a row that has moved in the input."""
-        return replace(self, data=self.data | {"index": index}) if "index" in self.data else self
-
 
 def done_row(row: Row, output, model: str, tokenizer) -> DoneRow:
     """Of a row that was run; `output`: its `RequestOutput`, `model`: the model's name."""
@@ -215,27 +246,69 @@ def _begin(row: Row) -> dict:
     return {"index": row.index} | ({} if row.custom_id is None else {"custom_id": row.custom_id})
 
 
-def read_done(path: Path) -> list[DoneRow]:
-    """The rows of an output file; behind a power failure the last line may be half a row, which is none.
+def open_done(path: Path) -> BinaryIO:
+    """An output file, empty if there is none. Raises UserError if it cannot be read."""
+    try:
+        return open(open_regular(path), "rb")
+    except FileNotFoundError:
+        return open(os.devnull, "rb")
+    except OSError as e:
+        raise cannot_read(path, e) from None
+
+
+def read_done(path: Path, file: BinaryIO) -> Iterator[tuple[int, DoneRow]]:
+    """Where a row begins in an output file, and the row; behind a power failure the last line may be half a row, which
+    is none.
 
     Raises:
         UserError: the file cannot be read, or a line is no row.
     """
+    offset = 0
     try:
-        lines = read_bytes(path).split(b"\n")
-    except FileNotFoundError:
-        return []
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = DoneRow.of(json.loads(line))
+            except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+                raise no_row(path, number) from None
+            yield offset, row
+            offset += len(line)
     except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}") from None
-    rows = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            rows.append(DoneRow.of(json.loads(line)))
-        except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-            raise no_row(path, number) from None
-    return rows
+        raise cannot_read(path, e) from None
+
+
+def line_at(file: BinaryIO, offset: int) -> bytes:
+    file.seek(offset)
+    return file.readline()
+
+
+def moved(line: bytes, index: int) -> bytes:
+    """A line of an output file, of the row that now has this index."""
+    if line.startswith(b'{"index": %d, ' % index):
+        return line
+    data = json.loads(line)
+    return line if data.get("index", index) == index else encoded(data | {"index": index})
+
+
+def cannot_read(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot read {path}: {error.strerror}")
 
 
 def no_row(path: Path, number: int) -> UserError:
     advice = "take the line out, and its row is run again"
     return UserError(f"`output_file` {path}: line {number} is no row of this job, or has been edited: {advice}")
+
+
+@dataclass
+class Failures:
+    """How many rows failed, and what the first of them says."""
+
+    count: int = 0
+    first: str = ""
+
+    def note(self, id: str | int, error: str | None) -> None:
+        """Of a row; `error`: None if it has not failed."""
+        if error is not None:
+            self.count += 1
+            self.first = self.first or f"row {id}: {error}"

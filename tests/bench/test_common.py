@@ -41,6 +41,8 @@ def test_the_command_names_no_path_of_this_machine(monkeypatch):
     assert common.command() == "python -m bench.run 'opt-1.3b 64+256'"
     monkeypatch.setattr("sys.argv", [str(common.ROOT / "scripts" / "bench_engine.py"), "ram"])
     assert common.command() == "python scripts/bench_engine.py ram"
+    monkeypatch.setattr("sys.argv", [str(common.ROOT / "bench" / "versions.py"), "equal", "--checkout", "/a/b/older"])
+    assert common.command() == "python -m bench.versions equal --checkout older"
 
 
 def test_one_benchmark_at_a_time(tmp_path, monkeypatch):

@@ -27,14 +27,14 @@ from cli_tools import FP32, ON_DISK, TINY, last_line, percent, read_rows, write_
 
 from bench import common  # noqa: E402
 from h2o_flexgen import flex_opt  # noqa: E402
-from h2o_flexgen.jobs.output import read_done  # noqa: E402
+from h2o_flexgen.jobs.resume import Done  # noqa: E402
 
 pytest_plugins = ["cli_tools"]
 
 ROWS = [{"prompt_token_ids": [5 + n] * (3 + n)} for n in range(4)]
 #: what a job calls to read, write, place and lock its files; and `open`
 CALLS = {os: ("preadv", "pwrite", "fsync", "replace", "posix_fallocate"), fcntl: ("flock",)}
-FILE_CALLS = ("readall", "readinto", "write", "truncate")
+FILE_CALLS = ("readinto", "write", "truncate")
 
 
 class Faults:
@@ -126,7 +126,7 @@ def check(folder: Path, goes_on: bool, error: int, most: int) -> Counter:
             assert code == 0 or (last_line(err).startswith("error: ") and os.strerror(error) in err), err
             outcomes[name, "went on" if code == 0 else "clear error"] += 1
             if code != 0:
-                assert not goes_on or len(read_done(out)) >= 2, "a finished row was lost"
+                assert not goes_on or len(Done(out)) >= 2, "a finished row was lost"
                 code, err, _ = job.run(out)
                 assert code == 0, err
             assert read_rows(out) == read_rows(whole), (name, nth)

@@ -67,10 +67,10 @@ def interrupted_at(monkeypatch, stop: int) -> None:
     """Let a job be interrupted before its row number `stop` is added."""
     real, seen = OutputFile.add, iter(range(99))
 
-    def add(self, row):
+    def add(self, index, row):
         if next(seen) == stop:
             raise Interrupted(signal.SIGINT)
-        real(self, row)
+        real(self, index, row)
 
     monkeypatch.setattr(OutputFile, "add", add)
 
@@ -167,7 +167,7 @@ def test_rows_that_are_gone_from_the_input_go_from_the_output(job, out):
     code, err = job(rows=ROWS[:3])
     assert code == 0 and "3 are no longer in the input" in err
     assert len(read_rows(out)) == 3
-    assert len(json.loads(Path(f"{out}.manifest.json").read_text())["rows"]) == 3
+    assert len(Manifest.read(manifest_path(out)).rows) == 3
 
 
 def test_another_file_of_slots_by_layer_is_another_job(job, out, tmp_path):

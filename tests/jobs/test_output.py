@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, TINY, last_line, percent, read_rows, write_prompts
 
-from h2o_flexgen.jobs.output import DoneRow, OutputFile, read_done
+from h2o_flexgen.jobs.output import DoneRow, OutputFile, encoded, open_done, read_done
 
 pytest_plugins = ["cli_tools"]
 
@@ -19,7 +19,8 @@ pytest_plugins = ["cli_tools"]
 def test_rows_come_in_the_order_of_the_input_with_exactly_four_fields(cli, model, tmp_path):
     """Blocks are made by length, so that the order of work is another."""
     prompts = [[3 + n % 7] * (1 + (5 * n) % 17) for n in range(23)]
-    rows, out = write_prompts(tmp_path / "in.jsonl", prompts), tmp_path / "out.jsonl"
+    rows = write_prompts(tmp_path / "in.jsonl", prompts)
+    out = tmp_path / "out.jsonl"
     job = ("--model", model, *FP32, "--gen-len", 4, "--gpu-batch-size", 3, "--num-gpu-batches", 2)
     code, _, err = cli(*job, "--input-file", rows, "--output-file", out)
     assert code == 0, err
@@ -52,7 +53,8 @@ def test_a_row_stops_at_the_end_of_sequence_token(generate, model, tmp_path):
 
 
 def test_a_link_to_an_output_file_stays_one(cli, model, tmp_path):
-    real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    real = tmp_path / "real.jsonl"
+    link = tmp_path / "link.jsonl"
     link.symlink_to(real)
     rows = write_prompts(tmp_path / "in.jsonl")
     code, _, _ = cli("--model", model, "--gen-len", 2, "--input-file", rows, "--output-file", link)
@@ -125,9 +127,15 @@ def plain(index: int) -> DoneRow:
     return DoneRow.of({"index": index, "text": "", "token_ids": [5], "finish_reason": "length"})
 
 
+def done(path: Path) -> list:
+    """The ids of the rows of an output file."""
+    with open_done(path) as file:
+        return [row.id for _, row in read_done(path, file)]
+
+
 def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
     """And go to the file, whole, as soon as there is space."""
-    file = OutputFile(tmp_path / "out.jsonl", [])
+    file = OutputFile(tmp_path / "out.jsonl")
     real, room = file.file, []
 
     class Full:
@@ -141,9 +149,9 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
             return real.write(line[:space])
 
     def add(index: int) -> list[int]:
-        file.add(plain(index))
+        file.add(index, plain(index))
         file.flush()
-        return [row.id for row in read_done(tmp_path / "out.jsonl")]
+        return done(tmp_path / "out.jsonl")
 
     file.file = Full()
     assert add(0) == [0]
@@ -151,7 +159,7 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
     assert add(3) == add(2) == [0]
     assert caplog.text.count("No space left on device; the job goes on") == 1
     assert add(1) == [0, 3, 2, 1]
-    file.finish([0, 1, 2, 3])
+    file.finish()
     file.close()
     assert [row["index"] for row in read_rows(tmp_path / "out.jsonl")] == [0, 1, 2, 3]
     assert os.listdir(tmp_path) == ["out.jsonl"]
@@ -160,7 +168,7 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
 def test_what_a_failed_fsync_may_have_dropped_is_written_again(tmp_path, monkeypatch):
     """The kernel may report an error once, and forget the pages that it could not write."""
     out = tmp_path / "out.jsonl"
-    file = OutputFile(out, [plain(0)])
+    file = OutputFile(out, [(0, encoded(plain(0).data))])
     synced = out.stat().st_size
 
     def fsync(fd):
@@ -168,13 +176,13 @@ def test_what_a_failed_fsync_may_have_dropped_is_written_again(tmp_path, monkeyp
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     for index in (1, 2):
-        file.add(plain(index))
+        file.add(index, plain(index))
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fsync)
             file.flush()
         assert file.error.errno == errno.EIO and file.written == 1
     file.flush()
-    assert file.error is None and [row.id for row in read_done(out)] == [0, 1, 2]
+    assert file.error is None and done(out) == [0, 1, 2]
     file.close()
 
 
@@ -184,16 +192,15 @@ def full(*args, **kwargs):
 
 @pytest.fixture
 def job(cli, model, tmp_path):
-    """Run a job of three blocks: (exit code, last line on stderr, rows of the output file)."""
+    """Run a job of three blocks: (exit code, last line on stderr, ids in the output file)."""
     files = ("--input-file", write_prompts(tmp_path / "in.jsonl"), "--output-file", tmp_path / "out.jsonl")
 
-    def run(*options) -> tuple[int, str, list[DoneRow]]:
+    def run(*options) -> tuple[int, str, list[int]]:
         offload = ("--gpu-batch-size", 2, *percent(ON_DISK), "--offload-dir", tmp_path / "offload")
         code, _, err = cli("--model", model, *FP32, "--gen-len", 4, *files, *offload, *options)
         assert list((tmp_path / "offload").iterdir()) == []
         assert not list(tmp_path.glob("*.new"))
-        rows = read_done(tmp_path / "out.jsonl") if (tmp_path / "out.jsonl").exists() else []
-        return code, last_line(err), rows
+        return code, last_line(err), done(tmp_path / "out.jsonl")
 
     return run
 
@@ -201,7 +208,8 @@ def job(cli, model, tmp_path):
 @pytest.mark.parametrize("nth", range(4))
 def test_an_output_file_that_cannot_be_put_in_place(job, tmp_path, monkeypatch, nth):
     """Two files are put in place when the job begins, and one at its end; whatever fails, the next run completes it."""
-    real, calls = os.replace, iter(range(99))
+    real = os.replace
+    calls = iter(range(99))
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *names: (full if next(calls) == nth else real)(*names))
         code, line, rows = job()
@@ -209,12 +217,13 @@ def test_an_output_file_that_cannot_be_put_in_place(job, tmp_path, monkeypatch, 
     assert code == (0 if nth == 3 else 2)
     assert nth == 3 or (line.startswith("error: ") and "No space left" in line)
     code, _, rows = job()
-    assert code == 0 and [row.id for row in rows] == list(range(len(PROMPTS)))
+    assert code == 0 and rows == list(range(len(PROMPTS)))
 
 
 def test_an_error_in_the_run_keeps_the_finished_rows(job, tmp_path, monkeypatch):
     """The disk fills up in the second block."""
-    real, out = os.pwrite, tmp_path / "out.jsonl"
+    real = os.pwrite
+    out = tmp_path / "out.jsonl"
 
     def pwrite(fd, data, offset):
         return (full if out.exists() and out.stat().st_size else real)(fd, data, offset)

@@ -1,0 +1,67 @@
+"""An engine that computes nothing, for jobs of many rows.
+
+By hand, the memory that jobs of a million rows take, with a model in FOLDER/model that has 128 positions or more:
+
+    python tests/stub_engine.py FOLDER 10000 1000000
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.engine.outputs import CompletionOutput, RequestOutput
+from h2o_flexgen.jobs.input import read_rows
+from h2o_flexgen.jobs.job import Job
+
+
+class StubLLM(LLM):
+    """What it generates follows from a row alone. It reads `window` rows at a time, which end in any order, and are
+    given to observers as one pass; behind `stop` rows it is interrupted."""
+
+    window = 256
+    stop = None
+
+    def generate(self, prompts, sampling_params, *, keys, skip_errors, on_output, workload):
+        self.observer.on_plan(SimpleNamespace(compress_cache=None, kv_budget=None))
+        self.observer.on_begin()
+        rows = enumerate(zip(prompts, sampling_params, keys, strict=True))
+        rng = random.Random(0)
+        ended = 0
+        while window := list(islice(rows, self.window)):
+            rng.shuffle(window)
+            for index, (prompt, params, key) in window:
+                if ended == self.stop:
+                    raise KeyboardInterrupt
+                tokens = [key % 89, *prompt[::-1]][: params.max_tokens]
+                done = CompletionOutput(0, "", tokens, [-1.0] * len(tokens), "length")
+                on_output(RequestOutput(index, None, prompt, [done]))
+                ended += 1
+            self.observer.on_finished([])
+        assert ended == len(workload.prompt_lens)
+        return []
+
+
+def peak_bytes(folder: Path, count: int) -> int:
+    """Of RAM of this process behind a job of so many rows of 64 tokens, stopped in the middle and gone on with."""
+    with open(folder / "in.jsonl", "w") as file:
+        for n in range(count):
+            print(json.dumps({"prompt_token_ids": [3 + n % 90] * 64, "custom_id": f"row {n}"}), file=file)
+    with StubLLM(str(folder / "model"), device="cpu", dtype="float32", progress=False) as llm:
+        for stop in (count // 2, None):
+            llm.stop = stop
+            with Job(str(folder / f"{count}.jsonl")) as job, suppress(KeyboardInterrupt):
+                job.run(llm, read_rows(str(folder / "in.jsonl")), SamplingParams(max_tokens=64))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+if __name__ == "__main__":
+    for count in map(int, sys.argv[2:]):
+        print(peak_bytes(Path(sys.argv[1]), count), flush=True)
