@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import zoo
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
 from h2o_flexgen.engine import prefixes
@@ -198,6 +200,47 @@ def test_a_block_shrinks_when_its_longest_row_ends_and_grows_again(tiny, placeme
     with opened(model, placement) as llm:
         expected = [model.reference(p, most).tokens for p, most in zip(prompts, outputs)]
         assert tokens(llm, Job(prompts, outputs)) == expected
+
+
+@st.composite
+def policies(draw) -> dict:
+    percent = []
+    for _ in range(3):
+        gpu = draw(st.sampled_from([0, 33, 50, 100]))
+        percent += [gpu, draw(st.sampled_from([c for c in (0, 50, 67, 100) if c + gpu <= 100]))]
+    return dict(
+        percent=tuple(percent),
+        gpu_batch_size=draw(st.integers(1, 6)),
+        num_gpu_batches=draw(st.integers(1, 3)),
+        overlap=draw(st.booleans()),
+        cpu_cache_compute=draw(st.booleans()),
+        prefill_tokens=draw(st.sampled_from([1, 20, 45, 2048])),
+    )
+
+
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@given(
+    policy=policies(),
+    budget=st.sampled_from([None, BUDGET, (*BUDGET, "snapkv:window=2")]),
+    rows=st.lists(st.tuples(st.integers(0, len(ROWS) - 1), st.integers(1, MOST)), min_size=1, max_size=20),
+    ending=st.integers(0, 95),
+    group_rows=st.sampled_from([1, 4, 128]),
+)
+def test_any_rows_under_any_policy(tiny, policy, budget, rows, ending, group_rows):
+    """Some of them twice, and each as long as it is asked for or until a token that ends it."""
+    model = tiny()
+    pool = Job.of(model, (None, None), BUDGET, (*BUDGET, "snapkv:window=2"))
+    prompts, expected = [], []
+    for n, most in rows:
+        reference = model.reference(pool.prompts[n], MOST, *(budget or ())).tokens[:most]
+        prompts.append(pool.prompts[n])
+        expected.append(reference[: reference.index(ending) + 1] if ending in reference else reference)
+    params = [SamplingParams(max_tokens=most) for _, most in rows]
+    kv_budget = budget and KVBudget.from_size(*budget)
+    with pytest.MonkeyPatch.context() as patch, LLM(str(model.folder), Policy(**policy), kv_budget, **OPTIONS) as llm:
+        patch.setattr("h2o_flexgen.engine.batch.GROUP_ROWS", group_rows)
+        llm.eos_ids = frozenset([ending])
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
 
 
 # ends

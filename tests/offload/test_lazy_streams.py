@@ -174,16 +174,20 @@ POLICIES = [
 
 @pytest.mark.parametrize("n, policy", [*enumerate(POLICIES)], ids=str)
 def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(lazy, tiny, n, policy):
-    """With a full cache and with a budget in turns: each meets every tier."""
+    """With a full cache and with a budget in turns: each meets every tier. Rows end one by one, and others take their
+    places."""
     model, (percent, cpu_compute, overlap), budget = tiny("opt"), policy, [None, (4, 4)][n % 2]
     budgets = (None, None) if budget is None else budget
     lengths = [5, 17, 9, 30, 12, 22, 7]
     prompts = model.clear_cut_prompts(lengths, 12, [budgets])
-    wanted = [t.tokens for t in model.references(prompts, 12, *budgets)]
-    policy = Policy(2, 2, percent, overlap=overlap, cpu_cache_compute=cpu_compute, prefill_tokens=30)
+    outputs = [12, 5, 9, 12, 3, 7, 10]
+    wanted = [t.tokens[:most] for t, most in zip(model.references(prompts, 12, *budgets), outputs)]
+    params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in outputs]
+    policy = Policy(
+        *[(3, 1), (2, 2)][n // 2 % 2], percent, overlap=overlap, cpu_cache_compute=cpu_compute, prefill_tokens=30
+    )
     kv_budget = None if budget is None else KVBudget.from_size(*budget)
     with LLM(str(model.folder), policy, kv_budget, dtype="float32", progress=False) as engine:
         for _ in range(2):
-            outputs = engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
-            assert [o.outputs[0].token_ids for o in outputs] == wanted
+            assert [o.outputs[0].token_ids for o in engine.generate(prompts, params)] == wanted
     assert percent[0] == 100 or any(stream.done for stream in streams)
