@@ -393,8 +393,7 @@ class LLM:
         self.choice = choice = self.planner.choose(workload, self.resources(), *how)
         self.observer.on_plan(choice)
         choice.plan.check()
-        total = sum(s.params.max_tokens for s in rows) if requests is None else None
-        bar = ProgressBar(total, len(self.model.layers), self.progress)
+        bar = ProgressBar(workload.output_tokens, len(self.model.layers), self.progress)
         window = max(workload.window or 1 << 62, WINDOW_BLOCKS * choice.policy.block_size)
         observers = Observers(collector, bar, self.observer)
         if requests is not None:
@@ -410,4 +409,5 @@ def workload_of(rows: list[Sequence]) -> Workload:
     path, shared = shared_tokens(rows)
     prompt_lens = sorted((len(s.prompt) for s in rows), reverse=True)
     gen_len = max(s.params.max_tokens for s in rows)
-    return Workload(tuple(prompt_lens), gen_len, path=path, shared=shared)
+    tokens = sum(s.params.max_tokens for s in rows)
+    return Workload(tuple(prompt_lens), gen_len, path=path, shared=shared, output_tokens=tokens)
