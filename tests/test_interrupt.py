@@ -38,7 +38,7 @@ pytest_plugins = ["cli_tools"]
 
 #: a random model whose job, all on disk, would take minutes
 SLOW = wide(256, vocab_size=512, num_hidden_layers=16, num_attention_heads=8, max_position_embeddings=2048)
-#: two blocks of four, lengths of their own: the longer prompts come first
+#: eight for four places, with lengths of their own: the longer ones come first
 PROMPTS = [[10 + (7 * n + m) % 400 for m in range(40 + 10 * (n % 4) + 100 * (n >= 4))] for n in range(8)]
 
 
@@ -76,10 +76,10 @@ def handled():
     take_over()
 
 
-@pytest.mark.parametrize("number, step", list(zip(STOPPING, ("prefill 2/", "token ", "token "))))
+@pytest.mark.parametrize("number, step", list(zip(STOPPING, ("pass 1 of 4 rows, layer 2/", "pass 2 of", "pass 3 of"))))
 def test_each_signal_stops_a_job(job, tmp_path, number, step):
     process = job()
-    read_until(process, f"block 1/2 {step}")
+    read_until(process, step)
     process.send_signal(number)
     code, out, err = end(process)
     assert (code, out) == (128 + number, "") and "Traceback" not in err
@@ -88,13 +88,13 @@ def test_each_signal_stops_a_job(job, tmp_path, number, step):
     assert read_rows(tmp_path / "out.jsonl") == []
 
 
-def test_killed_in_the_second_block_the_same_command_goes_on(job, tmp_path):
+def test_killed_while_the_second_half_prefills_the_same_command_goes_on(job, tmp_path):
     process = job(gen_len=12)
-    read_until(process, "block 2/2 prefill 1/")
+    read_until(process, "pass 13 of 4 rows, layer 1/")
     process.kill()
     code, _, err = end(process)
     if code == 0:
-        pytest.skip("the second block was done before the signal came")
+        pytest.skip("the job was done before the signal came")
     assert code == -signal.SIGKILL, err
     assert_clean(tmp_path)
     assert {row["index"] for row in read_rows(tmp_path / "out.jsonl")} == {4, 5, 6, 7}
@@ -190,24 +190,23 @@ def test_in_another_thread_a_job_runs_without_signals():
 
 @pytest.mark.parametrize("stop", range(0, 30, 4))
 def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, monkeypatch, stop):
-    """In this process, at a call of the progress bar: prefill, decode, either block of 3 tokens and 5 layers."""
+    """In this process, at a call of the progress bar: of two pairs of rows, each in 3 passes of 5 layers."""
     rows = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9], [10], [11]])
     files = ("--input-file", rows, "--output-file", tmp_path / "out.jsonl", "--offload-dir", tmp_path / "offload")
     block = ("--gen-len", 3, "--ignore-eos", "--gpu-batch-size", 2, "--percent", *ON_DISK)
     job = ("--model", model, *FP32, *block, *files)
-    real, steps = ProgressBar.on_progress, iter(range(99))
+    real, steps = ProgressBar.on_layer, iter(range(99))
 
-    def progress(self, *step):
+    def progress(self, j):
         if next(steps) == stop:
             raise Interrupted(signal.SIGINT)
-        real(self, *step)
+        real(self, j)
 
-    monkeypatch.setattr(ProgressBar, "on_progress", progress)
+    monkeypatch.setattr(ProgressBar, "on_layer", progress)
     code, _, err = cli(*job)
     assert code == 130 and last_line(err).startswith("interrupted: ")
     done = read_rows(tmp_path / "out.jsonl")
-    # a block whose last token is there but which has not ended counts as finished too
-    assert [row["index"] for row in done] == list(range(2 * ((stop + 1) // 15)))
+    assert [row["index"] for row in done] == list(range(2 * (stop // 15)))
     assert_clean(tmp_path)
     assert cli(*job)[0] == 0
     assert len(read_rows(tmp_path / "out.jsonl")) == 4 and read_rows(tmp_path / "out.jsonl")[: len(done)] == done

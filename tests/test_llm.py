@@ -242,16 +242,13 @@ def test_every_prompt_is_admitted_with_its_own_output(tiny):
     assert good.outputs and "positions" in bad.error
 
 
-def test_prompts_that_run_equally_long_are_neighbours(tiny):
-    """So that batches leave the schedule at once; among them, those of like length are."""
-    blocks, steps = [], []
+def test_rows_with_the_longest_outputs_come_first_and_others_take_the_places_that_they_leave(tiny):
+    """So that few places are empty at the end; among rows of like outputs, those of like length are neighbours."""
+    passes = []
 
     class Watch(Observer):
-        def on_block(self, block, count, sequences):
-            blocks.append([s.index for s in sequences])
-
-        def on_progress(self, i, j, batches):
-            steps.append((len(blocks), i))
+        def on_pass(self, rows):
+            passes.append([s.index for s in rows])
 
     prompts = tiny().prompts([4, 9, 12, 2, 7, 7])
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 6, 3, 6, 6, 3)]
@@ -259,8 +256,7 @@ def test_prompts_that_run_equally_long_are_neighbours(tiny):
     with LLM(str(tiny().folder), Policy(3), **options) as llm:
         outputs = llm.generate(prompts, params)
         assert llm.choice.workload.prompt_lens == (12, 9, 7, 7, 4, 2) and llm.choice.workload.gen_len == 6
-    assert blocks == [[1, 4, 3], [2, 5, 0]]
-    assert [max(i for block, i in steps if block == n) for n in (1, 2)] == [5, 2]
+    assert passes == [[1, 4, 3]] * 6 + [[2, 5, 0]] * 3
     assert [len(o.outputs[0].token_ids) for o in outputs] == [3, 6, 3, 6, 6, 3]
 
 
@@ -373,31 +369,32 @@ def test_one_eos_token_in_the_config_is_enough(tiny, run, tmp_path):
 
 
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_DISK], ids=str)
-def test_a_finished_batch_is_computed_no_more_and_the_block_ends(tiny, tmp_path, percent):
+def test_a_row_that_has_ended_is_computed_no_more_and_the_job_ends_with_the_last(tiny, tmp_path, percent):
+    """Rows with room for all of them from the beginning, and with half of it."""
     model = tiny()
     prompts = model.clear_cut_prompts([20, 19, 12, 11, 4, 3], 20)
     references = [r.tokens for r in model.references(prompts, 20)]
-
-    def last_steps(outputs):
-        lengths = [len(tokens) for tokens, _ in outputs]
-        return [max(lengths[2 * k : 2 * k + 2]) for k in range(3)]
-
-    ends = choose_ends(references, lambda outputs: len({*last_steps(outputs), 20}) == 4)
+    ends = choose_ends(references, lambda outputs: len({len(tokens) for tokens, _ in outputs} | {20}) > 4)
     lengths = [len(cut(tokens, ends)[0]) for tokens in references]
     seen = []
 
-    class Steps(Observer):
-        def on_progress(self, i, j, batches):
-            seen.extend((i, j, k) for k in batches)
+    class Passes(Observer):
+        def on_pass(self, rows):
+            seen.append({s.index for s in rows})
 
     stopping = with_eos(model, tmp_path, sorted(ends))
-    options = dict(dtype="float32", device="cpu", progress=False, observer=Steps())
+    options = dict(dtype="float32", device="cpu", progress=False, observer=Passes())
     with LLM(str(stopping.folder), Policy(2, 3, percent), **options) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
-    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
-    last = last_steps([cut(tokens, ends) for tokens in references])
-    layers = model.hf.config.num_hidden_layers + 2
-    assert seen == [(i, j, k) for i in range(max(last)) for j in range(layers) for k in range(3) if i < last[k]]
+        assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+        assert seen == [{n for n, length in enumerate(lengths) if i < length} for i in range(max(lengths))]
+        assert llm.report["row_steps"] == sum(length - 1 for length in lengths)
+        seen.clear()
+        llm.policy = Policy(3, 1, percent)
+        llm.generate(prompts, SamplingParams(max_tokens=20))
+    assert [sum(n in rows for rows in seen) for n in range(6)] == lengths
+    come = [set().union(*seen[: i + 1]) for i in range(len(seen))]
+    assert all(len(rows) == 3 or len(before) == 6 for rows, before in zip(seen, come)), "a place was free"
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5])

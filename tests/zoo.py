@@ -183,14 +183,18 @@ class Tiny:
     def references(self, prompts, max_tokens: int, *budget) -> list[Trace]:
         return [self.reference(p, max_tokens, *budget) for p in prompts]
 
-    def clear_cut_prompts(self, lengths, max_tokens: int, budgets=((None, None),)) -> list[list[int]]:
+    def clear_cut_prompts(
+        self, lengths, max_tokens: int, budgets=((None, None),), behind: tuple[int, ...] = ()
+    ) -> list[list[int]]:
         """Prompts of these lengths for which no decision of the reference is a close call, under any of the
-        budgets (heavy, recent), (heavy, recent, rule) or (heavy, recent, rule, format of the cache)."""
-        return [self._clear_cut(n, place, max_tokens, budgets) for place, n in enumerate(lengths)]
+        budgets (heavy, recent), (heavy, recent, rule) or (heavy, recent, rule, format of the cache); all begin with the
+        tokens `behind` which they stand, which are not counted."""
+        return [self._clear_cut(n, place, max_tokens, budgets, behind) for place, n in enumerate(lengths)]
 
-    def _clear_cut(self, length: int, place: int, max_tokens: int, budgets) -> list[int]:
+    def _clear_cut(self, length: int, place: int, max_tokens: int, budgets, behind: tuple[int, ...]) -> list[int]:
         for seed in range(100):
             (prompt,) = self.prompts([length], seed=1000 * place + seed)
+            prompt = [*behind, *prompt]
             clear = all(self._is_clear(self.reference(prompt, max_tokens, *budget)) for budget in budgets)
             if clear and self._noise(prompt, max_tokens) < NOISE:
                 return prompt

@@ -27,6 +27,11 @@ from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.policy import MARGIN
 
+NAN_EVERYWHERE = (
+    "the model gives NaN for every prompt: its hidden states overflow (use `dtype` bfloat16 or float32), or the "
+    "checkpoint is broken"
+)
+
 
 class Runner:
     """Runs jobs of one model, one at a time. Weights stay from one job to the next that places them alike.
@@ -78,7 +83,7 @@ class Runner:
 
         Raises:
             UserError: weights that cannot be read, or hold NaN; RAM that cannot be pinned; the disk is full or cannot
-                be read; CUDA is out of memory; the model gives NaN for every prompt.
+                be read; CUDA is out of memory; the model gives NaN for every prompt of several.
         """
         with self.guard():
             return self._run(job, rows, sink, observer, window)
@@ -125,29 +130,30 @@ class Runner:
         walk = Walk(stores, sink, observer, meter)
         observer.on_begin()
         meter.start()
+        failed: list[Sequence] = []  # while every row has: then it is the model's fault
+        is_sound = False
         while (pass_ := scheduler.next()) is not None:
             observer.on_pass(pass_.rows)
             walk.run(pass_)
             meter.end_pass(pass_)
             ended = [s for s in pass_.rows if s.finish_reason is not None]
-            if meter.passes == 1 and all(s.finish_reason == "error" for s in pass_.rows):
-                self._check_model(len(ended))
-            if ended:
-                observer.on_finished(ended)
+            is_sound = is_sound or any(s.finish_reason != "error" for s in pass_.rows)
+            if not is_sound:
+                if not failed:
+                    self.weights.check_finite()
+                failed += ended
+            elif ended:
+                observer.on_finished([*failed, *ended])
+                failed.clear()
+        if len(failed) > 1:
+            raise UserError(NAN_EVERYWHERE)
+        if failed:
+            observer.on_finished(failed)
         stores.caches.drain()
         meter.stop()
         report = Report.of(stores, meter)
         stores.close()
         return report
-
-    def _check_model(self, failed: int) -> None:
-        """Raises UserError for a model that gave NaN for all `failed` rows of the first pass, but for a single one."""
-        self.weights.check_finite()
-        if failed > 1:
-            raise UserError(
-                "the model gives NaN for every prompt: its hidden states overflow (use `dtype` bfloat16 or float32), "
-                "or the checkpoint is broken"
-            )
 
     def _load_weights(self, job) -> None:
         """Unless those that are loaded are placed as the job wants them."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.attention import causal_attention_with_scores
+from h2o_flexgen.kv_cache.full import fill
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, Tokens, codes
 from h2o_flexgen.models.rope import rotate_to
@@ -167,9 +168,7 @@ class BudgetRule(CacheRule):
         k, v = text.stored
         kept = min(self.slots, k.shape[2])
         best = self.chosen(tokens, kept)
-        cache.k[0][:, :, :kept], cache.v[0][:, :, :kept] = gather(best, k, v)
-        for n, segment in enumerate(cache.v):  # masked, but 0 * NaN left by another prompt would spread
-            segment[:, :, 0 if n else kept :] = 0
+        fill(cache, *gather(best, k, v))
         for name, _ in self.metadata:
             cache.metadata[name][:, :, kept:] = -1
             cache.metadata[name][:, :, :kept] = tokens.metadata[name].gather(2, best)

@@ -47,14 +47,7 @@ class FullCache(CacheRule):
         return read_all(q, k, v, rows, past, form)
 
     def keep(self, cache: KVTensors, text: Text) -> None:
-        for segments, stored in zip((cache.k, cache.v), text.stored):
-            begin = 0
-            for segment in segments:
-                part = stored[:, :, begin : begin + segment.shape[2]]
-                segment[:, :, : part.shape[2]] = part
-                begin += segment.shape[2]
-                if segments is cache.v:  # what is empty is masked, but 0 * NaN left by another prompt would spread
-                    segment[:, :, part.shape[2] :] = 0
+        fill(cache, *text.stored)
 
     def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         return append(cache, q, k, v, rows.length)
@@ -64,6 +57,18 @@ def read_all(q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None, for
     """`CacheRule.read` of rules that need no scores."""
     text = Text(k, v, codes(form, k, v), {}, rows.new).behind(past)
     return causal_attention(q, text.k, text.v), text
+
+
+def fill(cache: KVTensors, k: Tensor, v: Tensor) -> None:
+    """Fill a cache from its first slot on with tokens (B, KV, n, W); the other slots are empty then."""
+    for segments, stored in ((cache.k, k), (cache.v, v)):
+        begin = 0
+        for segment in segments:
+            part = stored[:, :, begin : begin + segment.shape[2]]
+            segment[:, :, : part.shape[2]] = part
+            begin += segment.shape[2]
+            if segments is cache.v:  # what is empty is masked, but 0 * NaN left by another prompt would spread
+                segment[:, :, part.shape[2] :] = 0
 
 
 def append(cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

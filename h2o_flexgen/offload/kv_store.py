@@ -146,9 +146,12 @@ class KVStore:
                 offset += file_bytes(layout)
 
     def begin(self, layouts: dict[Key, KVLayout]) -> None:
-        """Start with caches that hold nothing, whose layouts may be smaller than the buffers were made for."""
+        """Start with caches that hold nothing, whose layouts may be smaller than the buffers were made for. Transfers
+        of what the blocks held before end first: they go by the old layouts."""
         for key, layout in layouts.items():
             block = self.blocks[key]
+            self.drop(*key)
+            self._finish(block)
             block.layout, block.tensors = layout, None
             if block.tier == "cpu":  # what prefill does not fill: a NaN that is left in an empty slot would spread
                 block.kv[layout.used_bytes(1) :].zero_()
@@ -220,9 +223,9 @@ class KVStore:
         if not self.is_staged(layer, batch):
             return
         held, places, count = after
-        B, H = cache.k[0].shape[:2]
-        if len(rows) < B:  # of the others one that stays as it is
-            slots = slots.new_zeros(B, H).index_copy_(0, torch.tensor(rows, device=slots.device), slots)
+        B = len(cache.k[0])
+        if len(rows) < B:  # of the others one that stays as it is, in a segment that changes anyway
+            slots = slots[:1].repeat(B, 1).index_copy_(0, torch.tensor(rows, device=slots.device), slots)
         block = self.blocks[layer, batch]
         if block.disk is not None and (2 * len(places) > count or block.disk.is_due(held)):
             self.store_all(layer, batch, held, None if places else slots)
@@ -272,10 +275,15 @@ class KVStore:
         """Write the sequences that have come to a place of a staged block back, and its scores."""
         self.store_scores(block, index)
         layout, kv = block.layout, self._staging.buffers[index]
+        used = layout.used_bytes(after.held)
         if block.disk is None:
-            spans = [span for place in after.places for span in layout.row_spans(place, layout.kv_bytes)]
+            whole = [span for place in after.places for span in layout.row_spans(place, layout.kv_bytes)]
+            spans = [span for span in whole if span[1] <= used]
+            for begin, end in whole:
+                if end > used:  # it was not staged, and a NaN that is left in an empty slot would spread
+                    block.kv[begin:end].zero_()
         else:
-            spans = block.disk.changed(after.places, after.count, layout.used_bytes(after.held))
+            spans = block.disk.changed(after.places, after.count, used)
         if block.disk is None or self.device.is_cuda:
             ram = block.kv if block.disk is None else self._write_host
             for begin, end in spans:
@@ -327,6 +335,10 @@ class KVStore:
         """Wait for all transfers and raise what failed."""
         self.storing.clear()
         for block in self.blocks.values():
-            if block.stored is not None:
-                finish(block.stored.result())
-                block.stored = None
+            self._finish(block)
+
+    def _finish(self, block: _KVBlock) -> None:
+        """Wait for the last write-back of a block."""
+        if block.stored is not None:
+            finish(block.stored.result())
+            block.stored = None

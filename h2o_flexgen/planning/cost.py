@@ -335,7 +335,7 @@ class CostModel:
         if lengths is not None and min(lengths) < self.gen_len:
             job = self._refilled(policy, placement, weights, prompt_lens, lengths)
             tokens = sum(lengths) / len(lengths)
-        return Prediction(prefill, decode, *job, size, tokens, N, busy[decode >= prefill].most_common())
+        return Prediction(prefill, decode, *job, size, tokens, N, busy[int(decode >= prefill)].most_common())
 
     def _refilled(
         self,

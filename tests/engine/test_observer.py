@@ -29,43 +29,55 @@ class Watch(Observer):
     def on_begin(self):
         self.see("begin")
 
-    def on_block(self, block, blocks, sequences):
-        self.see("block", block, blocks, [s.index for s in sequences])
+    def on_pass(self, rows):
+        self.see("pass", [s.index for s in rows])
 
-    def on_progress(self, i, j, batches):
-        self.see("progress", i, j, batches)
+    def on_layer(self, j):
+        self.see("layer", j)
 
-    def on_finished(self, sequences):
-        self.see("finished", [s.index for s in sequences])
-
-    def on_block_end(self, sequences):
-        self.see("block end", [s.index for s in sequences])
+    def on_finished(self, rows):
+        self.see("finished", [s.index for s in rows])
 
 
-def watched(model, watch: Watch, max_tokens: int = 2):
-    policy = Policy(1, 2)
+def watched(model, watch: Watch):
+    policy, params = Policy(1, 2), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 2, 3)]
     with LLM(str(model), policy, device="cpu", dtype="float32", progress=False, observer=watch) as llm:
-        return llm.generate(PROMPTS, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        return llm.generate(PROMPTS, params)
 
 
 def test_every_event_comes_in_its_place(model):
+    """The longest prompt comes first; the last row when a place is free."""
     watch = Watch()
     watched(model, watch)
-    steps = [(i, j) for i in range(2) for j in range(5)]
-    first = [("progress", i, j, [0, 1]) for i, j in steps[:-1]]
-    assert watch.seen[:3] == [("plan", Policy(1, 2)), ("begin",), ("block", 0, 2, [2, 0])]  # the longest first
-    assert watch.seen[3 : 3 + len(first)] == first
-    rest = watch.seen[3 + len(first) :]
-    assert rest[:4] == [
-        ("finished", [2]),
-        ("finished", [0]),
-        ("progress", 1, 4, [0, 1]),
-        ("block end", [2, 0]),
+    layers = [("layer", j) for j in range(5)]
+    assert watch.seen == [
+        ("plan", Policy(1, 2)),
+        ("begin",),
+        *[("pass", [2, 0]), *layers],
+        *[("pass", [2, 0]), *layers],
+        *[("pass", [2, 0]), *layers, ("finished", [2, 0])],
+        *[("pass", [1]), *layers],
+        *[("pass", [1]), *layers, ("finished", [1])],
     ]
-    assert rest[4] == ("block", 1, 2, [1]) and rest[-1] == ("block end", [1])
 
 
-@pytest.mark.parametrize("event", ["plan", "begin", "block", "progress", "finished", "block end"])
+def test_a_pass_tells_rows_that_come_beside_those_that_run(model):
+    watch, params = Watch(), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 1, 4)]
+    with LLM(str(model), Policy(2), device="cpu", dtype="float32", progress=False, observer=watch) as llm:
+        llm.generate(PROMPTS, params)
+    told = [event for event in watch.seen if event[0] in ("pass", "finished")]
+    assert told == [
+        ("pass", [2, 0]),
+        ("pass", [2, 0]),
+        ("finished", [0]),
+        ("pass", [2, 1]),
+        ("finished", [1]),
+        ("pass", [2]),
+        ("finished", [2]),
+    ]
+
+
+@pytest.mark.parametrize("event", ["plan", "begin", "pass", "layer", "finished"])
 def test_what_an_observer_raises_ends_the_job(model, event):
     watch = Watch(event)
     with pytest.raises(RuntimeError, match=event):

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import pytest
+
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine.observer import Observer
 
 pytest_plugins = ["cli_tools"]
 
 
-def test_rows_of_a_batch_that_has_finished_are_there_before_its_block_has(model):
-    """One batch of two ends at its stop token, the other goes on for several steps."""
+@pytest.mark.parametrize("policy", [Policy(1, 2), Policy(2, 1)], ids=["in batches", "in a batch"])
+def test_a_row_that_has_ended_is_there_before_the_others_have(model, policy):
+    """One of two ends at its stop token, the other goes on for several steps."""
     seen, steps = [], iter(range(10**6))
 
     class Progress(Observer):
-        def on_progress(self, i, j, tokens):
+        def on_layer(self, j):
             if seen:
                 next(steps)
 
     options = dict(device="cpu", dtype="float32", progress=False, observer=Progress())
     prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(temperature=1.0, max_tokens=8)
-    with LLM(str(model), Policy(1, 2), **options) as llm:
+    with LLM(str(model), policy, **options) as llm:
         first, second = (output.outputs[0].token_ids for output in llm.generate(prompts, params))
         llm.eos_ids = frozenset([next(token for token in first[:4] if token not in second)])
         llm.generate(prompts, params, on_output=lambda o: seen.append((o.index, next(steps))))

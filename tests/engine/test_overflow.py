@@ -7,7 +7,7 @@ import torch
 import zoo
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, sizes
-from h2o_flexgen.engine import sampling
+from h2o_flexgen.engine import prefixes, sampling
 
 ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
 MIXED = (33, 33, 33, 33, 33, 33)
@@ -35,11 +35,12 @@ def poisoned(tmp_path_factory):
     return get
 
 
-def healthy_prompts(model, token, lengths, max_tokens, budget):
+def healthy_prompts(model, token, lengths, max_tokens, budget, behind=()):
     prompts = []
     for place, n in enumerate(lengths):
         for seed in range(200):
             (prompt,) = model.prompts([n], seed=1000 * place + seed)
+            prompt = [*behind, *prompt]
             if token in prompt:
                 continue
             trace = model.reference(prompt, max_tokens, *(budget or ()))
@@ -89,16 +90,16 @@ def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, n, policy)
 
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=["gpu", "cpu", "disk"])
 def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypatch, percent):
-    """It is computed until its batch leaves: what it leaves behind must not reach who comes next into its slots."""
+    """What it leaves in its place must not reach who comes next to it, nor those beside it."""
     monkeypatch.setattr(sizes, "SEGMENT", 4)
     model = poisoned(7)
     prompts = healthy_prompts(model, 7, [20, 19, 9, 8], 18, None)
     real = sampling.sample
 
-    def sample(logits, params, indices, step):
-        tokens, logprobs = real(logits, params, indices, step)
-        if step == 0 and 1 in indices:
-            tokens[indices.index(1)] = 7  # ends this sequence, and is what it is computed with from then on
+    def sample(logits, params, draws):
+        tokens, logprobs = real(logits, params, draws)
+        if (1, 0) in draws:
+            tokens[draws.index((1, 0))] = 7  # ends this sequence
         return tokens, logprobs
 
     monkeypatch.setattr(sampling, "sample", sample)
@@ -109,6 +110,25 @@ def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypa
     for n in (0, 2, 3):
         assert outputs[n].error is None
         assert outputs[n].outputs[0].token_ids == model.reference(prompts[n], 18).tokens
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_shared_beginning_that_overflows_fails_its_rows_and_no_others(poisoned, monkeypatch, policy):
+    """And of rows behind a sound one, those that overflow themselves."""
+    monkeypatch.setattr(sizes, "SEGMENT", 4)
+    monkeypatch.setattr(prefixes, "LEAST_SAVED", 4)
+    model, outputs = poisoned(7), [3, 12, 7, 12, 2, 9]
+    (begin,) = healthy_prompts(model, 7, [12], 12, None)
+    good = [*healthy_prompts(model, 7, [4, 9, 3], 12, None, begin), *healthy_prompts(model, 7, [5, 16, 8], 12, None)]
+    bad = [[*begin, 3, 7, 5], [*begin, 7], *([9, 7, *begin[:8], n] for n in (3, 4, 5))]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in [*outputs, 12, 3, 12, 9, 1]]
+    with LLM(str(model.folder), Policy(**policy), device="cpu", dtype="float32", progress=False) as llm:
+        for _ in range(2):
+            found = llm.generate([*good, *bad], params)
+            assert llm.report["shared_tokens"] > 0
+            assert all(output.error for output in found[len(good) :])
+            for prompt, most, output in zip(good, outputs, found):
+                assert output.outputs[0].token_ids == model.reference(prompt, most).tokens
 
 
 def test_a_block_in_which_everything_overflows_does_not_stop_the_others(poisoned):

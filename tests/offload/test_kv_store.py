@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
+from h2o_flexgen.compression import cache_format
 from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kv_cache import KVLayout
-from h2o_flexgen.offload.device import Device
+from h2o_flexgen.kv_cache.layout import KVTensors
+from h2o_flexgen.offload.device import Device, host_memory
 from h2o_flexgen.offload.kv_store import KVStore, Occupied
 from h2o_flexgen.offload.transport import Transport
 from h2o_flexgen.sizes import KV_BUFFERS, PAGE
@@ -153,4 +157,181 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
             assert written == 1
         else:
             assert written == 4 if not lag else 4 < written <= held + 1
+    transport.close()
+
+
+# sequences that take the places of others
+
+#: slots of the segments of a cache that grows, and of one of fixed size
+GROWTHS = {"append": (5, 3, 3, 4), "fixed": (12,)}
+
+
+class Life:
+    """Sequences come and go in a block on a tier; what each should have is kept beside it.
+
+    Attributes:
+        rows: a cache of its own for each sequence, by place, and its tokens.
+    """
+
+    def __init__(self, folder, tier: str, layout: KVLayout, seed: int):
+        self.transport = Transport(Device("cpu"), folder)
+        blocks = {(0, 0): tier, (0, 1): tier}
+        self.store = KVStore(self.transport, dict.fromkeys(blocks, layout), blocks)
+        self.layout, self.one, self.random = layout, replace(layout, batch=1), Random(seed)
+        self.rows: list[tuple[KVTensors, int]] = []
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def newcomer(self) -> tuple[KVTensors, int]:
+        cache = self.one.view(host_memory(self.one.kv_bytes), host_memory(self.one.meta_bytes))
+        length = self.random.randint(1, self.layout.segments[0] + 1)
+        for at in range(min(length, self.layout.slots)):
+            self.write(cache, torch.full((1, self.layout.heads), at))
+        return cache, length
+
+    def write(self, cache: KVTensors, slots: torch.Tensor) -> None:
+        """A random token."""
+        cache.write(slots, *torch.randn(2, 1, self.layout.heads, self.layout.head_dim, generator=self.generator))
+
+    def slots(self, length: int) -> torch.Tensor:
+        """Of the next token of a sequence."""
+        heads = range(self.layout.heads)
+        at = [self.random.randrange(self.layout.slots) for _ in heads] if self.is_fixed else [length for _ in heads]
+        return torch.tensor([at])
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.layout.growth == "fixed"
+
+    def held(self, lengths: list[int]) -> int:
+        return self.layout.slots if self.is_fixed else max(lengths)
+
+    def open(self) -> None:
+        """The block is empty, and the first sequences come."""
+        self.store.begin({(0, 0): self.layout})
+        self.rows = [self.newcomer() for _ in range(self.layout.batch)]
+        cache = self.store.blank(0, 0)
+        for place, (row, _) in enumerate(self.rows):
+            put(cache, place, row)
+        self.store.store_all(0, 0, self.held([length for _, length in self.rows]))
+
+    def spoil(self) -> None:
+        """Another block leaves NaN in a staging buffer."""
+        self.store.begin({(0, 1): self.layout})
+        cache = self.store.blank(0, 1)
+        for tensor in (*cache.k, *cache.v):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 255)
+        self.store.store_all(0, 1, self.layout.slots)
+
+    def step(self, ended: set[int], new: int) -> None:
+        """Some sequences have ended, the last ones move into their places, others come, and the rest get a token."""
+        left = [place for place in range(len(self.rows)) if place not in ended]
+        holes = [place for place in range(len(left)) if place in ended]
+        moves = list(zip(reversed(left), holes))
+        old = len(left)
+        for source, target in moves:
+            self.rows[target] = self.rows[source]
+        self.rows = self.rows[:old] + [self.newcomer() for _ in range(min(new, self.layout.batch - old))]
+        lengths = [length + (place < old) for place, (_, length) in enumerate(self.rows)]
+        held = self.held(lengths)
+        if self.random.random() < 0.5:
+            self.store.prefetch(0, 0, held)
+        cache = self.store.get(0, 0, held)
+        for source, target in moves:
+            cache.move(source, target)
+        for place in range(old):
+            self.check(cache, place, held)
+        slots = [self.slots(length) for _, length in self.rows[:old]]
+        for place, at in enumerate(slots):
+            self.write(self.rows[place][0], at)
+            with cache.rows([place]) as row:
+                row.write(at, *floats(self.rows[place][0], at))
+        for place in range(old, len(self.rows)):
+            put(cache, place, self.rows[place][0])
+        self.rows = [(row, length) for (row, _), length in zip(self.rows, lengths)]
+        after = Occupied(held, [*holes, *range(old, len(self.rows))], len(self.rows))
+        self.store.store_step(0, 0, cache, torch.cat(slots), list(range(old)), after)
+
+    def check(self, cache: KVTensors, place: int, held: int) -> None:
+        """A sequence has its own tokens, and nothing that would spread in its empty slots."""
+        row, begin = self.rows[place][0], 0
+        for n, segment in enumerate(self.layout.segments):
+            if begin >= held:
+                break
+            for found, wanted in ((cache.k[n], row.k[n]), (cache.v[n], row.v[n])):
+                assert torch.equal(found[place], wanted[0]), f"place {place}, segment {n}"
+            begin += segment
+
+
+def put(cache: KVTensors, place: int, row: KVTensors) -> None:
+    for target, source in zip((*cache.k, *cache.v), (*row.k, *row.v)):
+        target[place] = source[0]
+
+
+def floats(row: KVTensors, at: torch.Tensor) -> list[torch.Tensor]:
+    """K and V (1, H, D) of a token of one sequence."""
+    return [form.floats(x, torch.float32) for form, x in zip(row.form, row.token(at))]
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+@pytest.mark.parametrize("growth", GROWTHS)
+@pytest.mark.parametrize("tier", ["cpu", "disk", "gpu"])
+def test_each_sequence_reads_its_own_tokens_whoever_comes_and_goes_beside_it(tmp_path, tier, growth, kind):
+    """Other blocks pass through the same buffers, and some of what they hold is NaN."""
+    form = cache_format(kind, torch.float32, 8)
+    layout = KVLayout(4, 2, GROWTHS[growth], 8, form, growth=growth)
+    for seed in range(3):
+        life = Life(tmp_path / f"offload{seed}", tier, layout, seed)
+        for _ in range(2):
+            life.open()
+            while True:
+                full = {place for place, (_, length) in enumerate(life.rows) if length >= layout.slots}
+                ended = full | {place for place in range(len(life.rows)) if life.random.random() < 0.15}
+                new = life.random.choice([0, 0, 1, 3])
+                if life.random.random() < 0.3:
+                    life.spoil()
+                if len(ended) == len(life.rows):  # then the block is laid out anew
+                    break
+                life.step(ended, new)
+        life.store.drain()
+        life.transport.close()
+
+
+@pytest.mark.parametrize("is_prefetched", [False, True])
+def test_a_block_is_laid_out_anew_once_its_last_transfers_have_ended(store, gates, is_prefetched):
+    """They go by the old layout."""
+    _, writes = gates
+    writes.clear()
+    step(store, 0)
+    if is_prefetched:
+        store.prefetch(0, 0, HELD)
+    other = replace(LAYOUT, segments=(SLOTS // 2,))
+    beginning = threading.Thread(target=lambda: store.begin({(0, 0): other}))
+    beginning.start()
+    beginning.join(0.2)
+    assert beginning.is_alive() and store.blocks[0, 0].layout is LAYOUT
+    writes.set()
+    beginning.join()
+    cache = store.blank(0, 0)
+    cache.k[0].fill_(7)
+    cache.v[0].fill_(-7)
+    store.store_all(0, 0, HELD)
+    assert number(store.get(0, 0, HELD)) == {7}
+
+
+def test_in_a_block_that_is_not_full_a_step_writes_its_token_and_a_full_segment(tmp_path):
+    """One of two places is in use."""
+    segments = (64, 4, 4, 4)
+    layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, form=KVFormat.dense(torch.float32))
+    transport = Transport(Device("cpu"), tmp_path / "offload")
+    store, io = KVStore(transport, {(0, 0): layout}, {(0, 0): "disk"}), transport.io
+    store.begin({(0, 0): layout})
+    store.blank(0, 0)
+    store.store_all(0, 0, 64)
+    store.drain()
+    for held in range(65, 73):
+        before = io.written_bytes
+        cache = store.get(0, 0, held)
+        store.store_step(0, 0, cache, torch.tensor([[held - 1]]), [0], Occupied(held, [], 1))
+        store.drain()
+        assert (io.written_bytes - before) // PAGE == (4 if held in (68, 72) else 1)
     transport.close()

@@ -135,7 +135,6 @@ PLACES = {
     "cache store": (KVStore, "store_block", (100, 0, 0, 0, 100, 0)),
     "cache scores": (KVStore, "store_scores", (100, 0, 0, 0, 100, 0)),
     "cache step": (KVStore, "store_token", (100, 0, 0, 0, 100, 0)),
-    "cache of newcomers": (KVStore, "store_rows", (100, 0, 0, 0, 100, 0)),
     "activation load": (ActivationStore, "load", (100, 0, 100, 0, 0, 0)),
     "activation store": (ActivationStore, "store", (100, 0, 100, 0, 0, 0)),
     "disk read": (File, "read_at", (0, 0, 0, 0, 0, 0)),
@@ -168,6 +167,21 @@ def test_an_error_anywhere_reaches_the_caller(model, tmp_path, monkeypatch, plac
         assert not (tmp_path / "off").exists() or os.listdir(tmp_path / "off") == []
         assert len(llm.generate(PROMPTS, params)) == len(PROMPTS)
     assert not (tmp_path / "off").exists() or os.listdir(tmp_path / "off") == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("six", [(100, 0, 0, 0, 100, 0), (100, 0, 0, 100, 100, 0)], ids=["disk", "cpu"])
+def test_an_error_while_a_newcomer_is_written_reaches_the_caller(model, monkeypatch, six, overlap):
+    """As it comes to a place beside rows that decode."""
+    prompts = [[5, 6, 7], [8, 9], [5], [6, 7], [9, 9]]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 9, 9, 3, 6)]
+    options = {"device": "cpu", "dtype": "float32", "progress": False}
+    with LLM(str(model), Policy(4, 1, six, overlap), **options) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(KVStore, "store_rows", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate(prompts, params)
+        assert [len(o.outputs[0].token_ids) for o in llm.generate(prompts, params)] == [9, 9, 9, 3, 6]
 
 
 def full_gpu(*args, **more):

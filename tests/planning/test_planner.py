@@ -98,7 +98,7 @@ def test_a_single_block_counts_the_prompts_it_holds():
     )
     outputs = JOB.output_bytes - Workload((128,) * 16, 16).output_bytes
     # rows that come later may join the matmuls of a decode step
-    joining = (decode_rows([8, 8], 40, 128) - decode_rows([8, 8], 16, 128)) * MODEL.spec.hidden * MODEL.itemsize
+    joining = (decode_rows([8, 8], 40, 128) - decode_rows([8, 8], 16, 128)) * 2048 * 2
     assert job.needed("gpu") - block.needed("gpu") == outputs + joining
 
 
