@@ -84,6 +84,8 @@ class LLM:
 
     Attributes:
         choice: the policy of the last job with its plan, known before anything is allocated; None before.
+        expect_len: tokens of the average output, as far as you know; None: as many as it may have. Only how soon the
+            job is done depends on it, and on that the policy.
         report: the measurements of the last job, as plain data; {} before, and after one that failed.
 
     Raises:
@@ -142,6 +144,7 @@ class LLM:
         self.observer = observer or Observer()
         self.choice: Choice | None = None
         self.report: dict = {}
+        self.expect_len: float | None = None
 
         choose_dtype = partial(job_dtype, self.device, dtype, profile=profile, compute=compute)
         formats = (compress_weight, self.compress_cache, compute)
@@ -389,6 +392,8 @@ class LLM:
         """Take all rows through the engine; `sink` gets the logits. `requests`: whose prompts are read meanwhile."""
         self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
+        if workload.mean_len is None:
+            workload = replace(workload, mean_len=self.expect_len)
         how = (None if self.policy == "auto" else self.policy, self.kv_budget, self.compress_cache)
         self.choice = choice = self.planner.choose(workload, self.resources(), *how)
         self.observer.on_plan(choice)
