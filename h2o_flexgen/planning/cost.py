@@ -332,7 +332,7 @@ class CostModel:
         job = [sum(times * seconds[phase] for times, (seconds, _) in blocks) for phase in (0, 1)]
         (prefill, decode), busy = sample[0]
         tokens = float(self.gen_len)
-        if lengths is not None and min(lengths) < self.gen_len:
+        if lengths is not None and min(min(lengths), self.steps + 1) < self.gen_len:
             job = self._refilled(policy, placement, weights, prompt_lens, lengths)
             tokens = sum(lengths) / len(lengths)
         return Prediction(prefill, decode, *job, size, tokens, N, busy[int(decode >= prefill)].most_common())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
-from math import ceil, log1p
+from math import ceil, inf, log1p
 from typing import NamedTuple
 
 #: rows of a job that are simulated at most, and levels of occupancy that are told apart
@@ -52,6 +52,7 @@ def expected(rows: int, most: int, mean: float | None) -> list[int]:
     rows = min(rows, _ROWS)
     if mean is None or mean >= most:
         return [most] * rows
-    # quantiles of the exponential distribution, in an order that mixes them
+    # quantiles of the geometric distribution, in an order that mixes them
     quantiles = ((n * _GOLDEN + 0.5) % 1.0 for n in range(rows))
-    return [min(most, max(1, round(-mean * log1p(-each)))) for each in quantiles]
+    scale = log1p(-1 / mean) if mean > 1 else -inf
+    return [min(most, max(1, ceil(log1p(-each) / scale))) for each in quantiles]
