@@ -149,7 +149,12 @@ def add_policy_options(add) -> None:
     on_off = argparse.BooleanOptionalAction
     add("--overlap", action=on_off, help="move data while computing (default: on)")
     add("--cpu-cache-compute", action=on_off, help="attention on the CPU for KV blocks in its RAM")
-    add("--max-latency", type=amount, metavar="SECONDS", help="the most that a block may take")
+    add("--max-latency", type=amount, metavar="SECONDS", help="the most that a row may take in the engine")
+
+
+def add_length_option(add) -> None:
+    """What is known of outputs that may end early."""
+    add("--expect-len", type=amount, metavar="TOKENS", help="of the average output (default: as the rows so far)")
 
 
 def make_policy(args: argparse.Namespace, num_prompts: int | None) -> Policy | None:

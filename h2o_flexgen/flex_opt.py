@@ -61,6 +61,7 @@ def make_parser(prog: str = "python -m h2o_flexgen.flex_opt") -> argparse.Argume
     add = parser.add_argument_group("policy; what is not given is searched").add_argument
     add("--policy", help="a policy as JSON, or auto (default): the fastest found for this machine")
     cli.add_policy_options(add)
+    cli.add_length_option(add)
     return parser
 
 
@@ -147,6 +148,7 @@ def run(args: argparse.Namespace) -> None:
         if job is not None:
             options["in_blocks"] = job.in_blocks
         with LLM(policy=policy or args.policy or "auto", kv_budget=budget, **options) as llm:
+            llm.expect_len = args.expect_len
             weights = weights_text(llm.model.compress_weight, llm.model.compute)
             cli.check_model(losses, args.kv_rule, llm.model.name, weights)
             rows = made_up_rows(llm, args) if rows is None else rows

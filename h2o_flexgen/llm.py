@@ -84,6 +84,8 @@ class LLM:
 
     Attributes:
         choice: the policy of the last job with its plan, known before anything is allocated; None before.
+        expect_len: tokens of the average output, as far as you know; None: as many as it may have. Only how soon the
+            job is done depends on it, and on that the policy.
         report: the measurements of the last job, as plain data; {} before, and after one that failed.
 
     Raises:
@@ -142,6 +144,7 @@ class LLM:
         self.observer = observer or Observer()
         self.choice: Choice | None = None
         self.report: dict = {}
+        self.expect_len: float | None = None
 
         choose_dtype = partial(job_dtype, self.device, dtype, profile=profile, compute=compute)
         formats = (compress_weight, self.compress_cache, compute)
@@ -389,12 +392,13 @@ class LLM:
         """Take all rows through the engine; `sink` gets the logits. `requests`: whose prompts are read meanwhile."""
         self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
+        if workload.mean_len is None:
+            workload = replace(workload, mean_len=self.expect_len)
         how = (None if self.policy == "auto" else self.policy, self.kv_budget, self.compress_cache)
         self.choice = choice = self.planner.choose(workload, self.resources(), *how)
         self.observer.on_plan(choice)
         choice.plan.check()
-        total = sum(s.params.max_tokens for s in rows) if requests is None else None
-        bar = ProgressBar(total, len(self.model.layers), self.progress)
+        bar = ProgressBar(workload.output_tokens, len(self.model.layers), self.progress)
         window = max(workload.window or 1 << 62, WINDOW_BLOCKS * choice.policy.block_size)
         observers = Observers(collector, bar, self.observer)
         if requests is not None:
@@ -410,4 +414,5 @@ def workload_of(rows: list[Sequence]) -> Workload:
     path, shared = shared_tokens(rows)
     prompt_lens = sorted((len(s.prompt) for s in rows), reverse=True)
     gen_len = max(s.params.max_tokens for s in rows)
-    return Workload(tuple(prompt_lens), gen_len, path=path, shared=shared)
+    tokens = sum(s.params.max_tokens for s in rows)
+    return Workload(tuple(prompt_lens), gen_len, path=path, shared=shared, output_tokens=tokens)

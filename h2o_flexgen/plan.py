@@ -44,7 +44,9 @@ def add_options(parser: cli.Parser, add, default_prompts: str) -> None:
     add = parser.add_argument_group("machine").add_argument
     cli.add_machine_options(add, weights=("int8", "int4", "auto"))
     cli.add_cache_option(add)
-    cli.add_policy_options(parser.add_argument_group("policy; what is not given is searched").add_argument)
+    add = parser.add_argument_group("policy; what is not given is searched").add_argument
+    cli.add_policy_options(add)
+    cli.add_length_option(add)
     add = parser.add_argument_group("output").add_argument
     add("-o", "--output", help="write the result to this file as JSON")
     add("--json", action="store_true", help="print the result as JSON")
@@ -170,7 +172,7 @@ def choose(args: argparse.Namespace, length: int, models: dict, profile, policy,
     if not args.search:
         prompts = cli.num_prompts(args, policy)
     planner = Planner(models, constraints, profile, progress=not args.json)
-    workload = Workload((length,) * prompts, args.gen_len)
+    workload = Workload((length,) * prompts, args.gen_len, mean_len=args.expect_len)
     return planner.choose(workload, Resources.of(profile, caps), policy, budget, args.compress_cache)
 
 

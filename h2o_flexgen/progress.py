@@ -41,7 +41,7 @@ class Lines:
 
     def __init__(self, iterable: Iterable | None, desc: str, total: int | None, unit: str, leave: bool):
         self.iterable, self.desc, self.unit, self.leave = iterable, desc, unit, leave
-        self.total = len(iterable) if total is None else total
+        self.total = len(iterable) if total is None and iterable is not None else total
         self.n, self.postfix, self.start = 0, "", time.monotonic()
         self.last, self.last_time = 0, self.start  # of the last line
 
@@ -67,7 +67,7 @@ class Lines:
     def refresh(self) -> None:
         """Write a line if one is due."""
         waited = time.monotonic() - self.last_time
-        if waited >= LINE_SECONDS or (waited >= TENTH_SECONDS and 10 * (self.n - self.last) >= self.total):
+        if waited >= LINE_SECONDS or (waited >= TENTH_SECONDS and 10 * (self.n - self.last) >= (self.total or self.n)):
             self._write()
 
     def close(self) -> None:
@@ -82,7 +82,8 @@ class Lines:
         def amount(n: float) -> str:
             return tqdm.format_sizeof(n) if self.unit == "B" else f"{n:.4g}" if isinstance(n, float) else str(n)
 
-        parts = [f"{amount(self.n)} of {amount(self.total)} {self.unit}", self.postfix]
+        of = "" if self.total is None else f" of {amount(self.total)}"
+        parts = [f"{amount(self.n)}{of} {self.unit}", self.postfix]
         if self.n and self.iterable is None:
             parts.append(f"{amount(self.n / max(1e-9, time.monotonic() - self.start))} {self.unit}/s")
         return f"{self.desc}: {', '.join(filter(None, parts))}"

@@ -65,6 +65,7 @@ class Workload:
         held: tokens that the caches hold already when a prompt comes; 0 but for streams.
         mean_len: tokens of the average output, as far as is known; None: all are as long as they may be.
         path: the most tokens that prompts have in common; shared: tokens of all prompts that are computed with another.
+        output_tokens: the most of all outputs together; None where that is not known.
         window: rows that are in memory at once; None: all of them, and their outputs to the end.
     """
 
@@ -74,6 +75,7 @@ class Workload:
     mean_len: float | None = None
     path: int = 0
     shared: int = 0
+    output_tokens: int | None = None
     window: int | None = None
 
     @property

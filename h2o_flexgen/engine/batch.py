@@ -38,6 +38,7 @@ class Sequence:
         wanted: the first token of the prompt behind which logits are wanted; by default the last one.
         length: tokens of the text that its cache has seen; prompt_end: of those, up to the end of the last prompt.
         path: the node of `prefixes` that ends what it shares.
+        rank: how many rows of the job began before it.
     """
 
     index: int
@@ -52,6 +53,7 @@ class Sequence:
     length: int = 0
     prompt_end: int = 0
     path: Node | None = None
+    rank: int = 0
 
     ahead = 0  # tokens of the prompt behind those that are computed
 

@@ -12,7 +12,7 @@ Rows wait depth first, so that one path through the tree is alive at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from h2o_flexgen.kv_cache.rule import Text
 
@@ -57,7 +57,7 @@ class Node:
     def text(self, layer: int) -> Text:
         """All tokens."""
         own = self.texts[layer]
-        return own if self.parent is None else replace(own, past=self.parent.text(layer)).whole()
+        return own if self.parent is None else own.behind(self.parent.text(layer))
 
 
 def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tuple[int, ...], Node]) -> list:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,7 +29,7 @@ class Meter:
         passes: so far.
         computed_tokens: of prompts; shared_tokens: those of rows that others had computed.
         row_steps: tokens that rows were taken through one at a time.
-        generated: tokens of rows that have ended.
+        lengths: tokens of the outputs of rows that have ended, in the order in which they began.
     """
 
     def __init__(self, transport: Transport):
@@ -38,7 +39,8 @@ class Meter:
         self.moved = {phase: dict.fromkeys(transport.moved_bytes(), 0.0) for phase in PHASES}
         self.passes = 0
         self.computed_tokens = self.shared_tokens = self.row_steps = 0
-        self.rows = self.prompt_tokens = self.longest = self.generated = 0
+        self.prompt_tokens = self.longest = 0
+        self.lengths = array("i")
         self._chunks: list[tuple] = []  # (part of it that is prompts, begin, end)
 
     def start(self) -> None:
@@ -62,10 +64,14 @@ class Meter:
             else:
                 self.row_steps += piece.size
             if piece.is_prompt and piece.places:
-                self.rows += len(piece.rows)
+                for s in piece.rows:
+                    s.rank = len(self.lengths)
+                    self.lengths.append(0)
                 self.prompt_tokens += sum(len(s.prompt) for s in piece.rows)
                 self.longest = max(self.longest, *(len(s.prompt) for s in piece.rows))
-        self.generated += sum(len(s.tokens) for s in pass_.rows if s.finish_reason is not None)
+        for s in pass_.rows:
+            if s.finish_reason is not None:
+                self.lengths[s.rank] = len(s.tokens)
         self.stop()
 
     def stop(self) -> None:
@@ -126,7 +132,7 @@ class Report:
         rule = job.rule
         stalls = device.stall_seconds
         planned = {tier: job.plan.needed(tier) for tier in TIERS}
-        generated = meter.generated
+        generated = sum(meter.lengths)
         tokens = {"prefill": meter.prompt_tokens, "decode": meter.row_steps}
         seconds = sum(meter.seconds.values())
         moved = {phase: {link: round(n) for link, n in links.items()} for phase, links in meter.moved.items()}
@@ -139,7 +145,7 @@ class Report:
             model=model.name,
             device=str(device),
             dtype=dtype_name(model.dtype),
-            workload={"num_prompts": meter.rows, "prompt_len": work.longest, "gen_len": work.gen_len},
+            workload={"num_prompts": len(meter.lengths), "prompt_len": work.longest, "gen_len": work.gen_len},
             policy=asdict(job.policy),
             kv_budget=rule.to_dict(),
             **phases,
@@ -157,7 +163,7 @@ class Report:
                 # hidden states share a transfer queue with the cache
                 "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
             },
-            predicted=job.prediction and job.prediction.of_job(),
+            predicted=job.predict and job.predict(meter.lengths).of_job(),
             weights=sorted({form.name for form in model.formats.values()}) if model.is_quantised else None,
             compress_weight=model.compress_weight,
             compress_cache=job.compress_cache,

@@ -182,7 +182,7 @@ class Walk:
         else:
             context, text = rule.read(q, k, v, piece.lengths, past, self.stores.form)
             if not piece.places:
-                piece.rows[0].texts[j] = text.own()
+                piece.rows[0].texts[j] = text.since(piece.shared)
         for node in piece.frees:
             del node.texts[j]
         return piece.flat(context)

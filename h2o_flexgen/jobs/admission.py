@@ -30,7 +30,7 @@ class Admission:
     Attributes:
         runs: (N,) bool, those that can be run.
         lens: how many of these have each number of tokens.
-        gen_len: of the longest output.
+        gen_len: tokens of the longest output; output_tokens: the most of all together.
         error: why the first of the others cannot be run.
     """
 
@@ -38,6 +38,7 @@ class Admission:
         self.runs = wanted.copy()
         self.lens = Counter()
         self.gen_len = 1
+        self.output_tokens = 0
         self.error = ""
         self._refused = temporary_file()  # lines of the output file
         for row in bar(rows.those(wanted), "reading", total=int(wanted.sum()), unit="rows", show=llm.progress):
@@ -45,6 +46,7 @@ class Admission:
             try:
                 self.lens[len(llm.admit(prompt, own.max_tokens))] += 1
                 self.gen_len = max(self.gen_len, own.max_tokens)
+                self.output_tokens += own.max_tokens
             except UserError as e:
                 self._refuse(row, e)
 
@@ -63,7 +65,8 @@ class Admission:
 
     def workload(self) -> Workload:
         lens = sorted(self.lens, reverse=True)
-        return Workload(np.repeat(np.array(lens, np.int32), [self.lens[n] for n in lens]), self.gen_len)
+        prompt_lens = np.repeat(np.array(lens, np.int32), [self.lens[n] for n in lens])
+        return Workload(prompt_lens, self.gen_len, path=self.longest - 1, output_tokens=self.output_tokens)
 
     def refused(self) -> Iterator[tuple[int, DoneRow]]:
         """Index and output row of those that cannot be run."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import tee
 from operator import itemgetter
 from pathlib import Path
@@ -207,7 +208,10 @@ class Run(Observer):
         self.llm.compress_cache = self.compress_cache
         try:
             prompts, params, keys = (map(itemgetter(n), each) for n, each in enumerate(tee(self._requests(), 3)))
-            how = dict(keys=keys, skip_errors=True, on_output=self.take, workload=self.admission.workload())
+            # what the rows that have ended say of the others; else what the user expects
+            learnt = self.job.done.mean_len if self.job.before and self.llm.expect_len is None else None
+            workload = replace(self.admission.workload(), mean_len=learnt)
+            how = dict(keys=keys, skip_errors=True, on_output=self.take, workload=workload)
             self.llm.generate(prompts, params, **how)
         finally:
             self.llm.observer, self.llm.kv_budget, self.llm.compress_cache = before

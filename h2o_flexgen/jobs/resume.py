@@ -25,6 +25,7 @@ class Done:
 
     Attributes:
         ids: (N,) uint64, `id_hash` of each; offsets: where they begin; failed: (N,) bool.
+        tokens: that all have generated.
 
     Raises:
         UserError: the file cannot be read, or a line is no row.
@@ -37,15 +38,23 @@ class Done:
         ids = array("Q")
         self.offsets = array("q")
         failed = array("B")
+        self.tokens = 0
         for offset, row in read_done(path, self.file):
             ids.append(id_hash(row.id))
             self.offsets.append(offset)
             failed.append(row.error is not None)
+            self.tokens += row.tokens
         self.ids = np.array(ids, np.uint64)
         self.failed = np.array(failed, bool)
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def mean_len(self) -> float | None:
+        """Tokens of the average output; None if there is none."""
+        count = len(self) - int(self.failed.sum())
+        return self.tokens / count if count else None
 
     def check(self, known: np.ndarray) -> None:
         """Raises UserError for a row whose id has none of the hashes `known`, (M,) uint64, or is there twice."""

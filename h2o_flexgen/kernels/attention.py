@@ -22,8 +22,10 @@ Rotate = Callable[[Tensor, slice], Tensor]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (B, H, T, D), k and v (B, KV, T, D) -> context (B, H, T, D). Padding on the right cannot be seen by a real
-    query."""
+    """q (B, H, T, D), k and v (B, KV, N, D) -> context (B, H, T, D): the queries are those of the last T of N tokens.
+    Padding on the right cannot be seen by a real query."""
+    if q.shape[2] < k.shape[2]:
+        return _chunked(q, k, v)
     grouped = q.shape[1] != k.shape[1]
     # torch's flash kernel takes grouped heads as they are; where it does not run, torch would repeat K and V, hold fp32
     # (T, T) matrices of a whole batch in bf16 on GPUs, and be up to twice as slow as matmuls of chunks in bf16 on CPUs
@@ -50,48 +52,6 @@ def causal_attention_with_scores(
     score = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
     weights, empty = (x if x is None else x.repeat_interleave(k.shape[1], 0) for x in (weights, empty))
     return _chunked(q, k, v, score, weights, empty), score
-
-
-def attention_behind(
-    q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Causal attention behind L tokens that all sequences share, whose K and V are not repeated.
-
-    Args:
-        q: (B, H, T, D); k, v: (B, KV, T, D); past_k, past_v: (1, KV, L, D).
-        weights: (B, T) fp32, how much each query counts; None: no scores are wanted.
-
-    Returns:
-        context (B, H, T, D), and score (B, KV, L + T) as `causal_attention_with_scores` has it, or None.
-    """
-    B, H, T, D = q.shape
-    KV, L = past_k.shape[1:3]
-    if T > QUERY_CHUNK[q.device.type]:  # few sequences at a time: chunks of their queries fill the cores
-        k, v = (torch.cat([past.expand(B, -1, -1, -1), x], 2) for past, x in ((past_k, k), (past_v, v)))
-        return (_chunked(q, k, v), None) if weights is None else causal_attention_with_scores(q, k, v, weights)
-    G, dtype = H // KV, torch.float32 if is_slow(q) else q.dtype
-    past_k, past_v, k, v = (x.to(dtype) for x in (past_k[0], past_v[0], k, v))
-    # heads first: the queries of all sequences are rows of one matmul with the shared tokens
-    q = (q * D**-0.5).to(dtype).reshape(B, KV, G * T, D)
-    context = torch.empty(B, KV, G * T, D, dtype=q.dtype, device=q.device)
-    score = None if weights is None else torch.empty(B, KV, L + T, dtype=torch.float32, device=q.device)
-    above = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    few = max(1, CHUNK_ELEMENTS[q.device.type] // (H * T * (L + T)))
-    for begin in range(0, B, few):
-        rows = slice(begin, begin + few)
-        n = len(q[rows])
-        by_head = q[rows].transpose(0, 1).reshape(KV, n * G * T, D)
-        shared = torch.bmm(by_head, past_k.transpose(1, 2)).view(KV, n, G * T, L).transpose(0, 1)
-        own = q[rows] @ k[rows].transpose(2, 3)
-        own.view(n, KV, G, T, T).masked_fill_(above, float("-inf"))
-        p = torch.cat([shared, own], -1).softmax(-1, dtype=torch.float32)
-        if score is not None:
-            weight = weights[rows, None, None].expand(n, KV, G, T).reshape(n, KV, 1, G * T)
-            score[rows] = (weight @ p)[:, :, 0]
-        p = p.to(dtype)
-        mixed = torch.bmm(p[..., :L].transpose(0, 1).reshape(KV, n * G * T, L), past_v)
-        context[rows] = mixed.view(KV, n, G * T, D).transpose(0, 1) + p[..., L:] @ v[rows]
-    return context.view(B, H, T, D), score
 
 
 def _chunked(

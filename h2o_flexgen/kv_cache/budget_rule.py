@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import KVFormat
-from h2o_flexgen.kernels.attention import attention_behind, causal_attention_with_scores
+from h2o_flexgen.kernels.attention import causal_attention_with_scores
 from h2o_flexgen.kv_cache.full import fill
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, Tokens, codes
@@ -137,32 +137,19 @@ class BudgetRule(CacheRule):
         position = torch.where(position <= newest[:, None], position, -1)[:, None]
         position = position.to(torch.int32).to(k.device, non_blocking=True)
         metadata = {"position": position.expand(k.shape[:3]), **self.remember(k, v)}
-        text = Text(k, v, codes(form, k, v), metadata, rows.new, past)
-        if past is None or (past.k.shape[0] == 1 and not self.rope):
-            context, score = self._attend(q, text, weights)
-        else:
-            context, score = self._attend_ragged(q, text.whole(), weights, past)
-        if past is not None:
-            received = score[:, :, : past.k.shape[2]]
+        text = Text(k, v, codes(form, k, v), metadata, rows.new).behind(past)
+        before, empty, rotated = text.k.shape[2] - k.shape[2], None, (q, text.k)
+        if before and int(past.length.min()) < before:
+            empty = torch.arange(before, device=k.device) >= column(past.length, k.device)[:, 0]
+        if self.rope:
+            rotated = self._rolled(q, text.k, torch.zeros_like(rows.new) if past is None else past.length, before)
+        context, score = causal_attention_with_scores(*rotated, text.v, weights, empty)
+        if before:
+            received = score[:, :, :before]
             old = past.metadata["score"].expand(received.shape).clone()
             received.copy_(self.prompt_step_scores(old, received, column(rows.new, k.device)))
         text.metadata["score"] = score
         return context, text
-
-    def _attend(self, q: Tensor, text: Text, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Behind tokens that all rows share, if there are any: the context, and the attention that each token gets."""
-        if text.past is not None:
-            return attention_behind(q, text.k, text.v, text.past.k, text.past.v, weights)
-        rotated = self._rolled(q, text.k, torch.zeros_like(text.length), 0) if self.rope else (q, text.k)
-        return causal_attention_with_scores(*rotated, text.v, weights)
-
-    def _attend_ragged(self, q: Tensor, text: Text, weights: Tensor, past: Text) -> tuple[Tensor, Tensor]:
-        """The same where each row has a past of its own, which is in `text` too."""
-        before, empty = past.k.shape[2], None
-        if int(past.length.min()) < before:
-            empty = torch.arange(before, device=q.device) >= column(past.length, q.device)[:, 0]
-        rotated = self._rolled(q, text.k, past.length, before) if self.rope else (q, text.k)
-        return causal_attention_with_scores(*rotated, text.v, weights, empty)
 
     def prompt_step_scores(self, score: Tensor, received: Tensor, count: Tensor) -> Tensor:
         """The scores (B, KV, N) of tokens that were there before `count` (B, 1, 1) tokens of a prompt, which gave them
@@ -176,13 +163,12 @@ class BudgetRule(CacheRule):
         return real.float() if weights is None else torch.where(real, weights, 0.0)
 
     def keep(self, cache: KVTensors, text: Text) -> None:
-        text = text.whole()
         newest = text.metadata["position"][:, :1].amax(2, keepdim=True)
         tokens = Tokens(text.metadata, newest, newest + 1)
         k, v = text.stored
         kept = min(self.slots, k.shape[2])
         best = self.chosen(tokens, kept)
-        fill(cache, [gather(best, k, v)])
+        fill(cache, *gather(best, k, v))
         for name, _ in self.metadata:
             cache.metadata[name][:, :, kept:] = -1
             cache.metadata[name][:, :, :kept] = tokens.metadata[name].gather(2, best)

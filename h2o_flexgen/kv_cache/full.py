@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import KVFormat
-from h2o_flexgen.kernels.attention import attention_behind, cached_attention, causal_attention
+from h2o_flexgen.kernels.attention import cached_attention, causal_attention
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, codes
 from h2o_flexgen.sizes import full_segments
@@ -48,7 +47,7 @@ class FullCache(CacheRule):
         return read_all(q, k, v, rows, past, form)
 
     def keep(self, cache: KVTensors, text: Text) -> None:
-        fill(cache, [text.stored] if text.past is None else [text.past.whole().stored, text.stored])
+        fill(cache, *text.stored)
 
     def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         return append(cache, q, k, v, rows.length)
@@ -56,34 +55,20 @@ class FullCache(CacheRule):
 
 def read_all(q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None, form: KVFormat | None) -> tuple:
     """`CacheRule.read` of rules that need no scores."""
-    text = Text(k, v, codes(form, k, v), {}, rows.new, past)
-    if past is None:
-        return causal_attention(q, k, v), text
-    context, _ = attention_behind(q, k, v, past.k, past.v)
-    return context, text
+    text = Text(k, v, codes(form, k, v), {}, rows.new).behind(past)
+    return causal_attention(q, text.k, text.v), text
 
 
-def fill(cache: KVTensors, parts: Sequence[Sequence[Tensor]]) -> None:
-    """Fill a cache with K and V (B or 1, KV, n, W) of tokens, part by part; the other slots are empty then."""
-    for segments, *stored in zip((cache.k, cache.v), *parts):
-        put(segments, stored)
-    end = sum(k.shape[2] for k, _ in parts)
-    for segment in cache.v:  # what is empty is masked, but 0 * NaN left by another prompt would spread
-        segment[:, :, max(0, end) :] = 0
-        end -= segment.shape[2]
-
-
-def put(segments: list[Tensor], parts: list[Tensor]) -> None:
-    """Fill segments (B, KV, S, W) from the first slot on with tokens (B or 1, KV, n, W), part by part."""
-    begin, ends = 0, list(accumulate(segment.shape[2] for segment in segments))
-    for part in parts:
-        while part.shape[2]:
-            n = bisect(ends, begin)
-            count = min(ends[n] - begin, part.shape[2])
-            first = begin - ends[n] + segments[n].shape[2]
-            segments[n][:, :, first : first + count] = part[:, :, :count]
-            part = part[:, :, count:]
-            begin += count
+def fill(cache: KVTensors, k: Tensor, v: Tensor) -> None:
+    """Fill a cache from its first slot on with tokens (B, KV, n, W); the other slots are empty then."""
+    for segments, stored in ((cache.k, k), (cache.v, v)):
+        begin = 0
+        for segment in segments:
+            part = stored[:, :, begin : begin + segment.shape[2]]
+            segment[:, :, : part.shape[2]] = part
+            begin += segment.shape[2]
+            if segments is cache.v:  # what is empty is masked, but 0 * NaN left by another prompt would spread
+                segment[:, :, part.shape[2] :] = 0
 
 
 def append(cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ them, S slots, D elements of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -150,7 +150,6 @@ class Text:
         k, v: (B, KV, N, D) floats; codes: both as a cache stores them, (B, KV, N, W), if not as floats.
         metadata: (B, KV, N) by name; position, if it is there, is -1 for places without a token.
         length: (B,) int64 on the CPU, tokens of each; the others are padding.
-        past: tokens before these, which one row may have for all; then `metadata` has the score of both.
     """
 
     k: Tensor
@@ -158,18 +157,16 @@ class Text:
     codes: tuple[Tensor, Tensor] | None
     metadata: dict[str, Tensor]
     length: Tensor
-    past: Text | None = None
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
         """K and V as a cache stores them."""
         return self.codes or (self.k, self.v)
 
-    def whole(self) -> Text:
-        """The same with the tokens of `past` among its own."""
-        if self.past is None:
+    def behind(self, past: Text | None) -> Text:
+        """These tokens, and before them those of `past`, which one row may have for all. `score` stays as it is."""
+        if past is None:
             return self
-        past = self.past.whole()
         rows = len(self.k)
 
         def joined(before: Tensor, after: Tensor) -> Tensor:
@@ -179,23 +176,24 @@ class Text:
             name: values if name == "score" else joined(past.metadata[name], values)
             for name, values in self.metadata.items()
         }
-        k, v = joined(past.k, self.k), joined(past.v, self.v)
         codes = self.codes and tuple(map(joined, past.stored, self.stored))
-        return Text(k, v, codes, metadata, past.length + self.length)
+        return Text(joined(past.k, self.k), joined(past.v, self.v), codes, metadata, past.length + self.length)
+
+    def since(self, begin: int) -> Text:
+        """The tokens from `begin` on, in memory of their own; but all of `score`, which belongs to the whole text."""
+        metadata = {name: x if name == "score" else x[:, :, begin:] for name, x in self.metadata.items()}
+        codes = self.codes and tuple(x[:, :, begin:] for x in self.codes)
+        part = Text(self.k[:, :, begin:], self.v[:, :, begin:], codes, metadata, self.length - begin)
+        return part._each(torch.clone)
 
     def to(self, device: torch.device) -> Text:
         """The same on another device."""
         return self if self.k.device == device else self._each(lambda x: x.to(device))
 
-    def own(self) -> Text:
-        """The same without `past`, in memory of its own; but for `score`."""
-        return replace(self._each(lambda x: x.clone()), past=None)
-
     def _each(self, change: Callable[[Tensor], Tensor]) -> Text:
         codes = self.codes and tuple(map(change, self.codes))
         metadata = {name: change(values) for name, values in self.metadata.items()}
-        past = self.past and self.past._each(change)
-        return Text(change(self.k), change(self.v), codes, metadata, self.length, past)
+        return Text(change(self.k), change(self.v), codes, metadata, self.length)
 
 
 @dataclass(frozen=True)

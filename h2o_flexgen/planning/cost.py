@@ -15,6 +15,7 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
+from h2o_flexgen.planning.occupancy import stretches
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
@@ -80,6 +81,7 @@ class Prediction:
         prefill_seconds, decode_seconds: of the first, full block.
         job_prefill_seconds, job_decode_seconds: of all blocks.
         block_size: prompts of the first block.
+        gen_len: tokens of the average output.
         busy: seconds of each resource in the longer phase of the first block, the busiest first.
     """
 
@@ -88,7 +90,7 @@ class Prediction:
     job_prefill_seconds: float
     job_decode_seconds: float
     block_size: int
-    gen_len: int
+    gen_len: float
     num_prompts: int
     busy: list[tuple[str, float]]
 
@@ -126,6 +128,8 @@ class Prediction:
 
 #: (policy, batches, what layers have off the device) -> what runs in them at the same time
 LayerFlows = Callable[[Policy, Batches, Part], Flows]
+#: [(how often, what runs in layers, seconds of the head)]
+Phases = list[tuple[float, LayerFlows, float]]
 
 
 class CostModel:
@@ -133,10 +137,14 @@ class CostModel:
 
     Attributes:
         streamed_bytes: weights that a step needs whole, as they are in memory.
+        steps: decode steps of the average row.
     """
 
     def __init__(self, profile: Profile, shapes: Shapes, gen_len: int):
         self.profile, self.shapes, self.gen_len = profile, shapes, gen_len
+        work = shapes.workload
+        self.steps = gen_len - 1 if work.mean_len is None else min(gen_len - 1, max(0.0, work.mean_len - 1))
+        self.computed = 1 - work.shared / sum(work.prompt_lens)  # the part of the prompts that is not shared
         self.hidden_bytes = shapes.spec.hidden * shapes.itemsize
         # of decoder layers and head; the few that some embeddings have count with the first layer
         embedding, first, *others = ({n: s for n, s in x.items() if len(s) > 1} for x in shapes.streamed)
@@ -216,12 +224,12 @@ class CostModel:
 
     # what runs at the same time
 
-    def phases(self, batches: Batches, streamed: float = 0.0) -> list[tuple[int, LayerFlows, float]]:
-        """[(how often, what runs in layers, seconds of the head)] of prefill and of a decode step. `streamed`: the part
+    def phases(self, batches: Batches, streamed: float = 0.0) -> Phases:
+        """Of a block: prefill, and decode steps. `streamed`: the part
         of the head's weights that is not resident."""
         sizes = [size for size, _ in batches]
         prefill, decode = (self._head_compute(rows, streamed) for rows in (sizes, matmul_rows(sizes)))
-        return [(1, self.prefill, prefill), (self.gen_len - 1, self.decode, decode)]
+        return [(1, self.prefill, prefill), (self.steps, self.decode, decode)]
 
     def prefill(self, policy: Policy, batches: Batches, part: Part) -> Flows:
         """Of a block, in the layers of `part`."""
@@ -234,6 +242,7 @@ class CostModel:
             compute += count * size * self._attention("prefill", flops)
         compute += self._matmuls(_DECODER, rows, part.streamed) + rows.total() * self.profile.step_seconds
         compute += self._decoding(_DECODER)
+        compute *= self.computed
         length, layout, before, crosses = batches[0][1], self.shapes.kv, self.shapes.workload.held, self._crosses
         after = min(before + self.shapes.rule.held(length, length), layout.slots)
         old, kv, hidden = before * layout.row_bytes, after * layout.row_bytes, length * self.hidden_bytes
@@ -295,8 +304,15 @@ class CostModel:
 
     # a job
 
-    def predict(self, policy: Policy, placement: Placement, prompt_lens: Sequence[int]) -> Prediction:
-        """The time of a job, and of its first block. `prompt_lens`: the longest first."""
+    def predict(
+        self, policy: Policy, placement: Placement, prompt_lens: Sequence[int], lengths: Sequence[int] | None = None
+    ) -> Prediction:
+        """The time of a job, and of its first block.
+
+        Args:
+            prompt_lens: the longest first.
+            lengths: of the outputs, in the order in which rows run; None: all have the most tokens.
+        """
         N, size = len(prompt_lens), min(policy.block_size, len(prompt_lens))
         weights = [
             _offloaded((placement.weights[name], self.shapes.nbytes(name)) for name in layer)
@@ -315,12 +331,55 @@ class CostModel:
         blocks = [(full / len(sample), found) for found in sample] + ([(1, block(full * size))] if rest else [])
         job = [sum(times * seconds[phase] for times, (seconds, _) in blocks) for phase in (0, 1)]
         (prefill, decode), busy = sample[0]
-        return Prediction(prefill, decode, *job, size, self.gen_len, N, busy[decode >= prefill].most_common())
+        tokens = float(self.gen_len)
+        if lengths is not None and min(min(lengths), self.steps + 1) < self.gen_len:
+            job = self._refilled(policy, placement, weights, prompt_lens, lengths)
+            tokens = sum(lengths) / len(lengths)
+        return Prediction(prefill, decode, *job, size, tokens, N, busy[int(decode >= prefill)].most_common())
+
+    def _refilled(
+        self,
+        policy: Policy,
+        placement: Placement,
+        weights: list[Offloaded],
+        prompt_lens: Sequence[int],
+        lengths: Sequence[int],
+    ) -> list[float]:
+        """Seconds of prefill and of decode where rows take the places of those that have ended."""
+        job = [0.0, 0.0]
+        mean = ceil(sum(prompt_lens) / len(prompt_lens))
+        for passes, decoding, entering in stretches(lengths, min(policy.block_size, len(prompt_lens))):
+            found = []
+            for rows, of_phase in ((entering, 0), (decoding, 1)):
+                batches = tuple((size, mean) for size in batch_sizes(max(1, round(rows)), policy))
+                (_, flows, head) = self.phases(batches)[of_phase]
+                found.append((rows / max(1, round(rows)), batches, [(1, flows, head)]))
+            alone = [
+                part * self._seconds(policy, placement, weights, batches, phases)[0][0]
+                for part, batches, phases in found
+            ]
+            # what streams comes once for both
+            both = max(sum(alone) - self._streaming(policy, weights) * (min(alone) > 0), *alone)
+            for phase in (0, 1):
+                job[phase] += passes * both * alone[phase] / sum(alone)
+        return job
+
+    def _streaming(self, policy: Policy, weights: list[Offloaded]) -> float:
+        """Seconds in which the weights of a pass come."""
+        total = Offloaded(*map(sum, zip(*weights)))
+        return max(Flows(0.0, self._weights(total)).bounds(self.profile.links, policy.overlap))
 
     def _block(
         self, policy: Policy, placement: Placement, weights: list[Offloaded], batches: Batches
     ) -> tuple[list[float], list[Counter]]:
-        """Seconds of prefill and decode, and those of each resource in them. `weights`: of each layer."""
+        """Seconds of prefill and decode of a full block, and those of each resource in them."""
+        streamed = sum(weights[-1]) / self._layer_bytes[-1]
+        return self._seconds(policy, placement, weights, batches, self.phases(batches, streamed))
+
+    def _seconds(
+        self, policy: Policy, placement: Placement, weights: list[Offloaded], batches: Batches, phases: Phases
+    ) -> tuple[list[float], list[Counter]]:
+        """Seconds of each phase, and those of each resource in it. `weights`: of each layer."""
         links, sizes = self.profile.links, [size for size, _ in batches]
         activations = _offloaded(zip(placement.activations, sizes))
         caches = [
@@ -332,7 +391,7 @@ class CostModel:
         # layers that are alike are costed once: what they have off the device -> how many
         alike = Counter(Part(*part, activations) for part in zip(fetched, streamed, caches))
         seconds, busy = [], []
-        for steps, layer_flows, head in self.phases(batches, streamed[-1]):
+        for steps, layer_flows, head in phases:
             flows = [(n, layer_flows(policy, batches, part)) for part, n in alike.items()]
             flows.append((1, Flows(head + self._conversion(beside_head), self._weights(beside_head))))
             seconds.append(steps * sum(n * max(each.bounds(links, policy.overlap)) for n, each in flows))

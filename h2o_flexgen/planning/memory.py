@@ -14,7 +14,16 @@ from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import MARGIN, TIERS, Policy, gib
-from h2o_flexgen.sizes import WRITE_BACKS, Workload, aligned, batch_sizes, double_buffers, matmul_rows, micro_tokens
+from h2o_flexgen.sizes import (
+    GROUP_ROWS,
+    WRITE_BACKS,
+    Workload,
+    aligned,
+    batch_sizes,
+    double_buffers,
+    matmul_rows,
+    micro_tokens,
+)
 
 #: for messages: what a tier is called, and what helps if it is too small
 _NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier", "ram": "RAM (gpu and cpu together)"}
@@ -24,6 +33,8 @@ _ADVICE = {
     "disk": "free disk space or name another `offload_dir`",
     "ram": "move weights or cache to disk (`percent`), or lower the batch sizes or the KV budget",
 }
+#: of the device's memory, the most that the beginnings which prompts share may take
+PATH_SHARE = 1 / 16
 #: the same where the search has lowered all these already
 SEARCHED_ADVICE = {
     "gpu": "raise `gpu_mem` if you gave it, or take shorter prompts or a smaller model",
@@ -126,7 +137,8 @@ def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: R
     plan.add(host, "generated tokens", workload.output_bytes)
     _plan_weights(plan, shapes, placement, policy.overlap)
     _plan_cache(plan, policy, shapes, placement, batches)
-    _plan_activations(plan, policy, shapes, placement, batches, workload.longest)
+    _plan_activations(plan, policy, shapes, placement, batches, workload)
+    plan.add("gpu", "what prompts have in common", path_tokens(shapes, resources) * path_bytes(shapes))
     workspace = workspace_bytes(policy, shapes, workload.longest, batches, workload.held)
     plan.add("gpu", "workspace of a layer or the head", workspace)
     plan.add("gpu", "workspace of matmuls", resources.workspace)
@@ -169,14 +181,39 @@ def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement
 
 
 def _plan_activations(
-    plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], longest: int
+    plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], workload: Workload
 ) -> None:
+    longest, num_prompts = workload.longest, len(workload.prompt_lens)
     row = shapes.spec.hidden * shapes.itemsize
     for k, tier in enumerate(placement.activations):
         plan.add(tier, f"activations of batch {k}", batches[k] * longest * row)
-    plan.add("gpu", "activations of a decode step", sum(batches) * row)
+    plan.add("gpu", "activations of a decode step", decode_rows(batches, num_prompts, longest) * row)
     micro = micro_tokens(policy.prefill_tokens, longest, batches[0]) * row
     sizes = activation_bytes(placement.activations, micro, policy.overlap, shapes.cuda)
     plan.add("gpu", "activation staging buffers", sizes.count * sizes.staging)
     plan.add("gpu", "activations being written back", WRITE_BACKS * sizes.staging * policy.overlap)
     plan.add("cpu", "activation host buffers", 2 * sizes.host)
+
+
+def decode_rows(batches: list[int], num_prompts: int, longest: int) -> int:
+    """Tokens of a pass whose hidden states stay on the device: one of each place, and prompts of rows that join the
+    matmuls of a decode step."""
+    places = sum(batches)
+    joining = min(len(batches) * GROUP_ROWS, places * longest) if num_prompts > places else 0
+    return places + joining
+
+
+def path_bytes(shapes: Shapes) -> int:
+    """Of a token that prompts have in common, in all layers: K and V, as they are and as they are stored, and what the
+    rule remembers."""
+    spec = shapes.spec
+    floats = 2 * spec.kv_width * shapes.itemsize
+    stored = (
+        0 if shapes.kv_format.is_dense else spec.kv_heads * sum(f.nbytes((spec.head_dim,)) for f in shapes.kv_format)
+    )
+    return spec.layers * (floats + stored + spec.kv_heads * sum(dtype.itemsize for _, dtype in shapes.rule.metadata))
+
+
+def path_tokens(shapes: Shapes, resources: Resources) -> int:
+    """The most tokens that prompts share: as many as they have in common, or take a small part of the device."""
+    return min(shapes.workload.path, int(PATH_SHARE * resources.limits["gpu"]) // path_bytes(shapes))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from h2o_flexgen.compression import has_cache_format
 from h2o_flexgen.errors import UserError
@@ -11,7 +12,8 @@ from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.offload.decoded import Decoding
 from h2o_flexgen.planning.budget import FORMATS, BudgetPoint, budget_choices, size_budget
 from h2o_flexgen.planning.cost import CostModel, Prediction
-from h2o_flexgen.planning.memory import Plan, Resources, plan_policy
+from h2o_flexgen.planning.memory import Plan, Resources, path_tokens, plan_policy
+from h2o_flexgen.planning.occupancy import expected
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints, Search
@@ -34,6 +36,8 @@ class Choice:
             form that matmuls read; None where they stay as they are stored.
         plan: the bytes it needs. A policy that was given may need more than there is (`plan.check`).
         prediction: what it costs; None while this machine has not been measured.
+        shared_tokens: the most that prompts share, so that what they share has room.
+        predict: lengths of outputs -> what it would cost with them.
         curve: where the KV budget or the format is "auto" the trade of slots and bits for throughput; else empty.
     """
 
@@ -47,7 +51,8 @@ class Choice:
     compress_cache: str | None = None
     compress_weight: str | None = None
     decoding: Decoding | None = None
-    shared_tokens: int = 1 << 62
+    shared_tokens: int = 0
+    predict: Callable[[Sequence[int]], Prediction] | None = None
     curve: list[BudgetPoint] = field(default_factory=list)
 
 
@@ -159,13 +164,15 @@ class Planner:
             found = next((model, policy) for model in models if takes(model, policy))
         self.model, policy = found
         placement, plan = self.plan(policy, rule, workload, resources)
-        prediction = None
+        prediction = predict = None
         if self.profile is not None:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
-            prediction = cost.predict(policy, placement, planned.prompt_lens)
+            predict = partial(cost.predict, policy, placement, planned.prompt_lens)
+            prediction = predict(expected(len(planned.prompt_lens), workload.gen_len, workload.mean_len))
         formats = (compress_cache, compress_weight, self.model.decoding)
-        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats)
+        shared = path_tokens(self.model.shapes(rule, workload), resources)
+        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats, shared, predict)
 
     def _resident(self, model: ModelData, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""

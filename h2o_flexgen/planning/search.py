@@ -23,7 +23,16 @@ from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.cost import CostModel, Part, Prediction, batches_of
-from h2o_flexgen.planning.memory import SEARCHED_ADVICE, Plan, Resources, plan_policy
+from h2o_flexgen.planning.memory import (
+    SEARCHED_ADVICE,
+    Plan,
+    Resources,
+    decode_rows,
+    path_bytes,
+    path_tokens,
+    plan_policy,
+)
+from h2o_flexgen.planning.occupancy import expected
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.traffic import Flows, Offloaded
@@ -128,7 +137,8 @@ class Search:
         if policy not in self._seen:
             planned = self.constraints.planned(self.workload, policy)
             placement, plan = plan_policy(policy, self.shapes, planned, self.resources)
-            prediction = self.cost.predict(policy, placement, planned.prompt_lens)
+            lengths = expected(len(planned.prompt_lens), planned.gen_len, planned.mean_len)
+            prediction = self.cost.predict(policy, placement, planned.prompt_lens, lengths)
             self._seen[policy] = Candidate(policy, prediction, plan)
         return self._seen[policy]
 
@@ -316,7 +326,9 @@ class Search:
         """What the device holds whatever the placement of weights and cache."""
         batches = batch_sizes(self.num_prompts, policy)
         workspace = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.held)
-        nbytes = self.resources.workspace + workspace + sum(batches) * self.cost.hidden_bytes
+        rows = decode_rows(batches, len(self.workload.prompt_lens), self.workload.longest)
+        nbytes = self.resources.workspace + workspace + rows * self.cost.hidden_bytes
+        nbytes += path_tokens(self.shapes, self.resources) * path_bytes(self.shapes)
         return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)
 
     def _process_bytes(self, policy: Policy) -> int:

@@ -340,7 +340,7 @@ def test_prompts_behind_a_shared_prefix_keep_what_they_keep_alone(name, rolling,
         length, new = torch.tensor([begin]), torch.tensor([cut])
         rows = Rows(length, new, length + new + voters)
         _, text = rule.read(*(x[:, :, begin : begin + cut] for x in first), rows, path, form)
-        path = replace(text.own(), past=path).whole()
+        path = text.since(begin).behind(path)
         begin += cut
     lengths = torch.tensor(ends)
     shares, alone = (make_cache(rule, B, KV, shared + T, D, 2, kind=kind) for _ in range(2))

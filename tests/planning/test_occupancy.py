@@ -1,0 +1,65 @@
+"""How full a block is from pass to pass, and what a job costs whose rows take each other's places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machines import laptop, planner_of
+
+from h2o_flexgen.planning.memory import Resources
+from h2o_flexgen.planning.occupancy import expected, stretches
+from h2o_flexgen.policy import TIERS, Policy
+from h2o_flexgen.sizes import Workload
+
+NO_LIMITS = Resources(dict.fromkeys((*TIERS, "ram"), 1 << 50))
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60), places=st.integers(1, 12))
+def test_every_row_enters_once_and_decodes_all_but_its_first_token(lengths, places):
+    found = stretches(lengths, places)
+    assert sum(passes * entering for passes, _, entering in found) == pytest.approx(len(lengths))
+    assert sum(passes * decoding for passes, decoding, _ in found) == pytest.approx(sum(lengths) - len(lengths))
+    assert all(decoding + entering <= places + 1e-9 for _, decoding, entering in found)
+    assert sum(passes for passes, _, _ in found) >= max(lengths)
+
+
+@given(places=st.integers(1, 8), blocks=st.integers(1, 4), length=st.integers(2, 9))
+def test_rows_of_one_length_run_block_by_block(places, blocks, length):
+    first, rest = stretches([length] * places * blocks, places)
+    assert first == (blocks, 0, places) and rest == (blocks * (length - 1), places, 0)
+
+
+@pytest.mark.parametrize("mean", [1.0, 5.0, 40.0])
+def test_expected_lengths_have_the_mean_that_was_given(mean):
+    lengths = expected(2000, 10**6, mean)
+    assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.25) and min(lengths) >= 1
+    assert set(expected(7, 30, None)) == set(expected(7, 30, 30)) == {30}
+    assert max(expected(2000, 30, 20)) == 30
+
+
+def predicted(workload: Workload):
+    return planner_of(laptop(), "opt-1.3b").choose(workload, NO_LIMITS, Policy(8, 2), None)
+
+
+def test_a_job_whose_outputs_end_early_takes_less_time_and_longer_for_each_token():
+    work = Workload((128,) * 64, 64)
+    whole = predicted(work).prediction
+    early = predicted(replace(work, mean_len=16)).prediction
+    assert 0.25 * whole.job_seconds < early.job_seconds < 0.6 * whole.job_seconds
+    assert early.tokens_per_s < whole.tokens_per_s
+
+
+def test_a_choice_predicts_with_the_lengths_that_came():
+    choice = predicted(Workload((128,) * 64, 64, mean_len=16))
+    same = choice.predict([64] * 64)
+    whole = predicted(Workload((128,) * 64, 64)).prediction
+    assert same.job_seconds == pytest.approx(whole.job_seconds, rel=0.01)
+
+
+def test_what_prompts_share_need_not_be_computed():
+    work = Workload((512,) * 16, 2)
+    alone, shared = (predicted(each).prediction for each in (work, replace(work, shared=512 * 12, path=400)))
+    assert shared.job_prefill_seconds < 0.5 * alone.job_prefill_seconds
