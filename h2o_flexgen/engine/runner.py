@@ -205,4 +205,5 @@ def scheduler_of(stores: Stores, rows: Iterable[Sequence], window: int) -> Sched
         return max(0, min(s.wanted, len(s.prompt) - max(1, ahead), job.shared_tokens))
 
     policy = job.policy
-    return Scheduler(rows, stores.sizes, policy.prefill_tokens, stores.slots, shareable, ahead, window)
+    limits = (window, job.least_free)
+    return Scheduler(rows, stores.sizes, policy.prefill_tokens, stores.slots, shareable, ahead, *limits)

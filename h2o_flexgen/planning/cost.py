@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from math import ceil, prod
+from math import ceil, prod, sqrt
 from typing import NamedTuple
 
 from h2o_flexgen.planning.occupancy import stretches
@@ -22,6 +22,7 @@ from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.traffic import Flows, Offloaded, Traffic, weights_beside
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.sizes import (
+    GROUP_ROWS,
     HEAD_ROWS,
     KV_BUFFERS,
     batch_sizes,
@@ -336,6 +337,20 @@ class CostModel:
             job = self._refilled(policy, placement, weights, prompt_lens, lengths)
             tokens = sum(lengths) / len(lengths)
         return Prediction(prefill, decode, *job, size, tokens, N, busy[int(decode >= prefill)].most_common())
+
+    def least_free(self, policy: Policy, prompt_len: int, prediction: Prediction) -> int:
+        """How many places should be free before rows enter: matmuls of few tokens are slow, and a place left free is
+        lost. With n rows at a time the slowness costs s / n a row; a place is free for n lives / 2 places passes, each
+        of which is worth t / places. The sum of both is least at n = places sqrt(2 s / (life t)). Prompts that join the
+        matmuls of a decode step cost nothing more."""
+        if self.steps <= 0 or prompt_len <= GROUP_ROWS:
+            return 1
+        most = max(policy.prefill_tokens, prompt_len)
+        alone, among = (self._matmuls(_DECODER, Counter([n]), 0.0) / n for n in (prompt_len, most))
+        slowness = self.shapes.spec.layers * prompt_len * max(0.0, alone - among)
+        places = prediction.block_size
+        found = places * sqrt(2 * slowness / prediction.decode_seconds)
+        return max(1, min(round(found), places // 4))
 
     def _refilled(
         self,

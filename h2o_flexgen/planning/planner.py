@@ -37,6 +37,7 @@ class Choice:
         plan: the bytes it needs. A policy that was given may need more than there is (`plan.check`).
         prediction: what it costs; None while this machine has not been measured.
         shared_tokens: the most that prompts share, so that what they share has room.
+        least_free: places that are free before rows enter while others run.
         predict: lengths of outputs -> what it would cost with them.
         curve: where the KV budget or the format is "auto" the trade of slots and bits for throughput; else empty.
     """
@@ -52,6 +53,7 @@ class Choice:
     compress_weight: str | None = None
     decoding: Decoding | None = None
     shared_tokens: int = 0
+    least_free: int = 1
     predict: Callable[[Sequence[int]], Prediction] | None = None
     curve: list[BudgetPoint] = field(default_factory=list)
 
@@ -165,14 +167,17 @@ class Planner:
         self.model, policy = found
         placement, plan = self.plan(policy, rule, workload, resources)
         prediction = predict = None
+        least_free = 1
         if self.profile is not None:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
             predict = partial(cost.predict, policy, placement, planned.prompt_lens)
             prediction = predict(expected(len(planned.prompt_lens), workload.gen_len, workload.mean_len))
+            mean = sum(planned.prompt_lens) // len(planned.prompt_lens)
+            least_free = cost.least_free(policy, max(1, int(mean * cost.computed)), prediction)
         formats = (compress_cache, compress_weight, self.model.decoding)
         shared = path_tokens(self.model.shapes(rule, workload), resources)
-        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats, shared, predict)
+        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats, shared, least_free, predict)
 
     def _resident(self, model: ModelData, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""

@@ -59,6 +59,12 @@ def test_a_choice_predicts_with_the_lengths_that_came():
     assert same.job_seconds == pytest.approx(whole.job_seconds, rel=0.01)
 
 
+def test_rows_enter_together_where_few_tokens_are_slow():
+    """Short prompts join the matmuls of a decode step; after long ones a place is free for long anyhow."""
+    short, long = (predicted(Workload((n,) * 64, 32)) for n in (64, 200))
+    assert short.least_free == 1 <= long.least_free <= 4
+
+
 def test_what_prompts_share_need_not_be_computed():
     work = Workload((512,) * 16, 2)
     alone, shared = (predicted(each).prediction for each in (work, replace(work, shared=512 * 12, path=400)))
