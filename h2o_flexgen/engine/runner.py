@@ -33,6 +33,10 @@ NAN_EVERYWHERE = (
 )
 
 
+#: so many rows that give NaN, and none that does not, are the model's fault
+MANY_FAILED = 8
+
+
 class Runner:
     """Runs jobs of one model, one at a time. Weights stay from one job to the next that places them alike.
 
@@ -142,6 +146,8 @@ class Runner:
                 if not failed:
                     self.weights.check_finite()
                 failed += ended
+                if len(failed) >= MANY_FAILED:
+                    break
             elif ended:
                 observer.on_finished([*failed, *ended])
                 failed.clear()

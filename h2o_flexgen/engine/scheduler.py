@@ -135,7 +135,7 @@ class Scheduler:
         """Give free places to rows that wait; returns the newcomers of each batch."""
         free = {k: self.sizes[k] - len(batch.rows) for k, batch in batches.items()}
         entered: dict[int, list[Sequence]] = {}
-        if sum(free.values()) < min(self.least, len(self.waiting)):
+        if sum(free.values()) < min(self.least, len(self.waiting), sum(self.sizes)):
             return entered
         for k, count in free.items():
             batch = batches[k]

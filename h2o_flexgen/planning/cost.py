@@ -446,4 +446,4 @@ def _offloaded(sizes: Iterable[tuple[str, int]]) -> Offloaded:
 def _cut(total: int, most: int) -> Counter:
     """`total` rows in parts of `most`: {rows: how often}."""
     full, rest = divmod(total, most)
-    return Counter([most] * full + [rest] * (rest > 0))
+    return Counter([most] * full + [rest] * int(rest > 0))

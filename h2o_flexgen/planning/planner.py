@@ -177,7 +177,9 @@ class Planner:
             least_free = cost.least_free(policy, max(1, int(mean * cost.computed)), prediction)
         formats = (compress_cache, compress_weight, self.model.decoding)
         shared = path_tokens(self.model.shapes(rule, workload), resources)
-        return Choice(workload, policy, kv_budget, rule, placement, plan, prediction, *formats, shared, least_free, predict)
+        return Choice(
+            workload, policy, kv_budget, rule, placement, plan, prediction, *formats, shared, least_free, predict
+        )
 
     def _resident(self, model: ModelData, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""

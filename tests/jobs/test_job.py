@@ -97,14 +97,14 @@ def test_interrupted_at_any_row_it_goes_on_to_the_same_file(job, out, tmp_path, 
 
 
 def test_what_an_interrupt_cuts_short_is_not_written(job, out, monkeypatch):
-    real, steps = ProgressBar.on_progress, iter(range(99))
+    real, steps = ProgressBar.on_layer, iter(range(99))
 
-    def progress(self, i, j, k):
-        if i == 2 and next(steps) == 0:
+    def progress(self, j):
+        if self.passes == 3 and next(steps) == 0:
             raise Interrupted(signal.SIGTERM)
-        real(self, i, j, k)
+        real(self, j)
 
-    monkeypatch.setattr(ProgressBar, "on_progress", progress)
+    monkeypatch.setattr(ProgressBar, "on_layer", progress)
     assert job()[0] == 143
     assert all("error" in row or row["finish_reason"] == "length" for row in read_rows(out))
 
