@@ -55,6 +55,7 @@ def small(monkeypatch):
     """Caches that grow do so often, and a few tokens in common are worth a node."""
     monkeypatch.setattr(sizes, "SEGMENT", 4)
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 4)
+    monkeypatch.setattr(prefixes, "LEAST_TOKENS", 1)
 
 
 @dataclass

@@ -19,6 +19,8 @@ from h2o_flexgen.kv_cache.rule import Text
 #: tokens that a node saves at least, over all rows: fewer cost more than they save, since each node is one more call of
 #: attention in every layer
 LEAST_SAVED = 64
+#: and tokens that it has at least: else every row behind it would make a call more than it is worth
+LEAST_TOKENS = 8
 
 
 @dataclass(eq=False)
@@ -84,7 +86,8 @@ def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tu
                 continue
             deeper = min(common[first + 1 : last])
             node = parent
-            if (last - first - 1) * (deeper - (parent.end if parent else 0)) >= LEAST_SAVED:
+            tokens = deeper - (parent.end if parent else 0)
+            if tokens >= LEAST_TOKENS and (last - first - 1) * tokens >= LEAST_SAVED:
                 prompt = rows[first].prompt[:deeper]
                 node = nodes.setdefault(tuple(prompt), Node(parent, prompt, ahead))
             groups.append((first, last, deeper, node))
@@ -99,6 +102,7 @@ def shared_tokens(rows: list) -> tuple[int, int]:
     computed again."""
     rows = sorted(rows, key=lambda s: s.prompt)
     common = [_common(a, b, lambda s: min(s.wanted, len(s.prompt) - 1)) for a, b in zip(rows, rows[1:])]
+    common = [tokens for tokens in common if tokens >= LEAST_TOKENS]
     return max(common, default=0), sum(common)
 
 

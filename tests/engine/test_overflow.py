@@ -117,6 +117,7 @@ def test_a_shared_beginning_that_overflows_fails_its_rows_and_no_others(poisoned
     """And of rows behind a sound one, those that overflow themselves."""
     monkeypatch.setattr(sizes, "SEGMENT", 4)
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 4)
+    monkeypatch.setattr(prefixes, "LEAST_TOKENS", 1)
     model, outputs = poisoned(7), [3, 12, 7, 12, 2, 9]
     (begin,) = healthy_prompts(model, 7, [12], 12, None)
     good = [*healthy_prompts(model, 7, [4, 9, 3], 12, None, begin), *healthy_prompts(model, 7, [5, 16, 8], 12, None)]

@@ -19,6 +19,7 @@ def small_savings():
     """A node pays from three tokens on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "LEAST_SAVED", 3)
+        patch.setattr(prefixes, "LEAST_TOKENS", 1)
         yield
 
 

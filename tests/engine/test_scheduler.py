@@ -21,6 +21,7 @@ def small_numbers():
     """A node pays from two tokens on, and few rows fill a matmul."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "LEAST_SAVED", 2)
+        patch.setattr(prefixes, "LEAST_TOKENS", 1)
         patch.setattr(batch, "GROUP_ROWS", 6)
         yield
 
