@@ -29,6 +29,8 @@ from bench import common  # noqa: E402
 #: a random model whose job, all on disk, takes some seconds
 MODEL = wide(128, vocab_size=256, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=512)
 BATCH, BATCHES = 2, 2
+#: tokens of the longest output: after so many passes the first rows have ended
+LONGEST = 28
 
 
 def rows(count: int) -> list[dict]:
@@ -62,7 +64,7 @@ def finished(path: Path) -> list:
 
 
 def kill_until_done(argv: tuple, path: Path, kills: int, seconds: float, rng: random.Random) -> dict:
-    """Run a job, killed -9 at random moments, to its end; each kill loses at most the block that was running.
+    """Run a job, killed -9 at random moments, to its end; each kill loses at most the rows that were running.
     It comes at most so many `seconds` behind the moment when the job runs."""
     done, struck, later = [], 0, 0
     while struck < kills:
@@ -76,13 +78,15 @@ def kill_until_done(argv: tuple, path: Path, kills: int, seconds: float, rng: ra
         now = finished(path)
         assert len(set(now)) == len(now), "a row stands twice"
         assert set(done) <= set(now), "a finished row was lost"
-        blocks_before = max(map(int, re.findall(r"block (\d+)/\d", said + err)), default=1) - 1
-        assert len(now) >= len(done) + BATCH * BATCHES * blocks_before, "more than the running block was lost"
+        # a pass is said to begin once the rows that ended with the one before are on the disk
+        passes = max(map(int, re.findall(r"pass (\d+) of", said + err)), default=1)
+        assert len(now) > len(done) or passes <= LONGEST, "more than the running rows were lost"
+        was_late = len(now) > len(done)
         done = now
         if code == 0:  # it was quicker: the next one is killed earlier
             break
         assert code == -signal.SIGKILL, said + err
-        struck, later = struck + 1, later + (blocks_before > 0)
+        struck, later = struck + 1, later + was_late
     code, _, err = end(start(*argv), timeout=600)
     assert code == 0, err
     return {"kills": struck, "behind_the_first_block": later}
@@ -91,7 +95,7 @@ def kill_until_done(argv: tuple, path: Path, kills: int, seconds: float, rng: ra
 def once_it_runs(process: subprocess.Popen) -> str:
     """Wait for the weights to be placed: what is before writes nothing. Returns what it has said."""
     seen = b""
-    while b"block" not in seen and (piece := process.stderr.read(1)):
+    while b"pass" not in seen and (piece := process.stderr.read(1)):
         seen += piece
     return seen.decode(errors="replace")
 
