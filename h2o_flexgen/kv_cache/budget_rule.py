@@ -121,11 +121,6 @@ class BudgetRule(CacheRule):
 
     # the prompt
 
-    @property
-    def voters(self) -> int:
-        """How many of a prompt's last queries alone give scores; 0: all queries do."""
-        return 0
-
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
     ) -> tuple[Tensor, Text]:

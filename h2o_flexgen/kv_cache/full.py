@@ -9,10 +9,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats import KVFormat
-from h2o_flexgen.kernels.attention import cached_attention, causal_attention
+from h2o_flexgen.kernels.attention import cached_attention
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, codes
+from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text
 from h2o_flexgen.sizes import full_segments
 
 
@@ -25,11 +24,6 @@ class NoCache(CacheRule):
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         return (0,)
 
-    def read(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
-    ) -> tuple[Tensor, Text]:
-        return read_all(q, k, v, rows, past, form)
-
 
 @dataclass(frozen=True)
 class FullCache(CacheRule):
@@ -41,22 +35,11 @@ class FullCache(CacheRule):
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         return full_segments(prompt_len, gen_len)
 
-    def read(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
-    ) -> tuple[Tensor, Text]:
-        return read_all(q, k, v, rows, past, form)
-
     def keep(self, cache: KVTensors, text: Text) -> None:
         fill(cache, *text.stored)
 
     def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         return append(cache, q, k, v, rows.length)
-
-
-def read_all(q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None, form: KVFormat | None) -> tuple:
-    """`CacheRule.read` of rules that need no scores."""
-    text = Text(k, v, codes(form, k, v), {}, rows.new).behind(past)
-    return causal_attention(q, text.k, text.v), text
 
 
 def fill(cache: KVTensors, k: Tensor, v: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import KVFormat
+from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
 from h2o_flexgen.models.spec import ModelSpec, Rope
 
@@ -36,6 +37,11 @@ class CacheRule:
     def budget(self) -> int | None:
         """Tokens that are kept at most; None: they grow with the text."""
         return None
+
+    @property
+    def voters(self) -> int:
+        """How many of a prompt's last queries alone give scores, so that none of them may be shared; 0: all do."""
+        return 0
 
     def to_dict(self) -> dict | None:
         """The KV budget as policy files and reports have it; None: all tokens are kept."""
@@ -98,7 +104,8 @@ class CacheRule:
         Returns:
             The context (B, H, T, D), of padding nothing of use, and the whole texts for `keep`.
         """
-        raise NotImplementedError
+        text = Text(k, v, codes(form, k, v), {}, rows.new).behind(past)
+        return causal_attention(q, text.k, text.v), text
 
     def keep(self, cache: KVTensors, text: Text) -> None:
         """Fill the cache with what is kept of these texts, in its format; what it held before is gone."""

@@ -262,19 +262,14 @@ class KVStore:
     def store_block(self, block: _KVBlock, index: int, part: slice) -> None:
         """Write a part of a staged block, and its scores, back."""
         self.store_scores(block, index)
-        kv = self._staging.buffers[index]
-        if block.disk is None or self.device.is_cuda:
-            ram = block.kv if block.disk is None else self._write_host
-            self.transport.to_cpu(ram[part], kv[part])
-            finish(self.device.record())
-            kv = ram
+        kv = self._in_ram(block, index, [(part.start, part.stop)])
         if block.disk is not None:
             block.disk.compact(kv.numpy(), part)
 
     def store_rows(self, block: _KVBlock, index: int, after: Occupied) -> None:
         """Write the sequences that have come to a place of a staged block back, and its scores."""
         self.store_scores(block, index)
-        layout, kv = block.layout, self._staging.buffers[index]
+        layout = block.layout
         used = layout.used_bytes(after.held)
         if block.disk is None:
             whole = [span for place in after.places for span in layout.row_spans(place, layout.kv_bytes)]
@@ -284,14 +279,21 @@ class KVStore:
                     block.kv[begin:end].zero_()
         else:
             spans = block.disk.changed(after.places, after.count, used)
-        if block.disk is None or self.device.is_cuda:
-            ram = block.kv if block.disk is None else self._write_host
-            for begin, end in spans:
-                self.transport.to_cpu(ram[begin:end], kv[begin:end])
-            finish(self.device.record())
-            kv = ram
+        kv = self._in_ram(block, index, spans)
         if block.disk is not None:
             block.disk.write(kv.numpy(), spans)
+
+    def _in_ram(self, block: _KVBlock, index: int, spans: list[tuple[int, int]]) -> Tensor:
+        """The bytes from begin to end of these parts of a staged block, in RAM: in their place there, or where the disk
+        takes them."""
+        kv = self._staging.buffers[index]
+        if block.disk is not None and not self.device.is_cuda:
+            return kv
+        ram = block.kv if block.disk is None else self._write_host
+        for begin, end in spans:
+            self.transport.to_cpu(ram[begin:end], kv[begin:end])
+        finish(self.device.record())
+        return ram
 
     def store_scores(self, block: _KVBlock, index: int) -> None:
         """Write back scores and positions; without CUDA they are changed where they are."""

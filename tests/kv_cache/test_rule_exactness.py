@@ -326,7 +326,7 @@ def test_prompts_behind_a_shared_prefix_keep_what_they_keep_alone(name, rolling,
         text = name + {"snapkv": ":window=2", "vatp": ":first=1", "sinks": ":first=1"}.get(name, "")
         rule = replace(make_rule(text, 3, 4), groups=group)
         rule = replace(rule, rope=rope) if rolling else rule
-    voters = getattr(rule, "voters", 0)
+    voters = rule.voters
     ends = [max(end, voters) for end in ends]
     B, T = len(ends), max(ends)
     generator = torch.Generator().manual_seed(seed)
