@@ -108,9 +108,13 @@ class Piece:
         return [s.tokens[-1] for s in self.rows]
 
     @cached_property
+    def prompt_ends(self) -> torch.Tensor:
+        """(B,) int64, tokens of each text up to the end of the last prompt."""
+        return torch.tensor([s.prompt_end for s in self.rows])
+
+    @cached_property
     def lengths(self) -> Rows:
-        length = torch.tensor([s.length for s in self.rows])
-        return Rows.steps(length, torch.tensor([s.prompt_end for s in self.rows]))
+        return Rows.steps(torch.tensor([s.length for s in self.rows]), self.prompt_ends)
 
     @cached_property
     def positions(self) -> Positions:
@@ -140,11 +144,11 @@ class PromptPiece(Piece):
         """The tokens to be computed of each row."""
         return [s.prompt[self.shared :] for s in self.rows]
 
-    @property
+    @cached_property
     def size(self) -> int:
         return sum(map(len, self.texts))
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return max(map(len, self.texts))
 
@@ -224,6 +228,11 @@ class Chunk:
     @cached_property
     def sizes(self) -> list[int]:
         return [piece.size for piece in self.pieces]
+
+    @cached_property
+    def prompt_share(self) -> float:
+        """The part of its tokens that are of prompts."""
+        return sum(piece.size for piece in self.pieces if piece.is_prompt) / self.size
 
     def ids(self) -> torch.Tensor:
         """(N,) int64."""

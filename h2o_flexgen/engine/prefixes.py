@@ -30,7 +30,7 @@ class Node:
     Attributes:
         parent: the node of its own beginning.
         prompt: token ids, those of the parent first.
-        ahead: tokens of the prompts behind it whose queries alone give scores (`BudgetRule.voters`).
+        ahead: tokens of the prompts behind it whose queries alone give scores (`CacheRule.voters`).
         waiting: rows that begin with it and have not been computed.
         texts: by layer, K, V and what the rule remembers of the tokens behind the parent's, with the scores of all.
     """
@@ -60,6 +60,11 @@ class Node:
         """All tokens."""
         own = self.texts[layer]
         return own if self.parent is None else own.behind(self.parent.text(layer))
+
+
+def nodes_of(row) -> list[Node]:
+    """The nodes that a row, or a piece of rows, is behind, from the first one on."""
+    return row.path.path() if row.path else []
 
 
 def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tuple[int, ...], Node]) -> list:
@@ -92,7 +97,7 @@ def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tu
                 node = nodes.setdefault(tuple(prompt), Node(parent, prompt, ahead))
             groups.append((first, last, deeper, node))
     for row in rows:
-        for node in row.path.path() if row.path else ():
+        for node in nodes_of(row):
             node.waiting += 1
     return _depth_first(given)
 
@@ -124,13 +129,12 @@ def _depth_first(rows: list) -> list:
     """Rows, and nodes with all rows behind them: those that are alive first, then the longest."""
     longest: dict[Node, tuple[int, int]] = {}  # of the rows behind each node
     for s in rows:
-        for node in s.path.path() if s.path else ():
+        for node in nodes_of(s):
             longest[node] = max(longest.get(node, (0, 0)), _size(s))
     place = {node: -n for n, node in enumerate(longest)}
 
     def key(s) -> list[tuple]:
-        nodes = s.path.path() if s.path else []
-        sizes = [(bool(node.texts), *longest[node], place[node]) for node in nodes]
+        sizes = [(bool(node.texts), *longest[node], place[node]) for node in nodes_of(s)]
         return [*sizes, (False, *_size(s), 0)]
 
     return sorted(rows, key=key, reverse=True)

@@ -39,9 +39,10 @@ class Meter:
         self.moved = {phase: dict.fromkeys(transport.moved_bytes(), 0.0) for phase in PHASES}
         self.passes = 0
         self.computed_tokens = self.shared_tokens = self.row_steps = 0
-        self.prompt_tokens = self.longest = 0
+        self.prompt_tokens = 0
         self.lengths = array("i")
         self._chunks: list[tuple] = []  # (part of it that is prompts, begin, end)
+        self._prefill = 1.0  # the part of the last pass that was prefill
 
     def start(self) -> None:
         self._since = self._device.mark()
@@ -52,8 +53,7 @@ class Meter:
         """Inside, the chunk is taken through a layer."""
         begin = self._device.mark()
         yield
-        prompts = sum(size for piece, size in zip(chunk.pieces, chunk.sizes) if piece.is_prompt)
-        self._chunks.append((prompts / chunk.size, begin, self._device.mark()))
+        self._chunks.append((chunk.prompt_share, begin, self._device.mark()))
 
     def end_pass(self, pass_: Pass) -> None:
         self.passes += 1
@@ -68,7 +68,6 @@ class Meter:
                     s.rank = len(self.lengths)
                     self.lengths.append(0)
                 self.prompt_tokens += sum(len(s.prompt) for s in piece.rows)
-                self.longest = max(self.longest, *(len(s.prompt) for s in piece.rows))
         for s in pass_.rows:
             if s.finish_reason is not None:
                 self.lengths[s.rank] = len(s.tokens)
@@ -87,8 +86,6 @@ class Meter:
             self.seconds[phase] += part * total
             for link, nbytes in self._counted.items():
                 self.moved[phase][link] += part * (nbytes - counted[link])
-
-    _prefill = 1.0  # the part of the last pass that was prefill
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The engine: owns weights and transport, and runs jobs block by block."""
+"""The engine: owns weights and transport, and runs jobs pass by pass."""
 
 from __future__ import annotations
 
@@ -201,15 +201,14 @@ class Runner:
 def scheduler_of(stores: Stores, rows: Iterable[Sequence], window: int) -> Scheduler:
     """The scheduler of a job."""
     job, spec = stores.job, stores.model.spec
-    ahead = getattr(job.rule, "voters", 0)
 
     def shareable(s: Sequence) -> int:
         """A token of its own gives the logits; voters must see the prompt's end; and RoPE that turns by the length of
         the text turns long texts otherwise than their beginnings."""
         if spec.rope is not None and len(s.prompt) > unchanged(spec.rope):
             return 0
-        return max(0, min(s.wanted, len(s.prompt) - max(1, ahead), job.shared_tokens))
+        return max(0, min(s.wanted, len(s.prompt) - max(1, job.rule.voters), job.shared_tokens))
 
     policy = job.policy
-    limits = (window, job.least_free)
-    return Scheduler(rows, stores.sizes, policy.prefill_tokens, stores.slots, shareable, ahead, *limits)
+    limits = (job.rule.voters, window, job.least_free)
+    return Scheduler(rows, stores.sizes, policy.prefill_tokens, stores.slots, shareable, *limits)

@@ -14,12 +14,12 @@ until the last row has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from h2o_flexgen.engine.batch import Chunk, Piece, PromptPiece, Sequence, cut
-from h2o_flexgen.engine.prefixes import Node, order
+from h2o_flexgen.engine.prefixes import Node, nodes_of, order
 
 
 @dataclass
@@ -177,16 +177,12 @@ class Scheduler:
         for k, batch in batches.items():
             new = entered.get(k, [])
             old = len(batch.rows) - len(new)
-            begin = 0
-            while begin < len(new):
-                for node in new[begin].path.path() if new[begin].path else ():
+            for piece in prompt_pieces(k, new, list(range(old, len(batch.rows))), self.prefill_tokens):
+                for node in nodes_of(piece):
                     if not node.texts and node not in computed:
                         computed.add(node)
                         pieces.append(PromptPiece(k, [node], [], node.parent))
-                count = micro_batch(new[begin:], self.prefill_tokens)
-                few = new[begin : begin + count]
-                pieces.append(PromptPiece(k, few, list(range(old + begin, old + begin + count)), few[0].path))
-                begin += count
+                pieces.append(piece)
             if old:
                 pieces.append(Piece(k, batch.rows[:old], list(range(old))))
         self._let_go(pieces)
@@ -196,12 +192,11 @@ class Scheduler:
         """Note with which piece the nodes that no row waits for are needed for the last time."""
         for piece in pieces:
             for s in piece.rows if piece.is_prompt and piece.places else ():
-                for node in s.path.path() if s.path else ():
+                for node in nodes_of(s):
                     node.waiting -= 1
         seen: set[Node] = set()
         for piece in reversed(pieces):
-            nodes = set(piece.path.path()) if piece.path else set()
-            nodes |= {s for s in piece.rows if isinstance(s, Node)}
+            nodes = set(nodes_of(piece)) | {s for s in piece.rows if isinstance(s, Node)}
             piece.frees = [node for node in nodes - seen if node.waiting == 0]
             seen |= nodes
 
@@ -219,6 +214,15 @@ def compacted(rows: list[Sequence]) -> BatchPass:
     for source, target in moves:
         batch.rows[target] = rows[source]
     return batch
+
+
+def prompt_pieces(k: int, rows: list[Sequence], places: list[int], prefill_tokens: int) -> Iterator[PromptPiece]:
+    """The prompts of a batch, as many at once as `micro_batch` says. `places`: of the rows."""
+    begin = 0
+    while begin < len(rows):
+        end = begin + micro_batch(rows[begin:], prefill_tokens)
+        yield PromptPiece(k, rows[begin:end], places[begin:end], rows[begin].path)
+        begin = end
 
 
 def micro_batch(rows: list[Sequence], prefill_tokens: int) -> int:

@@ -99,7 +99,7 @@ class Walk:
         self._first = {piece.batch: piece for piece in reversed(pieces) if piece.places}
         self._final = {piece.batch: piece for piece in pieces if piece.places}
         self._steps = {piece.batch: piece for piece in pieces if not piece.is_prompt}
-        news = {piece for piece in pieces if piece.is_prompt and piece.places}
+        news = [piece for piece in pieces if piece.is_prompt and piece.places]
         after = {k: [(s.length + 1, s.prompt_end) for s in piece.rows] for k, piece in self._steps.items()}
         for piece in news:
             ends = [(s.length + len(s.prompt),) * 2 for s in piece.rows]
@@ -175,8 +175,7 @@ class Walk:
         if piece.places and self.stores.has_cache:
             with self._open[piece.batch].rows(piece.places) as cache:
                 if self.stores.is_stream:
-                    ends = torch.tensor([s.prompt_end for s in piece.rows])
-                    past = rule.past(cache, piece.lengths.length, ends, self.dtype).to(device)
+                    past = rule.past(cache, piece.lengths.length, piece.prompt_ends, self.dtype).to(device)
                 context, text = rule.read(q, k, v, piece.lengths, past, cache.form)
                 rule.keep(cache, text.to(cache.k[0].device))
         else:

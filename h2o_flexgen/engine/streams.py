@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from h2o_flexgen.engine.batch import Piece, PromptPiece, Sequence, cut
+from h2o_flexgen.engine.batch import Piece, Sequence, cut
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.report import Meter
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
-from h2o_flexgen.engine.scheduler import BatchPass, Pass, micro_batch
+from h2o_flexgen.engine.scheduler import BatchPass, Pass, prompt_pieces
 from h2o_flexgen.engine.step import LogitsSink, Walk
 from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.errors import UserError
@@ -145,9 +145,9 @@ class Streams:
             rows.append(Sequence(row, prompts[row], its_params, (row << KEY_BITS) + stream.seen, wanted=wanted, **past))
         walk = Walk(self.stores, sink, Observer(), self.meter)
         self.meter.start()
-        self._pass(walk, rows, PromptPiece, is_last)
+        self._pass(walk, rows, True, is_last)
         while not isinstance(sink, Unread) and (running := [s for s in rows if s.finish_reason is None]):
-            self._pass(walk, running, Piece, is_last)
+            self._pass(walk, running, False, is_last)
         self.stores.caches.drain()
         for s in rows:
             if s.finish_reason == "error":
@@ -159,22 +159,19 @@ class Streams:
             stream.last_prompt = s.prompt_end
         return rows
 
-    def _pass(self, walk: Walk, rows: list[Sequence], kind: type[Piece], is_last: bool) -> None:
-        """One pass in which these streams prefill, or decode: the kind of their pieces."""
+    def _pass(self, walk: Walk, rows: list[Sequence], is_chunk: bool, is_last: bool) -> None:
+        """One pass in which these streams read a chunk, or decode."""
         policy = self.job.policy
         batches: dict[int, BatchPass] = {}
         pieces = []
         for s in rows:
             batches.setdefault(s.index // policy.gpu_batch_size, BatchPass([])).rows.append(s)
         for k, batch in batches.items():
-            begin = 0
-            while begin < len(batch.rows):
-                count = (
-                    micro_batch(batch.rows[begin:], policy.prefill_tokens) if kind is PromptPiece else len(batch.rows)
-                )
-                few = batch.rows[begin : begin + count]
-                pieces.append(kind(k, few, [s.index % policy.gpu_batch_size for s in few]))
-                begin += count
+            places = [s.index % policy.gpu_batch_size for s in batch.rows]
+            if is_chunk:
+                pieces += prompt_pieces(k, batch.rows, places, policy.prefill_tokens)
+            else:
+                pieces.append(Piece(k, batch.rows, places))
         pass_ = Pass(batches, cut(pieces, policy.prefill_tokens), is_last and all(s.will_end for s in rows))
         walk.run(pass_)
         self.meter.end_pass(pass_)
