@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import ceil, prod, sqrt
 from typing import NamedTuple
 
-from h2o_flexgen.planning.occupancy import stretches
+from h2o_flexgen.planning.occupancy import expected, stretches
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
@@ -312,8 +312,10 @@ class CostModel:
 
         Args:
             prompt_lens: the longest first.
-            lengths: of the outputs, in the order in which rows run; None: all have the most tokens.
+            lengths: of the outputs, in the order in which rows run; None: as the workload expects them.
         """
+        if lengths is None:
+            lengths = expected(len(prompt_lens), self.gen_len, self.shapes.workload.mean_len)
         N, size = len(prompt_lens), min(policy.block_size, len(prompt_lens))
         weights = [
             _offloaded((placement.weights[name], self.shapes.nbytes(name)) for name in layer)
@@ -333,7 +335,7 @@ class CostModel:
         job = [sum(times * seconds[phase] for times, (seconds, _) in blocks) for phase in (0, 1)]
         (prefill, decode), busy = sample[0]
         tokens = float(self.gen_len)
-        if lengths is not None and min(min(lengths), self.steps + 1) < self.gen_len:
+        if min(min(lengths), self.steps + 1) < self.gen_len:
             job = self._refilled(policy, placement, weights, prompt_lens, lengths)
             tokens = sum(lengths) / len(lengths)
         return Prediction(prefill, decode, *job, size, tokens, N, busy[int(decode >= prefill)].most_common())

@@ -138,7 +138,7 @@ def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: R
     _plan_weights(plan, shapes, placement, policy.overlap)
     _plan_cache(plan, policy, shapes, placement, batches)
     _plan_activations(plan, policy, shapes, placement, batches, workload)
-    plan.add("gpu", "what prompts have in common", path_tokens(shapes, resources) * path_bytes(shapes))
+    plan.add("gpu", "what prompts have in common", shared_bytes(shapes, resources))
     workspace = workspace_bytes(policy, shapes, workload.longest, batches, workload.held)
     plan.add("gpu", "workspace of a layer or the head", workspace)
     plan.add("gpu", "workspace of matmuls", resources.workspace)
@@ -217,3 +217,8 @@ def path_bytes(shapes: Shapes) -> int:
 def path_tokens(shapes: Shapes, resources: Resources) -> int:
     """The most tokens that prompts share: as many as they have in common, or take a small part of the device."""
     return min(shapes.workload.path, int(PATH_SHARE * resources.limits["gpu"]) // path_bytes(shapes))
+
+
+def shared_bytes(shapes: Shapes, resources: Resources) -> int:
+    """What these tokens take."""
+    return path_tokens(shapes, resources) * path_bytes(shapes)

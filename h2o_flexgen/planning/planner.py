@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,7 +13,6 @@ from h2o_flexgen.offload.decoded import Decoding
 from h2o_flexgen.planning.budget import FORMATS, BudgetPoint, budget_choices, size_budget
 from h2o_flexgen.planning.cost import CostModel, Prediction
 from h2o_flexgen.planning.memory import Plan, Resources, path_tokens, plan_policy
-from h2o_flexgen.planning.occupancy import expected
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints, Search
@@ -54,7 +53,7 @@ class Choice:
     decoding: Decoding | None = None
     shared_tokens: int = 0
     least_free: int = 1
-    predict: Callable[[Sequence[int]], Prediction] | None = None
+    predict: Callable[..., Prediction] | None = None
     curve: list[BudgetPoint] = field(default_factory=list)
 
 
@@ -172,7 +171,7 @@ class Planner:
             planned = self.constraints.planned(workload, policy)
             cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
             predict = partial(cost.predict, policy, placement, planned.prompt_lens)
-            prediction = predict(expected(len(planned.prompt_lens), workload.gen_len, workload.mean_len))
+            prediction = predict()
             mean = sum(planned.prompt_lens) // len(planned.prompt_lens)
             least_free = cost.least_free(policy, max(1, int(mean * cost.computed)), prediction)
         formats = (compress_cache, compress_weight, self.model.decoding)

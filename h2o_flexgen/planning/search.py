@@ -28,11 +28,9 @@ from h2o_flexgen.planning.memory import (
     Plan,
     Resources,
     decode_rows,
-    path_bytes,
-    path_tokens,
     plan_policy,
+    shared_bytes,
 )
-from h2o_flexgen.planning.occupancy import expected
 from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.traffic import Flows, Offloaded
@@ -137,8 +135,7 @@ class Search:
         if policy not in self._seen:
             planned = self.constraints.planned(self.workload, policy)
             placement, plan = plan_policy(policy, self.shapes, planned, self.resources)
-            lengths = expected(len(planned.prompt_lens), planned.gen_len, planned.mean_len)
-            prediction = self.cost.predict(policy, placement, planned.prompt_lens, lengths)
+            prediction = self.cost.predict(policy, placement, planned.prompt_lens)
             self._seen[policy] = Candidate(policy, prediction, plan)
         return self._seen[policy]
 
@@ -328,7 +325,7 @@ class Search:
         workspace = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.held)
         rows = decode_rows(batches, len(self.workload.prompt_lens), self.workload.longest)
         nbytes = self.resources.workspace + workspace + rows * self.cost.hidden_bytes
-        nbytes += path_tokens(self.shapes, self.resources) * path_bytes(self.shapes)
+        nbytes += shared_bytes(self.shapes, self.resources)
         return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)
 
     def _process_bytes(self, policy: Policy) -> int:
