@@ -86,6 +86,24 @@ def percents(draw, step: int):
     return tuple(percent)
 
 
+@st.composite
+def policies(draw, gpu: list[int], cpu: list[int], most: tuple[int, int], tokens: list[int]):
+    """Arguments of a policy: percentages among those of `gpu` and `cpu`, at most so many sequences in a batch and
+    batches, and `prefill_tokens` among `tokens`."""
+    percent = []
+    for _ in range(3):
+        share = draw(st.sampled_from(gpu))
+        percent += [share, draw(st.sampled_from([c for c in cpu if c + share <= 100]))]
+    return dict(
+        percent=tuple(percent),
+        gpu_batch_size=draw(st.integers(1, most[0])),
+        num_gpu_batches=draw(st.integers(1, most[1])),
+        overlap=draw(st.booleans()),
+        cpu_cache_compute=draw(st.booleans()),
+        prefill_tokens=draw(st.sampled_from(tokens)),
+    )
+
+
 def search(
     profile: Profile,
     model: str = "facebook/opt-1.3b",

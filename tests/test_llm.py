@@ -10,6 +10,7 @@ import torch
 import zoo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machines import policies
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, sizes
 from h2o_flexgen.engine.observer import Observer
@@ -263,25 +264,9 @@ def test_rows_with_the_longest_outputs_come_first_and_others_take_the_places_tha
 # any policy at all
 
 
-@st.composite
-def policies(draw):
-    percent = []
-    for _ in range(3):
-        gpu = draw(st.sampled_from([0, 20, 33, 50, 80, 100]))
-        percent += [gpu, draw(st.sampled_from([c for c in (0, 33, 50, 67, 100) if c + gpu <= 100]))]
-    return dict(
-        percent=tuple(percent),
-        gpu_batch_size=draw(st.integers(1, 5)),
-        num_gpu_batches=draw(st.integers(1, 4)),
-        overlap=draw(st.booleans()),
-        cpu_cache_compute=draw(st.booleans()),
-        prefill_tokens=draw(st.sampled_from([1, 12, 30, 2048])),
-    )
-
-
 @settings(max_examples=7, suppress_health_check=list(HealthCheck))
 @given(
-    policy=policies(),
+    policy=policies([0, 20, 33, 50, 80, 100], [0, 33, 50, 67, 100], (5, 4), [1, 12, 30, 2048]),
     name=st.sampled_from(["opt", "one_layer", "untied"]),
     budget=st.sampled_from([None, (4, 4), (0, 3), (3, 0)]),
     count=st.integers(1, len(LENGTHS)),

@@ -8,6 +8,7 @@ import pytest
 import zoo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machines import policies
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
 from h2o_flexgen.engine import prefixes
@@ -203,25 +204,9 @@ def test_a_block_shrinks_when_its_longest_row_ends_and_grows_again(tiny, placeme
         assert tokens(llm, Job(prompts, outputs)) == expected
 
 
-@st.composite
-def policies(draw) -> dict:
-    percent = []
-    for _ in range(3):
-        gpu = draw(st.sampled_from([0, 33, 50, 100]))
-        percent += [gpu, draw(st.sampled_from([c for c in (0, 50, 67, 100) if c + gpu <= 100]))]
-    return dict(
-        percent=tuple(percent),
-        gpu_batch_size=draw(st.integers(1, 6)),
-        num_gpu_batches=draw(st.integers(1, 3)),
-        overlap=draw(st.booleans()),
-        cpu_cache_compute=draw(st.booleans()),
-        prefill_tokens=draw(st.sampled_from([1, 20, 45, 2048])),
-    )
-
-
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(
-    policy=policies(),
+    policy=policies([0, 33, 50, 100], [0, 50, 67, 100], (6, 3), [1, 20, 45, 2048]),
     budget=st.sampled_from([None, BUDGET, (*BUDGET, "snapkv:window=2")]),
     rows=st.lists(st.tuples(st.integers(0, len(ROWS) - 1), st.integers(1, MOST)), min_size=1, max_size=20),
     ending=st.integers(0, 95),

@@ -123,7 +123,6 @@ class _Count(Observer):
 
     def __init__(self, shown):
         self.shown = shown
-
         self.counter = TokenCounter()
 
     def on_pass(self, rows: list[Sequence]) -> None:
