@@ -23,8 +23,9 @@ from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import dtype_name, prepare_cache
+from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kernels.linear import takes_in_blocks
+from h2o_flexgen.kv_cache.full import prepare
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.models.repository import with_revision
 from h2o_flexgen.offload.device import Device
@@ -157,7 +158,7 @@ class LLM:
         self.tokenizer = self.model.tokenizer
         self.eos_ids = self.model.eos_ids
         for form in () if cuda else cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
-            prepare_cache(form, self.dtype)
+            prepare(form, self.dtype, self.spec.head_dim)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
         name = dtype_name(self.dtype)
         how = dict(compute=compute, in_blocks=self.model.in_blocks)

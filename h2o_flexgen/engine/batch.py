@@ -240,7 +240,8 @@ class Chunk:
 
     @cached_property
     def positions(self) -> Positions:
-        return Positions(*(torch.cat(each) for each in zip(*(piece.positions for piece in self.pieces))))
+        parts = [piece.positions for piece in self.pieces]
+        return Positions(torch.cat([part.at for part in parts]), torch.cat([part.ends for part in parts]))
 
 
 def cut(pieces: Iterable[Piece], prefill_tokens: int) -> list[Chunk]:

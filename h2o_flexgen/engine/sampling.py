@@ -12,6 +12,7 @@ from torch import Tensor
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.stop import StopStrings, decode
+from h2o_flexgen.kernels.rows import maxima
 from h2o_flexgen.sizes import SAMPLE_ROWS
 
 #: below this temperature only the most likely token has a chance, and dividing by it would overflow
@@ -97,14 +98,14 @@ def sample(logits: Tensor, params: list[SamplingParams], draws: list[tuple[int, 
     logprobs = []
     # a few rows at a time: they stay in the caches of a CPU, which takes half the time
     for at in range(0, len(logits), SAMPLE_ROWS):
-        rows = logits[at : at + SAMPLE_ROWS].float()
-        tokens = rows.argmax(-1)
+        rows = logits[at : at + SAMPLE_ROWS]
+        tokens, sums = maxima(rows)
         for alike in _alike(params[at : at + SAMPLE_ROWS]):
             few = [params[at + row] for row in alike]
             its_draws = [draws[at + row] for row in alike]
-            tokens[alike] = _draw(rows[alike] / few[0].temperature, few, its_draws)
+            tokens[alike] = _draw(rows[alike].float() / few[0].temperature, few, its_draws)
         chosen.append(tokens)
-        logprobs.append(_logprobs(rows, tokens))
+        logprobs.append(_logits_of(rows, tokens) - sums)
     return torch.cat(chosen).cpu(), torch.cat(logprobs).cpu()
 
 
@@ -147,12 +148,12 @@ def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[int]]
     logprobs = []
     greedy = []
     for rows, target in zip(logits.split(SAMPLE_ROWS), targets.to(logits.device).split(SAMPLE_ROWS)):
-        rows = rows.float()
-        logprobs += _logprobs(rows, target).tolist()
-        greedy += rows.argmax(-1).tolist()
+        tokens, sums = maxima(rows)
+        logprobs += (_logits_of(rows, target) - sums).tolist()
+        greedy += tokens.tolist()
     return logprobs, greedy
 
 
-def _logprobs(rows: Tensor, tokens: Tensor) -> Tensor:
-    """Of a token (B,) for each row of logits (B, V) fp32."""
-    return rows.gather(1, tokens[:, None])[:, 0] - rows.logsumexp(-1)
+def _logits_of(rows: Tensor, tokens: Tensor) -> Tensor:
+    """Of a token (B,) for each row of logits (B, V), in fp32."""
+    return rows.gather(1, tokens[:, None])[:, 0].float()

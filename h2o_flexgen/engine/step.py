@@ -201,9 +201,11 @@ class Walk:
         batch = self.pass_.batches[k]
         if batch.opens is not None:
             return self.stores.caches.blank(j - 1, k)
-        cache = self.stores.caches.get(j - 1, k, self._held[self.stores.rules[j - 1], k])
+        rule = self.stores.rules[j - 1]
+        cache = self.stores.caches.get(j - 1, k, self._held[rule, k])
         for source, target in batch.moves:
-            cache.move(source, target)
+            row = batch.rows[target]
+            cache.move(source, target, rule.held(row.length, row.prompt_end))
         return cache
 
     def _close(self, j: int, k: int) -> None:

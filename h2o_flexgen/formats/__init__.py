@@ -15,7 +15,7 @@ from h2o_flexgen.formats.cache import KVFormat
 from h2o_flexgen.formats.dense import Dense, convert, dtype_name
 from h2o_flexgen.formats.int8 import Int8
 from h2o_flexgen.formats.matrix import Quantised, decode_bytes
-from h2o_flexgen.formats.prepare import prepare, prepare_cache
+from h2o_flexgen.formats.prepare import prepare
 
 __all__ = ["GGUF", "Blocks", "Dense", "Format", "Int4", "Int8", "KVFormat", "Quantised", "Shape"]
-__all__ += ["convert", "decode_bytes", "dtype_name", "prepare", "prepare_cache"]
+__all__ += ["convert", "decode_bytes", "dtype_name", "prepare"]

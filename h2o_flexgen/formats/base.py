@@ -6,13 +6,11 @@ from collections.abc import Iterable
 from itertools import accumulate
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from h2o_flexgen.formats.codes import Codes
 from h2o_flexgen.formats.matrix import Quantised
-from h2o_flexgen.loops.threads import in_threads
 
 Shape = tuple[int, ...]
 
@@ -74,6 +72,11 @@ class Format:
 
     # vectors of a cache
 
+    @property
+    def loop_kind(self) -> int:
+        """By which number `loops.attention` knows this format."""
+        raise NotImplementedError
+
     def stored(self, x: Tensor) -> Tensor:
         """Floats x (..., D) as a cache stores them: (..., W) of `dtype`, each vector by itself."""
         return x
@@ -81,13 +84,3 @@ class Format:
     def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """What `stored` stands for: (..., D)."""
         return stored.to(dtype)
-
-
-def by_heads(kernel, arrays: list[np.ndarray], x: Tensor, out: Tensor) -> None:
-    """A compiled loop over the heads of a cache, shared among all threads."""
-    size, arrays = arrays[-1].size, [*arrays, x.numpy(), out.numpy()]
-
-    def part(begin: int, end: int) -> None:
-        kernel(*(each[begin:end] for each in arrays))
-
-    in_threads(part, len(out), size)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.base import Format, Shape, by_heads
+from h2o_flexgen.formats.base import Format, Shape
 from h2o_flexgen.formats.codes import MOST, Codes
 from h2o_flexgen.formats.matrix import Quantised
 from h2o_flexgen.loops import threads
@@ -48,6 +48,10 @@ class Blocks(Format):
         """Of 4 bits: bytes of a row before its first codes, from those of one block to the next, and of the codes of a
         block; whether there are minima."""
         return self._head, self._block, self.group // 2, self.has_minimum
+
+    @property
+    def loop_kind(self) -> int:
+        return 3 if self.bits == 8 else 4
 
     def row_bytes(self, width: int) -> tuple[int, ...]:
         return (width // self.group * self._block,)
@@ -101,19 +105,6 @@ class Blocks(Format):
         for few, target in zip(vectors.split(step), found.split(step)):
             self.encode(few, target.view(-1))
         return found.view(*x.shape[:-1], -1)
-
-    def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
-        """Queries (n, G, D) times keys in 8 bits (n, S, W) into `out` (n, G, S), by compiled loops in fp32."""
-        self._attend(threads.compiled().attention.dots8, q, stored, out)
-
-    def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
-        """Values (n, S, W) with the weights (n, G, S), summed into `out` (n, G, D), by compiled loops in fp32."""
-        loops = threads.compiled().attention
-        self._attend(loops.mix8 if self.bits == 8 else loops.mix4, p, stored, out)
-
-    def _attend(self, kernel, x: Tensor, stored: Tensor, out: Tensor) -> None:
-        codes = stored.view(torch.int8) if self.bits == 8 else stored
-        by_heads(kernel, [stored.view(torch.int16).numpy(), codes.numpy()], x, out)
 
     def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         width = stored.shape[-1] // self._block * self.group

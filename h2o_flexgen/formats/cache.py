@@ -9,7 +9,6 @@ from torch import Tensor
 
 from h2o_flexgen.formats.base import Format
 from h2o_flexgen.formats.dense import Dense
-from h2o_flexgen.loops import threads
 
 
 class KVFormat(NamedTuple):
@@ -26,11 +25,6 @@ class KVFormat(NamedTuple):
     @property
     def is_dense(self) -> bool:
         return self.k.is_dense
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `dots` and `mix` can be had."""
-        return threads.compiled() is not None and self.k.dtype in (torch.uint8, torch.bfloat16, torch.float16)
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Both, as `Format.stored`."""

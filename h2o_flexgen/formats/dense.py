@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2o_flexgen.formats.base import Format, Shape, by_heads
-from h2o_flexgen.loops import threads
-from h2o_flexgen.loops.threads import float_array
+from h2o_flexgen.formats.base import Format, Shape
+
+#: `loops.attention`'s names of floats
+LOOP_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Dense(Format):
     def row_bytes(self, width: int) -> tuple[int, ...]:
         return (width * self.dtype.itemsize,)
 
+    @property
+    def loop_kind(self) -> int:
+        return LOOP_KINDS[self.dtype]
+
     def view(self, buffer: Tensor, shape: Shape) -> Tensor:
         return buffer[: self.nbytes(shape)].view(self.dtype).view(shape)
 
@@ -39,14 +44,6 @@ class Dense(Format):
 
     def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
         convert(out, self.view(buffer, shape))
-
-    def dots(self, q: Tensor, stored: Tensor, out: Tensor) -> None:
-        """As `Blocks.dots`, of keys (n, S, D) in 16 bits."""
-        by_heads(threads.compiled().attention.dots, [float_array(stored)], q, out)
-
-    def mix(self, p: Tensor, stored: Tensor, out: Tensor) -> None:
-        """As `Blocks.mix`, of values in 16 bits."""
-        by_heads(threads.compiled().attention.mix, [float_array(stored)], p, out)
 
 
 #: elements that `convert` turns from fp16 into bf16 at once, through fp32

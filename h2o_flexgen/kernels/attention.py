@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.linear import is_slow
+from h2o_flexgen.loops import threads
+from h2o_flexgen.loops.threads import float_array
 from h2o_flexgen.sizes import CHUNK_ELEMENTS, QUERY_CHUNK, WIDENED_ELEMENTS
 
 #: keys (n, 1, S, D) of some KV heads, and their places among all B * KV -> the same, rotated
@@ -112,31 +115,41 @@ def _chunked(
     return context.view(B, H, T, D)
 
 
+def by_loops(device: torch.device) -> bool:
+    """Whether attention over a cache runs in compiled loops, which read no slot that is not in use."""
+    return device.type == "cpu" and threads.compiled() is not None
+
+
 def cached_attention(
     q: Tensor,
     k: list[Tensor],
     v: list[Tensor],
-    empty: Tensor | None,
+    held: Tensor | None = None,
+    empty: Tensor | None = None,
     rotate: Rotate | None = None,
     form: KVFormat | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """One query per sequence and head over the slots of a cache.
 
     Args:
         q: (B, H, 1, D); k, v: per segment (B, KV, S, W), contiguous, as they are stored.
+        held: (B,) int64 on the CPU, slots that are in use, the first ones; None if all are, and what they receive is
+            wanted.
         empty: (B, KV, sum of S) or (B, 1, sum of S) bool, slots that hold no token; None if there are none.
         rotate: what the keys become before they are used, if they are cached unrotated.
         form: in which vectors are stored; None: as floats of D elements.
 
     Returns:
         context (B, H, 1, D), and per KV head the attention that each slot receives from the heads of its group
-        (B, KV, sum of S) in fp32.
+        (B, KV, sum of S) in fp32; None where slots are not in use.
     """
     form = form or KVFormat.dense(q.dtype)
+    if rotate is None and by_loops(q.device):
+        return _cached_attention_by_loops(q, k, v, held, empty, form)
+    if held is not None:
+        empty = torch.arange(sum(x.shape[2] for x in k), device=q.device) >= held.to(q.device)[:, None, None]
     # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
     no_matmul = not form.is_dense or (not q.is_cuda and (q.dtype == torch.float16 or is_slow(q)))
-    if rotate is None and not q.is_cuda and form.is_compiled and no_matmul:
-        return _cached_attention_by_loops(q, k, v, empty, form)
     if rotate is not None or no_matmul:
         return _cached_attention_by_parts(q, k, v, empty, rotate, form)
     B, H, _, D = q.shape
@@ -155,23 +168,41 @@ def cached_attention(
     return context.view(B, H, 1, D), p.squeeze(2) if H == KV else p.sum(2)
 
 
+def put_by_loops(segments: list[Tensor], slots: Tensor, new: Tensor) -> None:
+    """Write one vector per sequence and head, new (B, KV, W), into slots (B, KV) of segments (B, KV, S, W)."""
+    vectors = new.contiguous().view(-1, new.shape[-1]).view(torch.uint8)
+    threads.compiled().attention.put(*_segments(segments), slots.reshape(-1).numpy(), vectors.numpy())
+
+
+def _segments(segments: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Where they are, and their slots."""
+    return np.array([x.data_ptr() for x in segments]), np.array([x.shape[2] for x in segments])
+
+
 def _cached_attention_by_loops(
-    q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, form: KVFormat
-) -> tuple[Tensor, Tensor]:
-    """The same on a CPU by compiled loops: codes and floats of 16 bits become fp32 in its registers."""
+    q: Tensor, k: list[Tensor], v: list[Tensor], held: Tensor | None, empty: Tensor | None, form: KVFormat
+) -> tuple[Tensor, Tensor | None]:
+    """The same on a CPU by compiled loops: what is stored becomes fp32 a few vectors at a time."""
     B, H, _, D = q.shape
-    KV, sizes = k[0].shape[1], [segment.shape[2] for segment in k]
-    queries = (q.float() * D**-0.5).reshape(B * KV, H // KV, D)
-    logits = torch.empty(B * KV, H // KV, sum(sizes))
-    for segment, part in zip(k, logits.split(sizes, -1)):
-        form.k.dots(queries, segment.flatten(0, 1), part)
-    if empty is not None:
-        logits.view(B, KV, H // KV, -1).masked_fill_(empty[:, :, None], float("-inf"))
-    p = torch.softmax(logits, -1)
-    contexts = torch.empty(len(v), B * KV, H // KV, D)
-    for segment, part, context in zip(v, p.split(sizes, -1), contexts):
-        form.v.mix(part, segment.flatten(0, 1), context)
-    return contexts.sum(0).view(B, H, 1, D).to(q.dtype), p.view(B, KV, H // KV, -1).sum(2)
+    KV, S = k[0].shape[1], sum(segment.shape[2] for segment in k)
+    queries = q.reshape(B * KV, H // KV, D)
+    context = torch.empty_like(queries)
+    received = torch.zeros((B * KV, S) if held is None else (0, 0))
+    held = torch.full((B,), S) if held is None else held
+    empty = torch.empty(0, 0, 0, dtype=torch.bool) if empty is None else empty
+    arrays = [
+        np.array([each.loop_kind for each in form]),
+        np.array([x[0].shape[-1] * x[0].itemsize for x in (k, v)]),
+        _segments(k)[0],
+        *_segments(v),
+        *(x.numpy() for x in (held, empty)),
+        *(float_array(x) for x in (queries, context)),
+        received.numpy(),
+    ]
+    attend = threads.compiled().attention.attend
+    size = 2 * KV * D * int(held.sum())
+    threads.in_threads(lambda begin, end: attend(begin, end, *arrays), B * KV, size)
+    return context.view(B, H, 1, D), received.view(B, KV, S) if len(received) else None
 
 
 def _cached_attention_by_parts(
@@ -193,5 +224,5 @@ def _cached_attention_by_parts(
         if rotate is not None:
             few_k = [rotate(x, part) for x in few_k]
         few_empty = None if empty is None else empty[part]
-        context[part], received[part] = cached_attention(queries[part].to(dtype), few_k, few_v, few_empty)
+        context[part], received[part] = cached_attention(queries[part].to(dtype), few_k, few_v, empty=few_empty)
     return context.view(B, H, 1, D), received.view(B, KV, S)

@@ -111,7 +111,7 @@ class FixedRule(BudgetRule):
             q = rotate_to(self.rope, q, rank, S)
             ranks = cache.metadata["rank"].view(-1, 1, S)
             rotate = lambda keys, part: rotate_to(self.rope, keys, ranks[part], S)
-        context, received = cached_attention(q, cache.k, cache.v, empty, rotate, cache.form)
+        context, received = cached_attention(q, cache.k, cache.v, None, empty, rotate, cache.form)
         cache.score.copy_(self.step_scores(cache.score, received))
         return context, slots
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.attention import cached_attention
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text
@@ -50,7 +51,7 @@ def fill(cache: KVTensors, k: Tensor, v: Tensor) -> None:
             part = stored[:, :, begin : begin + segment.shape[2]]
             segment[:, :, : part.shape[2]] = part
             begin += segment.shape[2]
-            if segments is cache.v:  # what is empty is masked, but 0 * NaN left by another prompt would spread
+            if segments is cache.v and cache.reads_empty_slots:
                 segment[:, :, part.shape[2] :] = 0
 
 
@@ -60,7 +61,12 @@ def append(cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> tup
     used = 1 + bisect(ends, int(at.max()))
     slots = at[:, None].expand(k.shape[:2])
     cache.write(slots, k[:, :, 0], v[:, :, 0])
-    last = at.to(k.device, non_blocking=True)[:, None]
-    empty = (torch.arange(ends[used - 1], device=k.device) > last)[:, None]
-    context, _ = cached_attention(q, cache.k[:used], cache.v[:used], empty, form=cache.form)
+    context, _ = cached_attention(q, cache.k[:used], cache.v[:used], at + 1, form=cache.form)
     return context, slots
+
+
+def prepare(form: KVFormat, dtype: torch.dtype, head_dim: int) -> None:
+    """Compile what a step over a cache runs on a CPU, or read it from numba's cache: before memory is measured."""
+    q = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
+    k, v = form.stored(q, q)
+    append(KVTensors([k], [v], {}, form), q, q, q, torch.zeros(1, dtype=torch.int64))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import KVFormat
+from h2o_flexgen.kernels.attention import by_loops, put_by_loops
 
 
 @dataclass
@@ -42,10 +43,12 @@ class KVTensors:
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put one token per sequence and head, k and v (B, H, D) floats, into slots (B, H). With several segments, the
         slots of a sequence are the same for all heads, and lie on the CPU."""
-        k, v = self.form.stored(k, v)
-        for at, rows, n in self._places(slots):
-            for segments, new in ((self.k, k), (self.v, v)):
-                W = new.shape[-1]
+        for segments, new in zip((self.k, self.v), self.form.stored(k, v)):
+            if by_loops(new.device):
+                put_by_loops(segments, slots, new)
+                continue
+            W = new.shape[-1]
+            for at, rows, n in self._places(slots):
                 segments[n].view(-1, W).index_copy_(0, at, (new if rows is None else new[rows]).reshape(-1, W))
 
     def token(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,9 +63,21 @@ class KVTensors:
             found.append(token)
         return tuple(found)
 
-    def move(self, source: int, target: int) -> None:
-        """Put the cache of one sequence in the place of another."""
-        for tensor in (*self.k, *self.v, *self.metadata.values()):
+    @property
+    def reads_empty_slots(self) -> bool:
+        """Whether attention reads slots without a token too. Those are masked, but 0 * NaN would spread, so that their
+        values must be finite. Compiled loops read no slot behind the last token of a cache that grows."""
+        return bool(self.metadata) or not by_loops(self.k[0].device)
+
+    def move(self, source: int, target: int, held: int) -> None:
+        """Put the cache of one sequence, whose tokens are in the first `held` slots, in the place of another."""
+        for segments in (self.k, self.v):
+            left = held
+            for segment in segments:
+                used = segment.shape[2] if self.reads_empty_slots else min(segment.shape[2], max(0, left))
+                segment[target, :, :used] = segment[source, :, :used]
+                left -= used
+        for tensor in self.metadata.values():
             tensor[target] = tensor[source]
 
     def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:

@@ -1,4 +1,4 @@
-"""What the tiles of matmuls (`tiles.py`, `tiles4.py`) share of LLVM's language: this CPU's features, and vectors.
+"""What tiles of matmuls (`tiles.py`, `tiles4.py`) and attention share of LLVM's language: CPU features, and vectors.
 
 What numba keeps of a loop is dated by the file of that loop alone: after a change here, touch those that use it.
 """
@@ -55,18 +55,19 @@ def loop(builder, step, end, totals, body):
 
 
 def lanes(builder, a, b, which):
-    """Some lanes of 32 bits of two vectors, counted through both."""
+    """Some lanes of 32 bits of two vectors, integers or floats, counted through both."""
     return builder.shuffle_vector(a, b, ir.VectorType(ir.IntType(32), len(which))(list(which)))
 
 
 def add_up(builder, vectors):
     """The sum of each of several vectors, as one vector: halves of all are added until one lane of each is left."""
     width = vectors[0].type.count
+    add = builder.fadd if vectors[0].type.element == ir.FloatType() else builder.add
     while width > 1:
         pairs = list(zip(vectors[::2], vectors[1::2])) or [(vectors[0], vectors[0])]
         every = range(vectors[0].type.count * min(2, len(vectors)))
         low, high = ([n for n in every if (n % width < width // 2) == is_low] for is_low in (True, False))
-        vectors = [builder.add(lanes(builder, *pair, low), lanes(builder, *pair, high)) for pair in pairs]
+        vectors = [add(lanes(builder, *pair, low), lanes(builder, *pair, high)) for pair in pairs]
         width //= 2
     return vectors[0]
 

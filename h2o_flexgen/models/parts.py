@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels import rows
 from h2o_flexgen.kernels.linear import linears
 from h2o_flexgen.models.rope import Positions, rotation
 from h2o_flexgen.models.spec import ModelSpec
-from h2o_flexgen.sizes import WIDENED_ELEMENTS
 
 Weights = dict[str, Tensor]
 #: linear layers whose input comes from no norm: outliers in it are not in the same few columns for most tokens
@@ -44,14 +44,7 @@ def layer_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
-    """RMSNorm (arXiv 1910.07467), its mean square in fp32; a few rows at a time."""
-    rows = x.reshape(-1, x.shape[-1])
-    out, few = x.new_empty(rows.shape), max(1, WIDENED_ELEMENTS[x.device.type] // x.shape[-1])
-    for part, target in zip(rows.split(few), out.split(few)):
-        wide = part.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        torch.mul(w[f"{name}.weight"], (wide * scale).to(x.dtype), out=target)
-    return out.view(x.shape)
+    return rows.rms_norm(x, w[f"{name}.weight"], eps)
 
 
 def attention(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -119,7 +119,8 @@ def unchanged(rope: Rope) -> float:
     return rope.positions if rope.type == "dynamic" else dict(rope.scaling)[ORIGINAL]
 
 
-class Positions(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Positions:
     """Where tokens stand in their texts: (N,) int64 on the CPU each.
 
     Attributes:
@@ -129,6 +130,31 @@ class Positions(NamedTuple):
 
     at: Tensor
     ends: Tensor
+    _turns: dict = field(default_factory=dict)
+
+    def turns(self, rope: Rope, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin (N, 1, pairs) of all tokens, of the type and on the device of `like`. They are the same in all
+        layers, which take less time than this."""
+        key = rope, like.dtype, like.device
+        if key not in self._turns:
+            each, scale = self._frequencies(rope)
+            angles = (self.at.float()[:, None] * each)[:, None]
+            self._turns[key] = tuple((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
+        return self._turns[key]
+
+    def _frequencies(self, rope: Rope) -> tuple[Tensor, float]:
+        """`frequencies`, of each token where they follow the length of its text, whatever its neighbours' are."""
+        if rope.type not in BY_LENGTH:
+            return frequencies(rope, rope.positions)
+        lengths = self.ends
+        if rope.type == "dynamic":
+            lengths = lengths.clamp(min=rope.positions)
+        else:
+            original = dict(rope.scaling)[ORIGINAL]
+            lengths = lengths.clamp(original, original + 1)  # there are two sets of frequencies
+        lengths, text = lengths.unique(return_inverse=True)
+        found, factors = zip(*(frequencies(rope, length) for length in lengths.tolist()))
+        return torch.stack(found)[text], factors[0]
 
 
 def rotation(rope: Rope | None, positions: Positions | None, like: Tensor) -> Callable[[Tensor], Tensor]:
@@ -138,21 +164,7 @@ def rotation(rope: Rope | None, positions: Positions | None, like: Tensor) -> Ca
         return lambda x: x
     if positions is None:
         return lambda x: _in_pairs(x, rope.dim)
-    if rope.type in BY_LENGTH:  # frequencies follow the length of each text, whatever its neighbours' are
-        lengths = positions.ends
-        if rope.type == "dynamic":
-            lengths = lengths.clamp(min=rope.positions)
-        else:
-            original = dict(rope.scaling)[ORIGINAL]
-            lengths = lengths.clamp(original, original + 1)  # there are two sets of frequencies
-        lengths, text = lengths.unique(return_inverse=True)
-        found, factors = zip(*(frequencies(rope, length) for length in lengths.tolist()))
-        each = torch.stack(found)[text]
-        scale = factors[0]
-    else:
-        each, scale = frequencies(rope, rope.positions)
-    angles = (positions.at.float()[:, None] * each)[:, None]
-    cos, sin = ((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
+    cos, sin = positions.turns(rope, like)
     return lambda x: _rotated(x, cos, sin)
 
 

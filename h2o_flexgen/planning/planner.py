@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 
 from h2o_flexgen.compression import has_cache_format
 from h2o_flexgen.errors import UserError
@@ -18,10 +19,11 @@ from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints, Search
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.policy import KVBudget, Policy
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.sizes import GROUP_ROWS, Workload
 
-#: sequences of a batch where everything is resident: more make the matmuls of a CPU no faster
-RESIDENT_BATCH = 64
+#: sequences of a batch where everything is resident: with more the matmuls of a CPU get no faster; fewer if they do not
+#: fit
+RESIDENT_BATCHES = (GROUP_ROWS, GROUP_ROWS // 2)
 
 
 @dataclass(frozen=True)
@@ -183,12 +185,12 @@ class Planner:
     def _resident(self, model: ModelData, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""
         given, prompts = self.constraints, len(workload.prompt_lens)
-        size = given.gpu_batch_size or min(RESIDENT_BATCH, prompts)
-        larger_pays = model.cuda and given.gpu_batch_size is None and prompts > size
+        sizes = [given.gpu_batch_size] if given.gpu_batch_size else [min(size, prompts) for size in RESIDENT_BATCHES]
+        larger_pays = model.cuda and given.gpu_batch_size is None and prompts > sizes[0]
         if not given.resident or given.max_latency is not None or larger_pays:
             return None
         batches, on_cpu = given.num_gpu_batches or 1, bool(given.cpu_cache_compute)
-        for tokens in given.micro_batches:
+        for size, tokens in product(sizes, given.micro_batches):
             policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu, prefill_tokens=tokens)
             if not self._plan(model, policy, rule, workload, resources)[1].missing():
                 return policy

@@ -147,7 +147,7 @@ def assert_cached_like_naive(B, KV, group, D, segments, per_head, seed, dtype=to
     k, v = torch.randn(2, B, KV, S, D, generator=generator).to(dtype)
     empty = empty_slots(B, KV if per_head else 1, S, generator)
     parts = [[x.contiguous() for x in t.split(segments, 2)] for t in (k, v)]
-    context, received = attention.cached_attention(q, *parts, empty)
+    context, received = attention.cached_attention(q, *parts, empty=empty)
     assert context.shape == q.shape and context.dtype == dtype
     assert received.shape == (B, KV, S) and received.dtype == torch.float32
     k, v, hidden = (x.repeat_interleave(group, 1) for x in (k.double(), v.double(), empty.expand(B, KV, S)))

@@ -117,10 +117,10 @@ def test_attention_over_a_cache_in_fp16_is_that_of_float32(monkeypatch):
     empty = torch.rand(2, 3, 9) < 0.3
     empty[..., 0] = False
     parts = [[x.contiguous() for x in t.split((4, 5), 2)] for t in (k, v)]
-    wide = attention.cached_attention(q.float(), *([x.float() for x in p] for p in parts), empty)
+    wide = attention.cached_attention(q.float(), *([x.float() for x in p] for p in parts), empty=empty)
     for elements in (1, 100, 1 << 20):
         monkeypatch.setitem(attention.CHUNK_ELEMENTS, "cpu", elements)
-        context, p = attention.cached_attention(q, *parts, empty)
+        context, p = attention.cached_attention(q, *parts, empty=empty)
         assert context.dtype == dtype
         assert_rounded(context, wide[0].double())
         torch.testing.assert_close(p, wide[1])
@@ -134,11 +134,11 @@ def test_a_cache_in_16_bits_is_attended_to_by_loops_where_matmuls_are_slow(slow,
     k[0, 0, 0, 0], v[0, 0, 1] = 1e-7, 6e-8  # smaller than fp16's normal numbers
     empty = torch.rand(2, 3, 9) < 0.3
     empty[..., 0] = False
-    wide = attention.cached_attention(q.float(), [k.float()], [v.float()], empty)
+    wide = attention.cached_attention(q.float(), [k.float()], [v.float()], empty=empty)
     monkeypatch.setattr(torch, "bmm", None)  # by loops
     for sizes in (9,), (4, 5):
         context, p = attention.cached_attention(
-            q, *([x.contiguous() for x in t.split(sizes, 2)] for t in (k, v)), empty
+            q, *([x.contiguous() for x in t.split(sizes, 2)] for t in (k, v)), empty=empty
         )
         assert context.dtype == dtype
         assert_rounded(context, wide[0].double())

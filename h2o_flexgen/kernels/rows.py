@@ -1,0 +1,62 @@
+"""What is done to each row between matmuls: by torch, or on CPUs in one pass by compiled loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o_flexgen.loops import threads
+from h2o_flexgen.loops.threads import float_array, in_threads
+from h2o_flexgen.sizes import WIDENED_ELEMENTS
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of (..., E) (arXiv 1910.07467), its mean square in fp32."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows)
+    if _by_loops(rows, weight):
+        _each_row(
+            threads.compiled().rows.rms_norm,
+            rows,
+            float_array(rows),
+            float_array(weight),
+            np.float32(eps),
+            float_array(out),
+        )
+        return out.view(x.shape)
+    few = max(1, WIDENED_ELEMENTS[x.device.type] // x.shape[-1])  # rows that are in fp32 at once
+    for part, target in zip(rows.split(few), out.split(few)):
+        wide = part.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        torch.mul(weight, (wide * scale).to(x.dtype), out=target)
+    return out.view(x.shape)
+
+
+def maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rows (N, V) the place of the largest, of equal ones the first, and the logarithm of the sum of their
+    exponentials, NaN if one of them is: (N,) int64 and fp32."""
+    if not _by_loops(logits):
+        wide = logits.float()
+        return wide.argmax(-1), wide.logsumexp(-1)
+    places, sums = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    _each_row(threads.compiled().rows.maxima, logits, float_array(logits), places.numpy(), sums.numpy())
+    return places, sums
+
+
+def prepare(dtype: torch.dtype) -> None:
+    """Compile the loops of a job that computes in `dtype`, or read them from numba's cache."""
+    row = torch.ones(1, 1, dtype=dtype)
+    rms_norm(row, row[0], 1.0)
+    maxima(row)
+
+
+def _by_loops(*tensors: Tensor) -> bool:
+    return all(x.device.type == "cpu" and x.is_contiguous() for x in tensors) and threads.compiled() is not None
+
+
+def _each_row(loop: Callable[..., None], like: Tensor, *arrays) -> None:
+    """A loop over the rows of a matrix, by all threads."""
+    in_threads(lambda begin, end: loop(begin, end, *arrays), len(like), like.numel())
