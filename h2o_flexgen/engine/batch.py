@@ -169,7 +169,8 @@ class PromptPiece(Piece):
         return Positions(torch.cat(at), ends)
 
     def logits(self) -> list[tuple]:
-        found, begin = [], 0
+        found = []
+        begin = 0
         for s, text in zip(self.rows, self.texts):
             first = max(0, s.wanted - self.shared)
             found += [(s, begin + n) for n in range(first, len(text))]
@@ -188,7 +189,8 @@ class PromptPiece(Piece):
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
         """(N, H, D) of all tokens -> (B, H, T, D). Padding is 0: what is masked must be finite."""
-        B, T = len(self.rows), self.longest
+        B = len(self.rows)
+        T = self.longest
         if len(x) < B * T:
             x = x.new_zeros(B * T, *x.shape[1:]).index_copy_(0, self.at.to(x.device, non_blocking=True), x)
         return x.unflatten(0, (B, T)).transpose(1, 2)

@@ -49,7 +49,8 @@ class TokenCounter:
     def new(self) -> int:
         """Tokens that have come since the last call."""
         count = sum(len(s.tokens) for s in self.rows)
-        found, self.before = count - self.before, count
+        found = count - self.before
+        self.before = count
         return found
 
 
@@ -63,7 +64,9 @@ class ProgressBar(Observer):
     """
 
     def __init__(self, total: int | None, layers: int, show: bool):
-        self.total, self.layers, self.show = total, layers, show
+        self.total = total
+        self.layers = layers
+        self.show = show
         self.bar = None
         self.counter = TokenCounter()
         self.passes = 0

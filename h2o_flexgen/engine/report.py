@@ -77,7 +77,8 @@ class Meter:
         """Count what was measured since the last pass began."""
         spans = [(part, self._device.seconds_between(begin, end)) for part, begin, end in self._chunks]
         self._chunks.clear()
-        since, counted = self._since, self._counted
+        since = self._since
+        counted = self._counted
         self.start()
         total = self._device.seconds_between(since, self._since)
         timed = sum(seconds for _, seconds in spans)

@@ -200,7 +200,8 @@ class Runner:
 
 def scheduler_of(stores: Stores, rows: Iterable[Sequence], window: int) -> Scheduler:
     """The scheduler of a job."""
-    job, spec = stores.job, stores.model.spec
+    job = stores.job
+    spec = stores.model.spec
 
     def shareable(s: Sequence) -> int:
         """A token of its own gives the logits; voters must see the prompt's end; and RoPE that turns by the length of

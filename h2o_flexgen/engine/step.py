@@ -35,7 +35,8 @@ from h2o_flexgen.sizes import HEAD_ROWS
 
 #: prefill gives gaps in the heap back where the process holds more than this multiple of the plan, and at most once in
 #: this many seconds
-GAPS_OVER_PLAN, GAPS_SECONDS = 1.0, 0.25
+GAPS_OVER_PLAN = 1.0
+GAPS_SECONDS = 0.25
 
 
 class LogitsSink(Protocol):
@@ -58,8 +59,13 @@ class Walk:
     """
 
     def __init__(self, stores: Stores, sink: LogitsSink, observer: Observer, meter: Meter):
-        self.stores, self.sink, self.observer, self.meter = stores, sink, observer, meter
-        self.spec, self.device, self.weights = stores.model.spec, stores.device, stores.weights
+        self.stores = stores
+        self.sink = sink
+        self.observer = observer
+        self.meter = meter
+        self.spec = stores.model.spec
+        self.device = stores.device
+        self.weights = stores.weights
         self.dtype = stores.model.dtype
         self.family = family(self.spec.model_type)
         self.token_bytes = self.spec.hidden * self.dtype.itemsize
@@ -115,7 +121,8 @@ class Walk:
     def _chunk(self, j: int, n: int, w: Weights) -> None:
         """Take the tokens of a chunk through a layer."""
         interrupts.check()
-        chunk, activations = self.pass_.chunks[n], self.stores.activations
+        chunk = self.pass_.chunks[n]
+        activations = self.stores.activations
         if j == 0:
             hidden = self.family.embed(self.spec, w, self.weights.rows, chunk.ids(), chunk.positions)
         elif chunk.home is None:
@@ -169,7 +176,8 @@ class Walk:
 
     def _read(self, j: int, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Prefill. q, k, v (N, heads, D) of the prompts' tokens."""
-        rule, device = self.stores.rules[j - 1], self.device.torch_device
+        rule = self.stores.rules[j - 1]
+        device = self.device.torch_device
         past = piece.path and piece.path.text(j)
         q, k, v = map(piece.padded, (q, k, v))
         if piece.places and self.stores.has_cache:
@@ -210,7 +218,8 @@ class Walk:
 
     def _close(self, j: int, k: int) -> None:
         """The KV block is stored again, or about to be, when this returns."""
-        batch, cache = self.pass_.batches[k], self._open.pop(k)
+        batch = self.pass_.batches[k]
+        cache = self._open.pop(k)
         held = self._held[self.stores.rules[j - 1], k]
         if k not in self._steps:
             self.stores.caches.store_all(j - 1, k, held)
@@ -224,7 +233,8 @@ class Walk:
 
     def _logits(self, w: Weights, chunk: Chunk, hidden: Tensor) -> None:
         """Hand the logits that are wanted to the sink."""
-        wanted, begin = [], 0
+        wanted = []
+        begin = 0
         for piece in chunk.pieces:
             wanted += [(s, begin + n) for s, n in piece.logits()]
             begin += piece.size

@@ -28,8 +28,11 @@ class Stores:
     """
 
     def __init__(self, model: LoadedModel, job, weights: WeightStore, transport: Transport, is_stream: bool = False):
-        self.model, self.job, self.weights = model, job, weights
-        self.transport, self.device = transport, transport.device
+        self.model = model
+        self.job = job
+        self.weights = weights
+        self.transport = transport
+        self.device = transport.device
         self._pinned = self.device.pinned_count()
         longest = job.workload.longest
         sizes = batch_sizes(len(job.workload.prompt_lens), job.policy)
@@ -83,12 +86,14 @@ class Prefetcher:
 
     def begin(self, pass_: Pass, held: Callable[[int, int], int]) -> None:
         """The next pass. `held`: slots of a KV block, by layer and batch, that are in use after it."""
-        self.pass_, self._held = pass_, held
+        self.pass_ = pass_
+        self._held = held
         self._homes = [chunk.home for chunk in pass_.chunks]
         self._blocks.clear()
         if not self.stores.has_cache:
             return
-        caches, batches = self.stores.caches, pass_.batches
+        caches = self.stores.caches
+        batches = pass_.batches
         # rows that will not have ended, so far as is known, are needed again
         later = [] if pass_.is_last else [k for k, batch in batches.items() if not batch.will_end]
         new = [k for k, batch in batches.items() if batch.opens is not None]

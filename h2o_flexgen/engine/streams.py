@@ -59,7 +59,8 @@ class Streams:
 
     def __init__(self, stores: Stores, count: int):
         self.stores: Stores | None = stores
-        self.job, self.chunk = stores.job, stores.job.workload.longest
+        self.job = stores.job
+        self.chunk = stores.job.workload.longest
         self.streams = [Stream() for _ in range(count)]
         self.meter = Meter(stores.transport)
         self.ended: str | None = None
@@ -86,10 +87,12 @@ class Streams:
         Raises:
             UserError: the model gives NaN for one of the texts.
         """
-        inputs, targets = {}, {}
+        inputs = {}
+        targets = {}
         for row, ids in texts.items():
             waiting = self.streams[row].waiting
-            inputs[row], targets[row] = waiting + ids[:-1], ids if waiting else ids[1:]
+            inputs[row] = waiting + ids[:-1]
+            targets[row] = ids if waiting else ids[1:]
         found = {row: [] for row in texts}
         for is_last, chunks in self._rounds(inputs):
             few = {row: targets[row][begin:end] for row, (begin, end) in chunks.items()}

@@ -70,7 +70,8 @@ def _chunked(
     times its weight in `weights` (B * KV, T), if they are given. `empty`: (B * KV, N - T)."""
     B, H, T, D = q.shape
     KV, N = k.shape[1:3]
-    G, held = H // KV, N - T
+    G = H // KV
+    held = N - T
     q = q.reshape(B * KV, G, T, D)
     k, v = (x.reshape(B * KV, N, D) for x in (k, v))
     context = torch.empty_like(q)
@@ -92,7 +93,8 @@ def _chunked(
         few_q, few_k, few_v = (x[a:b].float() if slow else x[a:b] for x in (q, k, v))
         for begin in range(0, T, chunk):
             end = min(begin + chunk, T)
-            n, seen = end - begin, held + end
+            n = end - begin
+            seen = held + end
             # rows: the queries of the chunk of each head of the group
             logits, p = (x[: (b - a) * G * n * seen].view(b - a, G * n, seen) for x in (narrow, in_fp32))
             queries = few_q[:, :, begin:end].reshape(b - a, G * n, D)
@@ -184,7 +186,8 @@ def _cached_attention_by_loops(
 ) -> tuple[Tensor, Tensor | None]:
     """The same on a CPU by compiled loops: what is stored becomes fp32 a few vectors at a time."""
     B, H, _, D = q.shape
-    KV, S = k[0].shape[1], sum(segment.shape[2] for segment in k)
+    KV = k[0].shape[1]
+    S = sum(segment.shape[2] for segment in k)
     queries = q.reshape(B * KV, H // KV, D)
     context = torch.empty_like(queries)
     received = torch.zeros((B * KV, S) if held is None else (0, 0))
@@ -210,14 +213,16 @@ def _cached_attention_by_parts(
 ) -> tuple[Tensor, Tensor]:
     """The same with copies of what is cached, on a CPU in fp32: a few KV heads at a time, which stay in its caches."""
     B, H, _, D = q.shape
-    KV, S = k[0].shape[1], sum(segment.shape[2] for segment in k)
+    KV = k[0].shape[1]
+    S = sum(segment.shape[2] for segment in k)
     # every KV head as a sequence of its own
     queries = q.reshape(B * KV, H // KV, 1, D)
     k, v = ([x.view(B * KV, 1, -1, x.shape[-1]) for x in segments] for segments in (k, v))
     empty = None if empty is None else empty.expand(B, KV, S).reshape(B * KV, 1, S)
     few = max(1, WIDENED_ELEMENTS[q.device.type] // (S * D))
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
-    context, received = torch.empty_like(queries), torch.empty(B * KV, 1, S, dtype=torch.float32, device=q.device)
+    context = torch.empty_like(queries)
+    received = torch.empty(B * KV, 1, S, dtype=torch.float32, device=q.device)
     for begin in range(0, B * KV, few):
         part = slice(begin, begin + few)
         few_k, few_v = ([each.floats(x[part], dtype) for x in xs] for each, xs in zip(form, (k, v)))

@@ -41,7 +41,8 @@ def maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     if not _by_loops(logits):
         wide = logits.float()
         return wide.argmax(-1), wide.logsumexp(-1)
-    places, sums = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    places = torch.empty(len(logits), dtype=torch.int64)
+    sums = torch.empty(len(logits))
     _each_row(threads.compiled().rows.maxima, logits, float_array(logits), places.numpy(), sums.numpy())
     return places, sums
 

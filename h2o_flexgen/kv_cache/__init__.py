@@ -105,7 +105,8 @@ def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> Ca
     rule = make_rule(budget.rule, *(min(slots, spec.positions) for slots in budget.slots(workload.longest)))
     rule = replace(rule, groups=spec.groups)
     if rule.layers:
-        known, length = LayerLosses.from_file(rule.layers), workload.longest + workload.gen_len
+        known = LayerLosses.from_file(rule.layers)
+        length = workload.longest + workload.gen_len
         if len(known.losses) != spec.layers:
             raise UserError(f"`kv_rule`: {rule.layers} is of a model of {len(known.losses)} layers, not {spec.layers}")
         rule = replace(rule, by_layer=known.slots(rule.heavy, rule.recent, length))

@@ -133,7 +133,9 @@ class BudgetRule(CacheRule):
         position = position.to(torch.int32).to(k.device, non_blocking=True)
         metadata = {"position": position.expand(k.shape[:3]), **self.remember(k, v)}
         text = Text(k, v, codes(form, k, v), metadata, rows.new).behind(past)
-        before, empty, rotated = text.k.shape[2] - k.shape[2], None, (q, text.k)
+        before = text.k.shape[2] - k.shape[2]
+        empty = None
+        rotated = (q, text.k)
         if before and int(past.length.min()) < before:
             empty = torch.arange(before, device=k.device) >= column(past.length, k.device)[:, 0]
         if self.rope:
@@ -154,7 +156,8 @@ class BudgetRule(CacheRule):
     def weights_of(self, position: Tensor, newest: Tensor, last: Tensor | None = None) -> Tensor:
         """(B, T) fp32: how much each query counts, as `query_weights` says; padding, behind `newest`, does not. `last`:
         position of the prompt's last token, if that is not `newest`."""
-        weights, real = self.query_weights(position, newest if last is None else last), position <= newest
+        weights = self.query_weights(position, newest if last is None else last)
+        real = position <= newest
         return real.float() if weights is None else torch.where(real, weights, 0.0)
 
     def keep(self, cache: KVTensors, text: Text) -> None:

@@ -69,7 +69,8 @@ class LayerLosses:
             for layer, each in enumerate(self.losses)
             for a, b in pairwise(_convex(list(zip(sizes, np.interp(sizes, known, each)))))
         )
-        slots, left = [least] * len(self.losses), (mean - least) * len(self.losses)
+        slots = [least] * len(self.losses)
+        left = (mean - least) * len(self.losses)
         for _, layer, width in steps:  # of a convex curve the first steps are the steepest
             taken = min(width, left)
             slots[layer] += taken
@@ -82,7 +83,8 @@ class LayerLosses:
 
 def _convex(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The corners of the lower convex hull of what falls."""
-    corners, least = [], points[0][1]
+    corners = []
+    least = points[0][1]
     for x, y in points:
         least = min(least, y)
         while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], (x, least)):

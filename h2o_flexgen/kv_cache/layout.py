@@ -83,15 +83,21 @@ class KVTensors:
     def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:
         """(places among the vectors of segment n, the sequences that these are of or None for all, n)."""
         B, H = slots.shape
-        heads, device = torch.arange(B * H, device=self.k[0].device).view(B, H), self.k[0].device
-        begins, first, last = list(accumulate((x.shape[2] for x in self.k), initial=0)), 0, 0
+        heads = torch.arange(B * H, device=self.k[0].device).view(B, H)
+        device = self.k[0].device
+        begins = list(accumulate((x.shape[2] for x in self.k), initial=0))
+        first = 0
+        last = 0
         if len(self.k) > 1:
             first, last = (bisect(begins, slot) - 1 for slot in (int(slots.min()), int(slots.max())))
         for n in range(first, last + 1):
-            local, rows, its_heads = slots - begins[n], None, heads
+            local = slots - begins[n]
+            rows = None
+            its_heads = heads
             if first < last:
                 rows = ((local[:, 0] >= 0) & (local[:, 0] < self.k[n].shape[2])).nonzero()[:, 0]
-                local, rows = local[rows], rows.to(device, non_blocking=True)
+                local = local[rows]
+                rows = rows.to(device, non_blocking=True)
                 its_heads = heads[rows]
             local = local.to(device, non_blocking=True)
             yield (its_heads * self.k[n].shape[2] + local).view(-1), rows, n
@@ -102,7 +108,8 @@ class KVTensors:
         if len(rows) == self.k[0].shape[0]:  # as in nearly all steps
             yield self
             return
-        whole, index = [*self.k, *self.v, *self.metadata.values()], None
+        whole = [*self.k, *self.v, *self.metadata.values()]
+        index = None
         if rows == list(range(rows[0], rows[-1] + 1)):
             parts = [x[rows[0] : rows[-1] + 1] for x in whole]
         else:
@@ -166,7 +173,8 @@ class KVLayout:
 
     def row_spans(self, place: int, used: int) -> list[tuple[int, int]]:
         """(begin, end) of the bytes of one sequence in the segments that take the first `used` bytes."""
-        spans, begin = [], 0
+        spans = []
+        begin = 0
         for slots in self.segments:
             for nbytes in self.vector_bytes:
                 each = self.heads * slots * nbytes
@@ -181,15 +189,18 @@ class KVLayout:
         valid = slots.reshape(-1) >= 0
         segment = np.searchsorted(ends, slots, side="right")
         size = np.array(self.segments)[segment]
-        begin, count = ends[segment] - size, self.batch * self.heads
+        begin = ends[segment] - size
+        count = self.batch * self.heads
         place = np.arange(count).reshape(self.batch, self.heads) * size + slots - begin  # in its segment's K or V
-        before, read = begin * self.row_bytes, 0
+        before = begin * self.row_bytes
+        read = 0
         for nbytes in self.vector_bytes:
             vector = np.dtype((np.void, nbytes))
             anywhere = np.ndarray(len(kv) - nbytes + 1, vector, kv, 0, (1,))  # what begins at each byte
             vectors = np.ascontiguousarray(rows[:, read : read + count * nbytes]).view(vector).reshape(-1)
             anywhere[(before + place * nbytes).reshape(-1)[valid]] = vectors[valid]
-            before, read = before + count * size * nbytes, read + count * nbytes
+            before += count * size * nbytes
+            read += count * nbytes
 
     def view(self, kv: Tensor, meta: Tensor | None = None) -> KVTensors:
         """Buffers of bytes, at least `kv_bytes` and `meta_bytes` long, seen as a cache."""
@@ -203,7 +214,8 @@ class KVLayout:
             ]
             for n, (form, nbytes) in enumerate(zip(self.form, self.vector_bytes))
         )
-        found, begin = {}, 0
+        found = {}
+        begin = 0
         for name, dtype in self.metadata:
             end = begin + self.batch * self.heads * self.slots * dtype.itemsize
             found[name] = meta[begin:end].view(dtype).view(self.batch, self.heads, self.slots)

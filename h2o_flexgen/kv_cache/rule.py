@@ -72,7 +72,8 @@ class CacheRule:
         self, spec: ModelSpec, form: KVFormat, batches: Sequence[tuple[int, int]], gen_len: int
     ) -> dict[tuple[int, int], KVLayout]:
         """The KV blocks of every (layer, batch); of each batch the sequences, and the tokens of the longest prompt."""
-        rules, found = [self.in_layer(layer) for layer in range(spec.layers)], {}
+        rules = [self.in_layer(layer) for layer in range(spec.layers)]
+        found = {}
         for rule in dict.fromkeys(rules):
             made = {batch: rule.layout(spec, form, *batch, gen_len) for batch in set(batches)}
             found[rule] = [made[batch] for batch in batches]

@@ -20,10 +20,14 @@ from h2o_flexgen.loops.simd import add_up, loop, pointer
 #: how vectors are stored; codes behind a scale of fp16, those of 4 bits behind a minimum too
 FP32, FP16, BF16, INT8, INT4 = range(5)
 #: floats of a vector register, and stored vectors that are used at once
-LANES, VECTORS = 16, 4
+LANES = 16
+VECTORS = 4
 #: sums in another order, but NaN stays NaN
 _SUMS = {"reassoc", "contract", "nsz"}
-_I8, _I32, _I64, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I8 = ir.IntType(8)
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_FLOAT = ir.FloatType()
 
 
 # innermost loops, on addresses
@@ -166,7 +170,8 @@ def _widen(kind, address, nbytes, count, D, rows, width, scales):
     """Stored vectors, one each `nbytes`, as they are without scale and minimum: to float32 rows of `width` at an
     address, and those (2, VECTORS)."""
     for j in range(count):
-        source, target = address + j * nbytes, rows + 4 * j * width
+        source = address + j * nbytes
+        target = rows + 4 * j * width
         if kind == FP32:
             _from_fp32(source, target, D)
         elif kind == FP16:
@@ -179,7 +184,8 @@ def _widen(kind, address, nbytes, count, D, rows, width, scales):
         else:
             _from_low(source + 4, target, D // 2)
             _from_high(source + 4, target + 2 * D, D // 2)
-            scales[0, j], scales[1, j] = _half(source), _half(source + 2)
+            scales[0, j] = _half(source)
+            scales[1, j] = _half(source + 2)
 
 
 @njit(nogil=True, fastmath=_SUMS)
@@ -198,10 +204,15 @@ def _softmax(x):
 @njit(nogil=True)
 def _logits(kind, nbytes, segments, sizes, h, D, query, rows, scales, p):
     """Queries (G, width) times the keys of head h: into p (G, as many slots as are held, and room for VECTORS)."""
-    first, held, width = 0, p.shape[1] - VECTORS, rows.shape[1]
-    rows_at, query_at, p_at = rows.ctypes.data, query.ctypes.data, p.ctypes.data
+    first = 0
+    held = p.shape[1] - VECTORS
+    width = rows.shape[1]
+    rows_at = rows.ctypes.data
+    query_at = query.ctypes.data
+    p_at = p.ctypes.data
     for n in range(len(sizes)):
-        few, begin = min(sizes[n], held - first), segments[n] + h * sizes[n] * nbytes
+        few = min(sizes[n], held - first)
+        begin = segments[n] + h * sizes[n] * nbytes
         for s in range(0, few, VECTORS):
             count = min(VECTORS, few - s)
             _widen(kind, begin + s * nbytes, nbytes, count, D, rows_at, width, scales)
@@ -216,11 +227,16 @@ def _logits(kind, nbytes, segments, sizes, h, D, query, rows, scales, p):
 @njit(nogil=True)
 def _sums(kind, nbytes, segments, sizes, h, D, total, rows, scales, p):
     """The values of head h, times their weights p as in `_logits`: added up in total (G, width)."""
-    first, held, width = 0, p.shape[1] - VECTORS, rows.shape[1]
+    first = 0
+    held = p.shape[1] - VECTORS
+    width = rows.shape[1]
     weights = np.zeros(VECTORS, np.float32)
-    rows_at, total_at, weights_at = rows.ctypes.data, total.ctypes.data, weights.ctypes.data
+    rows_at = rows.ctypes.data
+    total_at = total.ctypes.data
+    weights_at = weights.ctypes.data
     for n in range(len(sizes)):
-        few, begin = min(sizes[n], held - first), segments[n] + h * sizes[n] * nbytes
+        few = min(sizes[n], held - first)
+        begin = segments[n] + h * sizes[n] * nbytes
         for s in range(0, few, VECTORS):
             count = min(VECTORS, few - s)
             if count < VECTORS:
@@ -253,19 +269,24 @@ def attend(begin, end, kinds, nbytes, k, v, sizes, held, empty, q, context, rece
             that is not wanted.
     """
     G, D = q.shape[1:]
-    heads, width = len(q) // len(held), -(-D // LANES) * LANES
+    heads = len(q) // len(held)
+    width = -(-D // LANES) * LANES
     scale = np.float32(1 / np.sqrt(D))
-    rows, query = np.zeros((VECTORS, width), np.float32), np.zeros((G, width), np.float32)
-    total, every = np.empty((G, width), np.float32), np.empty((G, np.max(held) + VECTORS), np.float32)
+    rows = np.zeros((VECTORS, width), np.float32)
+    query = np.zeros((G, width), np.float32)
+    total = np.empty((G, width), np.float32)
+    every = np.empty((G, np.max(held) + VECTORS), np.float32)
     scales = np.empty((2, VECTORS), np.float32)
     for h in range(begin, end):
-        b, count = h // heads, held[h // heads]
+        b = h // heads
+        count = held[h // heads]
         p = every[:, : count + VECTORS]
         for g in range(G):
             for i in range(D):
                 query[g, i] = float_of(q[h, g, i]) * scale
         total[:] = 0
-        scales[0], scales[1] = 1, 0
+        scales[0] = 1
+        scales[1] = 0
         _logits(kinds[0], nbytes[0], k, sizes, h, D, query, rows, scales, p)
         for g in range(G):
             if empty.size:
@@ -276,7 +297,8 @@ def attend(begin, end, kinds, nbytes, k, v, sizes, held, empty, q, context, rece
             if received.size:
                 for s in range(count):
                     received[h, s] += p[g, s]
-        scales[0], scales[1] = 1, 0
+        scales[0] = 1
+        scales[1] = 0
         _sums(kinds[1], nbytes[1], v, sizes, h, D, total, rows, scales, p)
         for g in range(G):
             for i in range(D):
@@ -287,7 +309,8 @@ def attend(begin, end, kinds, nbytes, k, v, sizes, held, empty, q, context, rece
 def put(segments, sizes, slots, new):
     """Write new vectors (n, bytes) uint8 into slots (n,) of n heads; segments and their sizes as in `attend`."""
     for h in range(len(slots)):
-        slot, n = slots[h], 0
+        slot = slots[h]
+        n = 0
         while slot >= sizes[n]:
             slot -= sizes[n]
             n += 1

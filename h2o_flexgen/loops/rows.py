@@ -15,7 +15,9 @@ _SUMS = {"reassoc", "contract", "nsz"}
 def rms_norm(begin, end, x, weight, eps, out):
     """RMSNorm of rows (N, E) floats into `out`, rounded before the weight (E,) as transformers does."""
     for r in range(begin, end):
-        row, target, total = x[r], out[r], np.float32(0)
+        row = x[r]
+        target = out[r]
+        total = np.float32(0)
         for i in range(len(row)):
             total += float_of(row[i]) * float_of(row[i])
         scale = np.float32(1) / np.sqrt(total / np.float32(len(row)) + eps)
@@ -28,11 +30,15 @@ def maxima(begin, end, logits, tokens, sums):
     """Of rows (N, V) the place of the largest, of equal ones the first, and the logarithm of the sum of their
     exponentials, NaN if one is; into int64 and float32 (N,)."""
     for r in range(begin, end):
-        row, most, total, n = logits[r], np.float32(-np.inf), np.float32(0), 0
+        row = logits[r]
+        most = np.float32(-np.inf)
+        total = np.float32(0)
+        n = 0
         for i in range(len(row)):
             most = max(most, float_of(row[i]))
         for i in range(len(row)):
             total += exp(float_of(row[i]) - most)
         while n < len(row) - 1 and float_of(row[n]) != most:
             n += 1
-        tokens[r], sums[r] = n, most + np.log(total)
+        tokens[r] = n
+        sums[r] = most + np.log(total)
