@@ -7,6 +7,7 @@ python -P bench/lot.py JOB.json
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
 import time
@@ -68,6 +69,8 @@ class LotSampler(Sampler):
 
 def run(job: dict) -> dict:
     """Figures of the job, and of its outputs a digest."""
+    if job["answers"]:
+        return run_answers(job)
     prompts = random_prompts(job["rows"], job["prompt_len"], job["shared"], job["seed"])
     policy = Policy(**job["policy"])
     given = dict(dtype=job["dtype"], compute=job["compute"], offload_dir=job["scratch"], progress=False)
@@ -82,6 +85,29 @@ def run(job: dict) -> dict:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=job["most"], ignore_eos=True))
         wall_seconds = time.perf_counter() - begin
         return figures(llm.report, [out.outputs[0].token_ids for out in outputs]) | {"wall_seconds": wall_seconds}
+
+
+def run_answers(job: dict) -> dict:
+    """As the lm-eval model does: the log-probabilities of several answers to each question, with a full cache. Older
+    versions score the question's tokens too."""
+    questions = random_prompts(job["rows"], job["prompt_len"], 0, job["seed"])
+    random = np.random.default_rng([job["seed"], 1])
+    texts = [
+        question + random.integers(TOKENS.start, TOKENS.stop, job["most"]).tolist()
+        for question in questions
+        for _ in range(job["answers"])
+    ]
+    policy = Policy(**job["policy"])
+    how = {"first_scored": job["prompt_len"]} if "first_scored" in inspect.signature(LLM.score).parameters else {}
+    given = dict(dtype=job["dtype"], compute=job["compute"], offload_dir=job["scratch"], progress=False)
+    with LLM(job["model"], policy, **given) as llm:
+        llm.score(texts[: policy.block_size], **how)
+        begin = time.perf_counter()
+        scores = llm.score(texts, **how)
+        wall_seconds = time.perf_counter() - begin
+        answers = [score.token_logprobs[-job["most"] :] for score in scores]
+        rounded = [[round(logprob, 1) for logprob in answer] for answer in answers]
+        return figures(llm.report, rounded) | {"wall_seconds": wall_seconds}
 
 
 def figures(report: dict, outputs: list[list[int]]) -> dict:

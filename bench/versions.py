@@ -5,10 +5,10 @@
     python -m bench.versions shared --checkout ../older --where ram disk --pairs 3
 
 `geometric` and `uniform`: rows that end by lot (bench/lot.py), at lengths that the engine cannot know. `equal`: rows
-that all end together, with nothing in common, in which no version should lose. `shared`: prompts that begin alike. In
-RAM, and with a part on disk under a memory cap, page cache included. Every run is a process of its own; both have the
-same policy, and float type: the one that this version takes first. Results go to docs/benchmarks/versions.json after
-every pair. Needs root for the cgroup.
+that all end together, with nothing in common, in which no version should lose. `shared`: prompts that begin alike.
+`answers`: scores of several answers to each question. In RAM, and with a part on disk under a memory cap, page cache
+included. Every run is a process of its own; both have the same policy, and float type: the one that this version takes
+first. Results go to docs/benchmarks/versions.json after every pair. Needs root for the cgroup.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Workload:
         batch, batches: of a block.
         on_disk: the six numbers of `--percent` of the run with `where` "disk", whose memory is capped at `cap` GiB.
         measure: the seconds whose ratio counts.
+        answers: to each prompt, of `most` tokens each, which are scored; 0: outputs are generated.
     """
 
     about: str
@@ -66,6 +67,7 @@ class Workload:
     on_disk: tuple[int, ...] = (0, 0, 100, 0, 100, 0)
     cap: float = 1.25
     measure: str = "seconds"
+    answers: int = 0
 
 
 BY_LOT = Workload("", "meta-llama/Llama-3.2-1B", "Q4_0", 384, 16, 48)
@@ -85,6 +87,17 @@ WORKLOADS = {
         batches=2,
         on_disk=(0,) * 6,
         measure="prefill_seconds",
+    ),
+    "answers": Workload(
+        "log-probabilities of 4 answers of 8 tokens to each of 64 questions of 400, as lm-eval wants them",
+        DEMO,
+        DEMO_KIND,
+        64,
+        400,
+        8,
+        answers=4,
+        batch=64,
+        on_disk=(0,) * 6,
     ),
 }
 
@@ -137,7 +150,8 @@ def cap_bytes(workload: Workload, where: str) -> int | None:
 def check(found: dict, workload: Workload, seed: int, folder: Path) -> None:
     """The version that was meant ran, and every row ended where its lot fell."""
     assert Path(found["package"]).parent == folder.resolve(), f"{found['package']} ran"
-    lengths = [drawn(workload.draw, seed, row, workload.most) for row in range(workload.rows)]
+    rows = workload.rows * max(1, workload.answers)
+    lengths = [drawn(workload.draw, seed, row, workload.most) for row in range(rows)]
     assert found["lengths"] == lengths, "rows did not end where they should"
 
 

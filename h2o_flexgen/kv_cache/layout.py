@@ -6,7 +6,6 @@ W numbers: D floats, or the bytes of one that is quantised, of which K and V may
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,25 +81,21 @@ class KVTensors:
 
     def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:
         """(places among the vectors of segment n, the sequences that these are of or None for all, n)."""
-        B, H = slots.shape
-        heads = torch.arange(B * H, device=self.k[0].device).view(B, H)
         device = self.k[0].device
-        begins = list(accumulate((x.shape[2] for x in self.k), initial=0))
-        first = 0
-        last = 0
-        if len(self.k) > 1:
-            first, last = (bisect(begins, slot) - 1 for slot in (int(slots.min()), int(slots.max())))
-        for n in range(first, last + 1):
-            local = slots - begins[n]
-            rows = None
-            its_heads = heads
-            if first < last:
-                rows = ((local[:, 0] >= 0) & (local[:, 0] < self.k[n].shape[2])).nonzero()[:, 0]
-                local = local[rows]
+        heads = torch.arange(slots.numel(), device=device).view(slots.shape)
+        begin = 0
+        for n, segment in enumerate(self.k):
+            size = segment.shape[2]
+            local = slots - begin
+            begin += size
+            if len(self.k) == 1:
+                yield (heads * size + local.to(device, non_blocking=True)).view(-1), None, n
+                continue
+            rows = ((local[:, 0] >= 0) & (local[:, 0] < size)).nonzero()[:, 0]
+            if len(rows):
+                local = local[rows].to(device, non_blocking=True)
                 rows = rows.to(device, non_blocking=True)
-                its_heads = heads[rows]
-            local = local.to(device, non_blocking=True)
-            yield (its_heads * self.k[n].shape[2] + local).view(-1), rows, n
+                yield (heads[rows] * size + local).view(-1), rows, n
 
     @contextmanager
     def rows(self, rows: list[int]) -> Iterator[KVTensors]:
