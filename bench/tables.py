@@ -477,6 +477,16 @@ def real_jobs(data: dict) -> str:
     return "\n\n".join([columns(lines, header, template), *told])
 
 
+def real_jobs_rates(data: dict) -> str:
+    """Rows/s of llama-server and of ours, each at its best setting."""
+    lines = []
+    for job, about in data["jobs"].items():
+        rates = {run["system"]: run["rows_per_s"] for run in fastest(runs_of(data, job))}
+        peer = rates.pop("llama-server")
+        lines.append([about, f"{peer:.2f}", *(f"{rate:.2f} ({rate / peer:.1f}x)" for rate in rates.values())])
+    return markdown(["job", "llama-server", *rates], lines)
+
+
 def real_jobs_tried(data: dict) -> str:
     """Seconds of each setting of llama-server."""
     lines = []
@@ -528,7 +538,7 @@ OTHERS |= {
 
 #: of tables that have a name of their own
 FILES = {"prediction": "search_machine", "decoding": "format_rates_avx2", "cache_attention": "format_rates_avx2"}
-FILES |= {"real_jobs_tried": "real_jobs"}
+FILES |= {"real_jobs_rates": "real_jobs", "real_jobs_tried": "real_jobs"}
 
 
 def table(name: str) -> str:
@@ -544,6 +554,8 @@ def table(name: str) -> str:
     for kind in (quality, summaries):
         if name.startswith(f"{kind.__name__}_"):
             return f"{kind(data)}\n\n{provenance(data)}"
+    if name == "real_jobs_rates":  # beside it a link says where the rest stands
+        return real_jobs_rates(data)
     if name in OTHERS:
         return f"{OTHERS[name](data)}\n\n{provenance(data)}"
     above, key, header, template = TABLES[name]
