@@ -17,7 +17,7 @@ THREADS = 4
 #: the most KV blocks that are staged on the device at once
 KV_BUFFERS = 3
 #: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
-#: still empty in the last segment is attended to like the rest, and every segment takes two more matmuls.
+#: still empty in the last segment is moved like the rest, and on a GPU attended to; each takes two more matmuls there.
 SEGMENT, LARGEST_SEGMENT = 32, 128
 #: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
 TOKEN = 72
