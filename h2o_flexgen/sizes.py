@@ -39,7 +39,7 @@ GROUP_ROWS = 128
 #: quarter less time than with 256, and at 2048 tokens up to a sixth more; on CUDA not measured
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 QUERY_CHUNK = {"cpu": 128, "cuda": 256}
-#: elements that are widened to fp32, or rotated, at once: of K in attention over caches, of hidden states in a norm
+#: elements that are widened to fp32, or rotated, at once: of K where positions roll, of hidden states in a norm
 WIDENED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 #: tokens of a stream that are read at once
 STREAM_CHUNK = 256
