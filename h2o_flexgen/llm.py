@@ -160,9 +160,8 @@ class LLM:
         self.eos_ids = self.model.eos_ids
         if not cuda:
             rowwise.prepare(self.dtype)
-            dtype = torch.float32 if self.position_rolling else self.dtype  # rotated keys are attended to in fp32
-            for form in cache_formats(self.compress_cache, dtype, self.spec.head_dim):
-                prepare_cache(form, dtype, self.spec.head_dim)
+            for form in cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
+                prepare_cache(form, self.dtype, self.spec.head_dim, self.position_rolling)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
         name = dtype_name(self.dtype)
         how = dict(compute=compute, in_blocks=self.model.in_blocks)

@@ -68,8 +68,11 @@ def append(cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> tup
     return context, slots
 
 
-def prepare_cache(form: KVFormat, dtype: torch.dtype, head_dim: int) -> None:
+def prepare_cache(form: KVFormat, dtype: torch.dtype, head_dim: int, rolling: bool) -> None:
     """Compile what a step over a cache runs on a CPU, or read it from numba's cache: before memory is measured."""
+    if rolling:  # keys that are rotated are attended to in fp32
+        dtype = torch.float32
+        form = KVFormat.dense(dtype)
     q = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
     k, v = form.stored(q, q)
     append(KVTensors([k], [v], {}, form), q, q, q, torch.zeros(1, dtype=torch.int64))

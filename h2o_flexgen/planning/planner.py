@@ -191,7 +191,7 @@ class Planner:
         if not given.resident or given.max_latency is not None:
             return None
         batches, on_cpu = given.num_gpu_batches or 1, bool(given.cpu_cache_compute)
-        for size, tokens in product(dict.fromkeys(sizes), given.micro_batches):
+        for tokens, size in product(given.micro_batches, dict.fromkeys(sizes)):
             policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu, prefill_tokens=tokens)
             if not self._plan(model, policy, rule, workload, resources)[1].missing():
                 return policy
