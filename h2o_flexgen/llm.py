@@ -24,8 +24,9 @@ from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import dtype_name
+from h2o_flexgen.kernels import rowwise
 from h2o_flexgen.kernels.linear import takes_in_blocks
-from h2o_flexgen.kv_cache.full import prepare
+from h2o_flexgen.kv_cache.full import prepare_cache
 from h2o_flexgen.losses import Losses
 from h2o_flexgen.models.repository import with_revision
 from h2o_flexgen.offload.device import Device
@@ -157,8 +158,10 @@ class LLM:
         self.spec = self.model.spec
         self.tokenizer = self.model.tokenizer
         self.eos_ids = self.model.eos_ids
-        for form in () if cuda else cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
-            prepare(form, self.dtype, self.spec.head_dim)
+        if not cuda:
+            rowwise.prepare(self.dtype)
+            for form in cache_formats(self.compress_cache, self.dtype, self.spec.head_dim):
+                prepare_cache(form, self.dtype, self.spec.head_dim, self.position_rolling)
         self.runner = Runner(self.model, self.device, self.offload_root, gpu_mem, progress)
         name = dtype_name(self.dtype)
         how = dict(compute=compute, in_blocks=self.model.in_blocks)

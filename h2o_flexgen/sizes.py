@@ -17,7 +17,7 @@ THREADS = 4
 #: the most KV blocks that are staged on the device at once
 KV_BUFFERS = 3
 #: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
-#: still empty in the last segment is attended to like the rest, and every segment takes two more matmuls.
+#: still empty in the last segment is moved like the rest, and on a GPU attended to; each takes two more matmuls there.
 SEGMENT, LARGEST_SEGMENT = 32, 128
 #: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
 TOKEN = 72
@@ -39,7 +39,7 @@ GROUP_ROWS = 128
 #: quarter less time than with 256, and at 2048 tokens up to a sixth more; on CUDA not measured
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 QUERY_CHUNK = {"cpu": 128, "cuda": 256}
-#: elements that are widened to fp32, or rotated, at once: of K in attention over caches, of hidden states in a norm
+#: elements that are widened to fp32, or rotated, at once: of K where positions roll, of hidden states in a norm
 WIDENED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 #: tokens of a stream that are read at once
 STREAM_CHUNK = 256

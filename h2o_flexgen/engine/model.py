@@ -17,7 +17,7 @@ from h2o_flexgen.engine.chat import ChatTemplate
 from h2o_flexgen.engine.messages import Conversation, is_conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, prepare
-from h2o_flexgen.kernels import int8, rows
+from h2o_flexgen.kernels import int8
 from h2o_flexgen.models.hub import commit
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
@@ -197,7 +197,6 @@ def _checkpoint(weights: Path, spec: ModelSpec, layers: list[Layer], dtype: torc
 def prepare_loops(dtype: torch.dtype, quantised: bool, compute: str) -> None:
     """Load, or compile, the loops of a job that computes in `dtype`, which its process holds: once, before memory is
     measured. `quantised`: some matrices are."""
-    rows.prepare(dtype)
     if quantised:
         prepare(dtype)
     if compute == "int8":

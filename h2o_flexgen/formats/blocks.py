@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_flexgen.formats.base import Format, Shape
 from h2o_flexgen.formats.codes import MOST, Codes
 from h2o_flexgen.formats.matrix import Quantised
-from h2o_flexgen.loops import threads
+from h2o_flexgen.loops import INT4, INT8, threads
 from h2o_flexgen.loops.threads import float_array, in_threads
 
 #: elements of a cache that are encoded at once: what stays in a CPU's cache, or is worth a GPU's kernels
@@ -51,7 +51,7 @@ class Blocks(Format):
 
     @property
     def loop_kind(self) -> int:
-        return 3 if self.bits == 8 else 4
+        return INT8 if self.bits == 8 else INT4
 
     def row_bytes(self, width: int) -> tuple[int, ...]:
         return (width // self.group * self._block,)

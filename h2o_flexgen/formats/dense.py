@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from h2o_flexgen import loops
 from h2o_flexgen.formats.base import Format, Shape
 
-#: `loops.attention`'s names of floats
-LOOP_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+#: what compiled loops call floats
+LOOP_KINDS = {torch.float32: loops.FP32, torch.float16: loops.FP16, torch.bfloat16: loops.BF16}
 
 
 @dataclass(frozen=True)

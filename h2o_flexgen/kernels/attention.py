@@ -118,7 +118,7 @@ def _chunked(
 
 
 def by_loops(device: torch.device) -> bool:
-    """Whether attention over a cache runs in compiled loops, which read no slot that is not in use."""
+    """Whether attention over a cache runs in compiled loops, which read no slot behind those that are held."""
     return device.type == "cpu" and threads.compiled() is not None
 
 
@@ -143,13 +143,14 @@ def cached_attention(
 
     Returns:
         context (B, H, 1, D), and per KV head the attention that each slot receives from the heads of its group
-        (B, KV, sum of S) in fp32; None where slots are not in use.
+        (B, KV, sum of S) in fp32; None, or of no use, with `held`.
     """
     form = form or KVFormat.dense(q.dtype)
     if rotate is None and by_loops(q.device):
         return _cached_attention_by_loops(q, k, v, held, empty, form)
     if held is not None:
-        empty = torch.arange(sum(x.shape[2] for x in k), device=q.device) >= held.to(q.device)[:, None, None]
+        slots = torch.arange(sum(x.shape[2] for x in k), device=q.device)
+        empty = slots >= held.to(q.device, non_blocking=True)[:, None, None]
     # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
     no_matmul = not form.is_dense or (not q.is_cuda and (q.dtype == torch.float16 or is_slow(q)))
     if rotate is not None or no_matmul:
@@ -173,11 +174,12 @@ def cached_attention(
 def put_by_loops(segments: list[Tensor], slots: Tensor, new: Tensor) -> None:
     """Write one vector per sequence and head, new (B, KV, W), into slots (B, KV) of segments (B, KV, S, W)."""
     vectors = new.contiguous().view(-1, new.shape[-1]).view(torch.uint8)
-    threads.compiled().attention.put(*_segments(segments), slots.reshape(-1).numpy(), vectors.numpy())
+    threads.compiled().attention.put(*_segments(segments), slots.reshape(-1).contiguous().numpy(), vectors.numpy())
 
 
 def _segments(segments: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Where they are, and their slots."""
+    """Where they are, and their slots. The loops trust in what they get."""
+    assert all(x.is_contiguous() for x in segments)
     return np.array([x.data_ptr() for x in segments]), np.array([x.shape[2] for x in segments])
 
 
@@ -190,7 +192,7 @@ def _cached_attention_by_loops(
     S = sum(segment.shape[2] for segment in k)
     queries = q.reshape(B * KV, H // KV, D)
     context = torch.empty_like(queries)
-    received = torch.zeros((B * KV, S) if held is None else (0, 0))
+    received = torch.zeros((B * KV, S) if held is None else (0, 0), dtype=torch.float32)
     held = torch.full((B,), S) if held is None else held
     empty = torch.empty(0, 0, 0, dtype=torch.bool) if empty is None else empty
     arrays = [

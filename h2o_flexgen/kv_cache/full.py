@@ -58,15 +58,21 @@ def fill(cache: KVTensors, k: Tensor, v: Tensor) -> None:
 def append(cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """`CacheRule.decode` of a cache in which the new token of each sequence takes the slot `at` (B,) int64."""
     ends = list(accumulate(segment.shape[2] for segment in cache.k))
-    used = 1 + bisect(ends, int(at.max()))
+    newest = int(at.max())
+    if newest >= ends[-1]:  # compiled loops would write there
+        raise IndexError(f"slot {newest} of {ends[-1]}")
+    used = 1 + bisect(ends, newest)
     slots = at[:, None].expand(k.shape[:2])
     cache.write(slots, k[:, :, 0], v[:, :, 0])
     context, _ = cached_attention(q, cache.k[:used], cache.v[:used], at + 1, form=cache.form)
     return context, slots
 
 
-def prepare(form: KVFormat, dtype: torch.dtype, head_dim: int) -> None:
+def prepare_cache(form: KVFormat, dtype: torch.dtype, head_dim: int, rolling: bool) -> None:
     """Compile what a step over a cache runs on a CPU, or read it from numba's cache: before memory is measured."""
+    if rolling:  # keys that are rotated are attended to in fp32
+        dtype = torch.float32
+        form = KVFormat.dense(dtype)
     q = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
     k, v = form.stored(q, q)
     append(KVTensors([k], [v], {}, form), q, q, q, torch.zeros(1, dtype=torch.int64))

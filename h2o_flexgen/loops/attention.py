@@ -14,11 +14,10 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from h2o_flexgen.loops import BF16, FP16, FP32, INT4, INT8
 from h2o_flexgen.loops.floats import element, exp, float_of
 from h2o_flexgen.loops.simd import add_up, loop, pointer
 
-#: how vectors are stored; codes behind a scale of fp16, those of 4 bits behind a minimum too
-FP32, FP16, BF16, INT8, INT4 = range(5)
 #: floats of a vector register, and stored vectors that are used at once
 LANES = 16
 VECTORS = 4
@@ -202,10 +201,10 @@ def _softmax(x):
 
 
 @njit(nogil=True)
-def _logits(kind, nbytes, segments, sizes, h, D, query, rows, scales, p):
-    """Queries (G, width) times the keys of head h: into p (G, as many slots as are held, and room for VECTORS)."""
+def _logits(kind, nbytes, segments, sizes, held, h, D, query, rows, scales, p):
+    """Queries (G, width) times the first `held` keys of head h, which are never in 4 bits: into p (G, held and room for
+    VECTORS)."""
     first = 0
-    held = p.shape[1] - VECTORS
     width = rows.shape[1]
     rows_at = rows.ctypes.data
     query_at = query.ctypes.data
@@ -225,10 +224,9 @@ def _logits(kind, nbytes, segments, sizes, h, D, query, rows, scales, p):
 
 
 @njit(nogil=True)
-def _sums(kind, nbytes, segments, sizes, h, D, total, rows, scales, p):
-    """The values of head h, times their weights p as in `_logits`: added up in total (G, width)."""
+def _sums(kind, nbytes, segments, sizes, held, h, D, total, rows, scales, p):
+    """The first `held` values of head h, times their weights p as in `_logits`: added up in total (G, width)."""
     first = 0
-    held = p.shape[1] - VECTORS
     width = rows.shape[1]
     weights = np.zeros(VECTORS, np.float32)
     rows_at = rows.ctypes.data
@@ -279,7 +277,7 @@ def attend(begin, end, kinds, nbytes, k, v, sizes, held, empty, q, context, rece
     scales = np.empty((2, VECTORS), np.float32)
     for h in range(begin, end):
         b = h // heads
-        count = held[h // heads]
+        count = held[b]
         p = every[:, : count + VECTORS]
         for g in range(G):
             for i in range(D):
@@ -287,7 +285,7 @@ def attend(begin, end, kinds, nbytes, k, v, sizes, held, empty, q, context, rece
         total[:] = 0
         scales[0] = 1
         scales[1] = 0
-        _logits(kinds[0], nbytes[0], k, sizes, h, D, query, rows, scales, p)
+        _logits(kinds[0], nbytes[0], k, sizes, count, h, D, query, rows, scales, p)
         for g in range(G):
             if empty.size:
                 for s in range(count):
@@ -299,7 +297,7 @@ def attend(begin, end, kinds, nbytes, k, v, sizes, held, empty, q, context, rece
                     received[h, s] += p[g, s]
         scales[0] = 1
         scales[1] = 0
-        _sums(kinds[1], nbytes[1], v, sizes, h, D, total, rows, scales, p)
+        _sums(kinds[1], nbytes[1], v, sizes, count, h, D, total, rows, scales, p)
         for g in range(G):
             for i in range(D):
                 context[h, g, i] = element(total[g, i], context)
@@ -311,9 +309,13 @@ def put(segments, sizes, slots, new):
     for h in range(len(slots)):
         slot = slots[h]
         n = 0
-        while slot >= sizes[n]:
+        if slot < 0:
+            raise IndexError("a slot before the first one")
+        while n < len(sizes) and slot >= sizes[n]:
             slot -= sizes[n]
             n += 1
+        if n == len(sizes):
+            raise IndexError("a slot behind the last one")
         target = carray(_address(segments[n] + (h * sizes[n] + slot) * new.shape[1]), (new.shape[1],), np.uint8)
         for i in range(len(target)):
             target[i] = new[h, i]

@@ -57,7 +57,7 @@ def compiled():
         if machine() == "x86_64" and not get_host_cpu_features().get("f16c"):
             return None
         from h2o_flexgen import loops
-        from h2o_flexgen.loops import attention, codes, rows, tiles, tiles4  # noqa: F401, `loops` has them from now on
+        from h2o_flexgen.loops import attention, codes, rowwise, tiles, tiles4  # noqa: F401, `loops` has them from now on
     except (ImportError, RuntimeError):
         return None
     return loops

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels import rows
+from h2o_flexgen.kernels import rowwise
 from h2o_flexgen.kernels.linear import linears
 from h2o_flexgen.models.rope import Positions, rotation
 from h2o_flexgen.models.spec import ModelSpec
@@ -44,7 +44,7 @@ def layer_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
-    return rows.rms_norm(x, w[f"{name}.weight"], eps)
+    return rowwise.rms_norm(x, w[f"{name}.weight"], eps)
 
 
 def attention(

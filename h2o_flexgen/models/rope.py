@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.spec import Config, ModelSpec, Rope, shortened
+from h2o_flexgen.sizes import GROUP_ROWS
 
 #: type -> the parameters that it needs
 TYPES = {
@@ -133,14 +134,17 @@ class Positions:
     _turns: dict = field(default_factory=dict)
 
     def turns(self, rope: Rope, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (N, 1, pairs) of all tokens, of the type and on the device of `like`. They are the same in all
-        layers, which take less time than this."""
+        """cos and sin (N, 1, pairs) of all tokens, of the type and on the device of `like`. All layers have the same:
+        those of a decode step, where computing them takes longer than the rotation, are kept."""
         key = rope, like.dtype, like.device
-        if key not in self._turns:
-            each, scale = self._frequencies(rope)
-            angles = (self.at.float()[:, None] * each)[:, None]
-            self._turns[key] = tuple((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
-        return self._turns[key]
+        if key in self._turns:
+            return self._turns[key]
+        each, scale = self._frequencies(rope)
+        angles = (self.at.float()[:, None] * each)[:, None]
+        cos, sin = ((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
+        if len(self.at) <= GROUP_ROWS:
+            self._turns[key] = cos, sin
+        return cos, sin
 
     def _frequencies(self, rope: Rope) -> tuple[Tensor, float]:
         """`frequencies`, of each token where they follow the length of its text, whatever its neighbours' are."""

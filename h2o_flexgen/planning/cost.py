@@ -194,13 +194,11 @@ class CostModel:
         return rolled * rates.seconds(work, heads, spec.head_dim, group)
 
     def _cached_attention(self, phase: str, slots: float) -> float:
-        """Seconds of one sequence in one layer, of as many slots. Codes take a CPU as long as floats of 16 bits; on a
-        GPU, and where keys are rotated, they become floats first."""
+        """Seconds of one sequence in one layer, of as many slots. Codes take a CPU as long as floats; on a GPU, and
+        where keys are rotated, they become floats first."""
         spec, form, itemsize = self.shapes.spec, self.shapes.kv_format, self.shapes.itemsize
-        if form.is_dense:
+        if form.is_dense or not (self.shapes.cuda or self.shapes.rule.rope):
             return self._attention(phase, 2 * slots * spec.kv_width * itemsize)
-        if not self.shapes.cuda and not self.shapes.rule.rope:
-            return self._attention(phase, 2 * slots * spec.kv_width * min(itemsize, 2))
         seconds = slots * spec.kv_width * sum(1 / self.profile.decode_rate(each.bits) for each in form)
         return seconds + self._attention(phase, 2 * slots * spec.kv_width * itemsize)
 
@@ -265,8 +263,11 @@ class CostModel:
         groups, kv, cache = matmul_rows(sizes), state.slots * row, part.cache
         matmuls = part.layers * self._matmuls(_DECODER, Counter(groups), part.streamed)
         on_cpu = cache.cpu if policy.cpu_cache_compute else 0  # attended to where it is
-        attention = (part.layers * sum(sizes) - on_cpu) * self._cached_attention("decode", state.slots)
-        attention += on_cpu * self._cached_attention("cpu" if self.shapes.cuda else "decode", state.slots)
+        # compiled loops read no slot of a cache that grows which is not in use
+        is_whole = self.shapes.cuda or self.shapes.rule.growth == "fixed"
+        attended = state.slots if is_whole else state.read + 1
+        attention = (part.layers * sum(sizes) - on_cpu) * self._cached_attention("decode", attended)
+        attention += on_cpu * self._cached_attention("cpu" if self.shapes.cuda else "decode", attended)
         dispatch = part.layers * (len(sizes) * self.profile.step_seconds + self._decoding(_DECODER))
 
         def cache_in(disk: float, copied: float) -> Traffic:

@@ -186,11 +186,12 @@ class Planner:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""
         given, prompts = self.constraints, len(workload.prompt_lens)
         sizes = [given.gpu_batch_size] if given.gpu_batch_size else [min(size, prompts) for size in RESIDENT_BATCHES]
-        larger_pays = model.cuda and given.gpu_batch_size is None and prompts > sizes[0]
-        if not given.resident or given.max_latency is not None or larger_pays:
+        if model.cuda and given.gpu_batch_size is None:  # where a larger block pays, whatever its size
+            sizes = [size for size in sizes if size == prompts]
+        if not given.resident or given.max_latency is not None:
             return None
         batches, on_cpu = given.num_gpu_batches or 1, bool(given.cpu_cache_compute)
-        for size, tokens in product(sizes, given.micro_batches):
+        for tokens, size in product(given.micro_batches, dict.fromkeys(sizes)):
             policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu, prefill_tokens=tokens)
             if not self._plan(model, policy, rule, workload, resources)[1].missing():
                 return policy

@@ -16,7 +16,7 @@ from h2o_flexgen.files import cache_folder, make_private, read_json
 from h2o_flexgen.offload.device import Device
 
 #: of what is kept: a file of another format is measured again
-FORMAT = 21
+FORMAT = 22
 #: part of the time that a process may wait for a core while it measures: 0.03 at rest, 0.4 beside a busy program
 CROWDED = 0.2
 

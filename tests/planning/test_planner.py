@@ -45,6 +45,14 @@ def test_what_fits_with_small_micro_batches_is_resident_too():
     assert planner.choose(JOB, resources(gpu=(needed + 1000) / GIB)).policy == small and not measured
 
 
+def test_half_as_many_rows_are_resident_where_all_do_not_fit():
+    many = replace(JOB, prompt_lens=(128,) * 400)
+    planner, measured = unmeasured()
+    assert planner.choose(many, resources()).policy == Policy(128, 1, RESIDENT)
+    needed = planner.plan(Policy(64, 1, RESIDENT), FullCache(), many, resources())[1].needed("gpu")
+    assert planner.choose(many, resources(gpu=(needed + 1000) / GIB)).policy == Policy(64, 1, RESIDENT) and not measured
+
+
 @pytest.mark.parametrize("given, limits", [({}, {"gpu": 2}), ({"max_latency": 1e6}, {}), ({"resident": False}, {})])
 def test_what_does_not_fit_or_may_be_faster_is_searched_and_measured_once(given, limits):
     planner, measured = unmeasured(**given)

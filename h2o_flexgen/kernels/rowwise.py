@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(rows)
     if _by_loops(rows, weight):
         _each_row(
-            threads.compiled().rows.rms_norm,
+            threads.compiled().rowwise.rms_norm,
             rows,
             float_array(rows),
             float_array(weight),
@@ -42,8 +42,8 @@ def maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
         wide = logits.float()
         return wide.argmax(-1), wide.logsumexp(-1)
     places = torch.empty(len(logits), dtype=torch.int64)
-    sums = torch.empty(len(logits))
-    _each_row(threads.compiled().rows.maxima, logits, float_array(logits), places.numpy(), sums.numpy())
+    sums = torch.empty(len(logits), dtype=torch.float32)
+    _each_row(threads.compiled().rowwise.maxima, logits, float_array(logits), places.numpy(), sums.numpy())
     return places, sums
 
 

@@ -1,0 +1,96 @@
+"""The compiled loops between matmuls, beside plain formulas."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_flexgen.compression import DIVISORS, cache_format
+from h2o_flexgen.kernels import attention, rowwise
+from h2o_flexgen.kv_cache.layout import KVTensors
+from h2o_flexgen.loops import threads
+
+pytestmark = pytest.mark.skipif(threads.compiled() is None, reason="without numba")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@given(
+    B=st.integers(1, 3),
+    KV=st.integers(1, 2),
+    group=st.integers(1, 3),
+    D=st.sampled_from([4, 8, 16, 20, 64, 80]),
+    segments=st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any),
+    kind=st.sampled_from([None, "int8", "int4"]),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_slots_behind_those_that_are_held_are_not_read(B, KV, group, D, segments, kind, dtype, data):
+    if D % DIVISORS[kind]:
+        return
+    S = sum(segments)
+    held = torch.tensor([data.draw(st.integers(1, S)) for _ in range(B)])
+    assert_held(B, KV, group, D, segments, held, kind, dtype)
+
+
+def test_several_threads_share_the_heads():
+    held = torch.tensor([700, 1, 350, 699])
+    assert 2 * 2 * 80 * int(held.sum()) > threads.SMALL
+    assert_held(4, 2, 3, 80, [300, 400], held, None, torch.float32)
+
+
+def assert_held(B, KV, group, D, segments, held, kind, dtype):
+    """Attention over the first slots, whatever the others hold, is the formula over what the first ones stand for."""
+    form = cache_format(kind, dtype, D)
+    S = sum(segments)
+    k, v = torch.randn(2, B, KV, S, D).to(dtype)
+    q = torch.randn(B, KV * group, 1, D).to(dtype)
+    stored = form.stored(k, v)
+    plain = [each.floats(x, torch.float64) if kind is None else each.floats(x, torch.float32).double()
+             for each, x in zip(form, stored)]  # fmt: skip
+    behind = torch.arange(S) >= held[:, None]
+    for x in stored:  # NaN, also as the scale of codes
+        x.view(torch.uint8).transpose(1, 2)[behind] = 255
+    parts = [[x.contiguous() for x in t.split(segments, 2)] for t in stored]
+    context, _ = attention.cached_attention(q, *parts, held, form=form)
+    logits = q.double().view(B, KV, group, D) @ plain[0].transpose(2, 3) / D**0.5
+    p = torch.softmax(logits.masked_fill(behind[:, None, None], float("-inf")), -1)
+    wanted = (p @ plain[1]).view(B, KV * group, 1, D)
+    torch.testing.assert_close(context.double(), wanted, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("slot", [-1, 9])
+def test_a_slot_that_a_cache_lacks_is_an_error(slot):
+    parts = [torch.zeros(1, 1, n, 8) for n in (4, 5)]
+    cache = KVTensors(parts, [x.clone() for x in parts], {}, cache_format(None, torch.float32, 8))
+    with pytest.raises(IndexError):
+        cache.write(torch.tensor([[slot]]), *torch.ones(2, 1, 1, 8))
+    assert not any(x.any() for x in (*cache.k, *cache.v))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_torchs(dtype, monkeypatch):
+    x, weight = torch.randn(300, 1000).to(dtype), torch.randn(1000).to(dtype)
+    x[3] = 0
+    x[5, 7] = float("nan")
+    by_loops = rowwise.rms_norm(x, weight, 1e-6)
+    monkeypatch.setattr(rowwise, "_by_loops", lambda *tensors: False)
+    torch.testing.assert_close(by_loops, rowwise.rms_norm(x, weight, 1e-6), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_likeliest_tokens_are_torchs(dtype, monkeypatch):
+    """Of equal ones the first; a row with NaN or infinity has no finite sum."""
+    logits = torch.randn(9, 70).to(dtype)
+    logits[0, [9, 40]] = 7.0
+    logits[1] = 1.0
+    logits[2, 5] = float("nan")
+    logits[3, 6] = float("inf")
+    logits[4, 1:] = float("-inf")
+    tokens, sums = rowwise.maxima(logits)
+    monkeypatch.setattr(rowwise, "_by_loops", lambda *tensors: False)
+    wanted, wanted_sums = rowwise.maxima(logits)
+    sound = [n for n in range(9) if n not in (2, 3)]
+    assert tokens[sound].tolist() == wanted[sound].tolist() and tokens[:2].tolist() == [9, 0]
+    torch.testing.assert_close(sums[sound], wanted_sums[sound])
+    assert not sums[[2, 3]].isfinite().any()
