@@ -45,7 +45,8 @@ def check() -> None:
     """Raises Interrupted if a signal waits."""
     global _waiting
     if _waiting is not None and threading.current_thread() is threading.main_thread():
-        signum, _waiting = _waiting, None
+        signum = _waiting
+        _waiting = None
         raise Interrupted(signum)
 
 

@@ -12,11 +12,13 @@ from h2o_flexgen.files import read_json
 TIERS = ("gpu", "cpu", "disk")
 #: what is placed
 KINDS = ("weights", "cache", "activations")
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
+MIB = 1 << 20
 #: of what a tier has, this much may be planned for
 MARGIN = 0.95
 #: the cache rule of a KV budget that names none; and of one in an old file, from before there was another
-DEFAULT_RULE, FIRST_RULE = "smoothed", "h2o"
+DEFAULT_RULE = "smoothed"
+FIRST_RULE = "h2o"
 
 
 def gib(nbytes: float) -> str:
@@ -74,7 +76,8 @@ class KVBudget:
     @classmethod
     def from_dict(cls, data: dict) -> KVBudget:
         """In slots, as `to_dict` and the reports have it. Raises KeyError or UserError."""
-        rule, rolling = data.get("rule", FIRST_RULE), data.get("position_rolling", False)
+        rule = data.get("rule", FIRST_RULE)
+        rolling = data.get("position_rolling", False)
         return cls(hh_size=data["heavy"], recent_size=data["recent"], rule=rule, position_rolling=rolling)
 
     def to_dict(self, longest_prompt: int) -> dict:
@@ -152,7 +155,8 @@ class Policy:
     def fractions(self, kind: str) -> tuple[float, float, float]:
         """(gpu, cpu, disk) of "weights", "cache" or "activations", each in [0, 1]."""
         n = 2 * KINDS.index(kind)
-        gpu, cpu = self.percent[n] / 100, self.percent[n + 1] / 100
+        gpu = self.percent[n] / 100
+        cpu = self.percent[n + 1] / 100
         return gpu, cpu, max(0.0, 1 - gpu - cpu)
 
     @property
@@ -191,9 +195,11 @@ def given_policy(
         UserError: anything else, or a file that cannot be read or is no policy.
     """
     if isinstance(policy, (str, Path)) and policy != "auto":
-        path, data = policy, read_json("the policy", policy)
+        path = policy
+        data = read_json("the policy", policy)
         try:
-            policy, slots = Policy.from_dict(data), data.get("kv_budget")
+            policy = Policy.from_dict(data)
+            slots = data.get("kv_budget")
             if slots is not None:
                 found = KVBudget.from_dict(slots)
                 kv_budget = kv_budget or found

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from tqdm import tqdm
 
 #: seconds after which a log gets another line, and after which it gets one if another tenth is done
-LINE_SECONDS, TENTH_SECONDS = 60.0, 5.0
+LINE_SECONDS = 60.0
+TENTH_SECONDS = 5.0
 
 
 def bar(
@@ -40,9 +41,14 @@ class Lines:
     """What is used of a tqdm bar, for a log file: no line is ever written over."""
 
     def __init__(self, iterable: Iterable | None, desc: str, total: int | None, unit: str, leave: bool):
-        self.iterable, self.desc, self.unit, self.leave = iterable, desc, unit, leave
+        self.iterable = iterable
+        self.desc = desc
+        self.unit = unit
+        self.leave = leave
         self.total = len(iterable) if total is None and iterable is not None else total
-        self.n, self.postfix, self.start = 0, "", time.monotonic()
+        self.n = 0
+        self.postfix = ""
+        self.start = time.monotonic()
         self.last, self.last_time = 0, self.start  # of the last line
 
     def __iter__(self) -> Iterator:
@@ -75,7 +81,8 @@ class Lines:
             self._write()
 
     def _write(self) -> None:
-        self.last, self.last_time = self.n, time.monotonic()
+        self.last = self.n
+        self.last_time = time.monotonic()
         print(self, file=sys.stderr, flush=True)
 
     def __str__(self) -> str:

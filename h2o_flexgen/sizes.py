@@ -11,24 +11,28 @@ from h2o_flexgen.policy import Policy
 #: bytes of a page of memory, which direct disk requests are made of
 PAGE = 4096
 #: bytes of a disk request: larger ones are read no faster, smaller ones cost CPU time (docs/benchmarks/disk.json)
-REQUEST, LEAST_REQUEST = 4 << 20, 1 << 20
+REQUEST = 4 << 20
+LEAST_REQUEST = 1 << 20
 #: threads that keep the disk's queue full
 THREADS = 4
 #: the most KV blocks that are staged on the device at once
 KV_BUFFERS = 3
 #: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
 #: still empty in the last segment is moved like the rest, and on a GPU attended to; each takes two more matmuls there.
-SEGMENT, LARGEST_SEGMENT = 32, 128
+SEGMENT = 32
+LARGEST_SEGMENT = 128
 #: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
 TOKEN = 72
 #: and of one of a prompt
 PROMPT_TOKEN = 36
 #: rows of a job that are read ahead at least, and at least so many times the places of a block
-WINDOW, WINDOW_BLOCKS = 4096, 4
+WINDOW = 4096
+WINDOW_BLOCKS = 4
 #: micro-batches whose hidden states may be in write-back at once
 WRITE_BACKS = 2
 #: rows that go through the head at once, and of their logits those that are turned into tokens at once
-HEAD_ROWS, SAMPLE_ROWS = 128, 16
+HEAD_ROWS = 128
+SAMPLE_ROWS = 16
 #: bytes for each logit that is sorted
 SORTING = {"cpu": 30, "cuda": 50}
 #: rows that go through the matmuls of a decode step together, if their batches are smaller: the rate of a matmul grows
@@ -48,7 +52,8 @@ INT8_ROWS = 512
 #: columns with outliers that a matmul in int8 is planned with
 OUTLIER_COLUMNS = 64
 #: bytes of weights and rows of tokens in float32 at once, where matmuls in 16 bits go through float32
-WIDEN_BYTES, WIDEN_ROWS = 4 << 20, 512
+WIDEN_BYTES = 4 << 20
+WIDEN_ROWS = 512
 #: bytes of a quantised head that are decoded at once
 SLICE_BYTES = 16 << 20
 #: which divides the rows of such a slice
@@ -144,7 +149,8 @@ def matmul_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
     Args:
         sizes: sequences of each batch.
     """
-    groups, rows = [], 0
+    groups = []
+    rows = 0
     for n, size in enumerate(sizes):
         if groups and rows + size <= GROUP_ROWS:
             groups[-1] = groups[-1][0], n + 1

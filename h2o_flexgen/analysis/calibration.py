@@ -41,7 +41,8 @@ GRID = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 #: parts of the text that serve as its prompt
 PROMPTS = (0.5, 0.75)
 #: distance of the queries behind a prompt, and their number
-EVERY, QUERIES = 16, 15
+EVERY = 16
+QUERIES = 15
 #: variants that go through a layer at once
 VARIANTS = 16
 #: tokens of the shortest text
@@ -78,7 +79,8 @@ class Probe:
         """Take all variants, and one more for each rule, through a layer; q (B, H, N, D), k and v (B, KV, N, D) of all
         tokens with full attention."""
         end = int(self.at[-1]) + 1
-        k, v = k[:, :, :end], v[:, :, :end]
+        k = k[:, :, :end]
+        v = v[:, :, :end]
         before = torch.arange(end, device=k.device) < self.at.to(k.device)[:, None]  # (Q, N)
         full = before.expand(*k.shape[:2], *before.shape)
         parts = [self._block(layer, part, Behind(k, v, full)) for part in self.hidden.split(VARIANTS)]
@@ -158,7 +160,8 @@ def measure(model: LayerModel, ids: Tensor, rule: str, progress: bool = True) ->
     Raises:
         UserError: most budgets are too small for what the rule protects.
     """
-    N, spec = ids.shape[1], model.spec
+    N = ids.shape[1]
+    spec = model.spec
     rules = rules_of(rule, N, spec)
     positions = torch.arange(N).expand(ids.shape)
     hidden = model.embed(ids, positions)

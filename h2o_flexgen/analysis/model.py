@@ -73,7 +73,8 @@ class LayerModel:
     """
 
     def __init__(self, model: LoadedModel, progress: bool = True, streams: bool = False):
-        self.spec, self._family = model.spec, family(model.spec.model_type)
+        self.spec = model.spec
+        self._family = family(model.spec.model_type)
         transport = self._transport = Transport(Device("cpu"), default_root(), overlap=False)
         try:
             tiers = {name: "disk" if streams else "gpu" for layer in model.layers for name in layer.shapes}
@@ -127,7 +128,8 @@ class LayerModel:
     @torch.inference_mode()
     def logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Log-probabilities (B, T) fp32 of the tokens `targets` (B, T) that follow the states `hidden` (B, T, E)."""
-        w, rows = self._weights.get(self.spec.layers + 1), hidden.reshape(-1, hidden.shape[-1])
+        w = self._weights.get(self.spec.layers + 1)
+        rows = hidden.reshape(-1, hidden.shape[-1])
         found = []
         for states, tokens in zip(rows.split(HEAD_ROWS), targets.reshape(-1).split(HEAD_ROWS)):
             found += score_rows(self._family.logits(self.spec, w, states), tokens)[0]

@@ -8,7 +8,9 @@ from textwrap import fill
 from h2o_flexgen.errors import UserError
 
 #: of what is told, of what it is compared with, and of single layers from the first to the last
-OURS, OTHER, DEPTH = "#d9480f", "#868e96", "Blues"
+OURS = "#d9480f"
+OTHER = "#868e96"
+DEPTH = "Blues"
 
 
 def draw(result: dict, path: str | Path) -> None:
@@ -70,7 +72,8 @@ def _ranks(ax, result: dict) -> None:
     found = result["ranks"]
     _layers(ax, found["rank"], found["share_by_layer"])
     ax.plot(found["rank"], found["share"], color=OURS, linewidth=2, label="all layers")
-    (first, last), exponent = found["fit"]["ranks"], found["fit"]["exponent"]
+    (first, last) = found["fit"]["ranks"]
+    exponent = found["fit"]["exponent"]
     level = found["fit"]["share_at_1"]
     ends = [level * rank**-exponent for rank in (first, last)]
     ax.plot((first, last), ends, "--", color="black", linewidth=1, label=f"rank ^ -{exponent:.2f}")

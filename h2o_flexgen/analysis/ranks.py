@@ -11,7 +11,8 @@ from torch import Tensor
 
 #: ranks of the fit: from the second on (the first is the beginning of the text, whatever stands there) to this part of
 #: all tokens (the last ones have hardly been seen)
-FIRST_RANK, LAST_PART = 2, 0.5
+FIRST_RANK = 2
+LAST_PART = 0.5
 
 
 def curve(received: Tensor) -> Tensor:
@@ -34,8 +35,10 @@ def fit_power_law(shares: Tensor) -> PowerLaw:
     all."""
     last = max(FIRST_RANK + 1, int(LAST_PART * len(shares)))
     rank = torch.arange(FIRST_RANK, last + 1)
-    x, y = rank.double().log(), shares[FIRST_RANK - 1 : last].double().log()
-    dx, dy = x - x.mean(), y - y.mean()
+    x = rank.double().log()
+    y = shares[FIRST_RANK - 1 : last].double().log()
+    dx = x - x.mean()
+    dy = y - y.mean()
     slope = (dx * dy).sum() / dx.square().sum()
     left = (dy - slope * dx).square().sum() / dy.square().sum()
     return PowerLaw(-float(slope), float((y.mean() - slope * x.mean()).exp()), 1 - float(left))

@@ -31,14 +31,16 @@ class MaskedCache:
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `CacheRule.prefill`, of prompts of one length."""
         B, KV, T, _ = k.shape
-        self.seen, self.prompt = T, torch.full((B, 1, 1), T, dtype=torch.int32)
+        self.seen = T
+        self.prompt = torch.full((B, 1, 1), T, dtype=torch.int32)
         p = probabilities(q, k, torch.ones(T, T, dtype=torch.bool).tril())
         weights = self.rule.query_weights(torch.arange(T)[None], self.prompt[:, 0] - 1)
         weights = torch.ones(B, T) if weights is None else weights
         score = (weights[:, None, None] @ p.sum(2))[:, :, 0]
         position = torch.arange(T, dtype=torch.int32).expand(score.shape)
         new = {"score": score, "position": position, **self.rule.remember(k, v)}
-        self.k, self.v = self._with_room(k), self._with_room(v)
+        self.k = self._with_room(k)
+        self.v = self._with_room(v)
         self.metadata = {name: self._with_room(values) for name, values in new.items()}
         self.kept = torch.zeros(B, KV, self.length, dtype=torch.bool)
         best = self.rule.chosen(Tokens(new, self.prompt - 1, self.prompt), min(self.rule.slots, T))
@@ -55,7 +57,9 @@ class MaskedCache:
         """As `CacheRule.decode`; who must go has gone when it returns."""
         at = slice(self.seen, self.seen + 1)
         self.seen += 1
-        self.k[:, :, at], self.v[:, :, at], self.kept[:, :, at] = k, v, True
+        self.k[:, :, at] = k
+        self.v[:, :, at] = v
+        self.kept[:, :, at] = True
         new = {"score": torch.zeros(()), "position": torch.tensor(self.seen - 1), **self.rule.remember(k, v)}
         for name, values in new.items():
             self.metadata[name][:, :, at] = values

@@ -47,7 +47,10 @@ class Observation:
 def observe(model: LayerModel, ids: Tensor, prompt_len: int) -> Observation:
     """Of a text ids (N,)."""
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    negligible, received, prompt_received, active = [], [], [], []
+    negligible = []
+    received = []
+    prompt_received = []
+    active = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         p = probabilities(q, k, causal)
@@ -102,7 +105,8 @@ def _masked(model, windows, prompt_len, heavy, seen, foreseen, progress) -> dict
     rng = torch.Generator().manual_seed(0)
     found = defaultdict(list)
     for n, ids in enumerate(bar(list(windows), "passes with masks", unit="windows", show=progress)):
-        received, first = seen[n].prompt_received, torch.arange(len(ids)) == 0
+        received = seen[n].prompt_received
+        first = torch.arange(len(ids)) == 0
         hitters = future.heaviest(received, heavy)
         without = {
             "without heavy hitters": hitters,

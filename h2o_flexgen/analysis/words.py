@@ -33,7 +33,8 @@ class Words:
     def of(cls, ids: Tensor, received: Tensor) -> Words:
         """Of texts ids (B, N), whose tokens received so much attention (B, N)."""
         at = torch.arange(ids.shape[1])
-        before, after = at.clamp(max=REACH), at.flip(0).clamp(max=REACH)
+        before = at.clamp(max=REACH)
+        after = at.flip(0).clamp(max=REACH)
         words, index = ids[:, 1:].unique(return_inverse=True)
         neighbours = (before + after).double()[1:].expand(index.shape)
 
@@ -62,5 +63,6 @@ def ranks(values: Tensor) -> Tensor:
 
 
 def pearson(a: Tensor, b: Tensor) -> float:
-    a, b = a - a.mean(), b - b.mean()
+    a = a - a.mean()
+    b = b - b.mean()
     return float((a * b).sum() / (a.norm() * b.norm()))

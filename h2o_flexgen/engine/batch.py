@@ -124,6 +124,10 @@ class Piece:
         """(row, place among the piece's tokens) of all logits that are wanted."""
         return [(s, n) for n, s in enumerate(self.rows)]
 
+    def texts_after(self) -> list[tuple[int, int]]:
+        """(tokens, of those up to the end of the prompt) of each text behind this piece."""
+        return [(s.length + 1, s.prompt_end) for s in self.rows]
+
     def advance(self) -> None:
         """The tokens of this piece are in the caches now."""
         for s in self.rows:
@@ -176,6 +180,9 @@ class PromptPiece(Piece):
             found += [(s, begin + n) for n in range(first, len(text))]
             begin += len(text)
         return found
+
+    def texts_after(self) -> list[tuple[int, int]]:
+        return [(s.length + len(s.prompt),) * 2 for s in self.rows]
 
     def advance(self) -> None:
         for s in self.rows if self.places else ():

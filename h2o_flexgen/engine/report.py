@@ -133,7 +133,7 @@ class Report:
         generated = sum(meter.lengths)
         tokens = {"prefill": meter.prompt_tokens, "decode": meter.row_steps}
         seconds = sum(meter.seconds.values())
-        moved = {phase: {link: round(n) for link, n in links.items()} for phase, links in meter.moved.items()}
+        moved = {phase: _rounded(links) for phase, links in meter.moved.items()}
         prefill, decode = moved.values()
         phases = {
             phase: {"seconds": s, "tokens_per_s": _rate(tokens[phase], s), "bytes_moved": moved[phase]}
@@ -182,6 +182,10 @@ def _peak_bytes(device: Device, cpu_pool: int, disk: int) -> dict[str, int]:
     if device.is_cuda:
         return {"gpu": device.peak_bytes(), "cpu": ram, "disk": disk}
     return {"gpu": max(0, ram - cpu_pool), "cpu": cpu_pool, "disk": disk}
+
+
+def _rounded(moved: dict[str, float]) -> dict[str, int]:
+    return {link: round(nbytes) for link, nbytes in moved.items()}
 
 
 def _rate(count: int, seconds: float) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import product
 from typing import Protocol
 
 import torch
@@ -27,6 +28,7 @@ from h2o_flexgen.engine.report import Meter
 from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.engine.stores import Prefetcher, Stores
 from h2o_flexgen.kv_cache.layout import KVTensors
+from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.parts import Weights
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.offload import memory
@@ -105,16 +107,12 @@ class Walk:
         self._first = {piece.batch: piece for piece in reversed(pieces) if piece.places}
         self._final = {piece.batch: piece for piece in pieces if piece.places}
         self._steps = {piece.batch: piece for piece in pieces if not piece.is_prompt}
-        news = [piece for piece in pieces if piece.is_prompt and piece.places]
-        after = {k: [(s.length + 1, s.prompt_end) for s in piece.rows] for k, piece in self._steps.items()}
-        for piece in news:
-            ends = [(s.length + len(s.prompt),) * 2 for s in piece.rows]
-            after.setdefault(piece.batch, []).extend(ends)
-        self._held = {
-            (rule, k): max(rule.held(*each) for each in texts)
-            for rule in set(self.stores.rules)
-            for k, texts in after.items()
-        }
+        self._held: dict[tuple[CacheRule, int], int] = {}  # slots in use after the pass, by rule and batch
+        for rule, piece in product(set(self.stores.rules), pieces):
+            if piece.places:
+                held = max(rule.held(length, prompt_end) for length, prompt_end in piece.texts_after())
+                key = rule, piece.batch
+                self._held[key] = max(held, self._held.get(key, 0))
         self.prefetch.begin(pass_, lambda j, k: self._held[self.stores.rules[j - 1], k])
         self.prefetch.caches(0, 0)
 

@@ -113,10 +113,12 @@ class Prefetcher:
     def weights(self, j: int) -> None:
         """Those from layer j on, as far as the two staging buffers reach."""
         groups = self.stores.weights.groups
-        left = [[layer for layer in group if layer >= j] for group in groups if group[-1] >= j]
-        for group in (left + ([] if self.pass_.is_last else groups))[:2]:
+        left = [group for group in groups if group[-1] >= j]
+        following = [] if self.pass_.is_last else groups
+        for n, group in enumerate([*left, *following][:2]):
             for layer in group:
-                self.stores.weights.prefetch(layer)
+                if layer >= j or n >= len(left):
+                    self.stores.weights.prefetch(layer)
 
     def caches(self, j: int, k: int) -> None:
         """The KV blocks behind that of layer j and batch k, which has been used, while staging buffers are free."""

@@ -78,7 +78,8 @@ def passages_of(
     if source.rows is None:
         model.spec.check_length(prompt_len, gen_len)
         return _windows(source, model, prompt_len, gen_len, windows), []
-    passages, errors = [], []
+    passages = []
+    errors = []
     for number, row in source.rows:
         try:
             passage = _of_row(row, model, prompt_len, gen_len)

@@ -23,7 +23,8 @@ def measure(llm: LLM, passages: list[Passage], settings: list[Setting]) -> Itera
     Raises:
         UserError: a passage cannot be scored.
     """
-    texts, prompt_lens = [p.token_ids for p in passages], [p.prompt_len for p in passages]
+    texts = [p.token_ids for p in passages]
+    prompt_lens = [p.prompt_len for p in passages]
     tokens = sum(map(len, texts)) - sum(prompt_lens)
     full = []  # perplexity and most likely tokens of the full cache, which comes first
 

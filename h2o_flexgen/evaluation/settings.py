@@ -76,7 +76,8 @@ def allowed(
     Raises:
         UserError: with `is_strict` one is not, or none is; or a format is not for this model.
     """
-    found, refused = [], None
+    found = []
+    refused = None
     for setting in settings:
         cache_format(setting.compress_cache, torch.float32, spec.head_dim)
         try:
@@ -104,7 +105,9 @@ def measure_each(llm: LLM, settings: list[Setting], tokens: int, job: Callable[[
     settings = [FULL, *settings]
     with bar(desc="measuring", total=len(settings) * tokens, unit="tokens", leave=True) as shown:
         for n, setting in enumerate(settings):
-            llm.kv_budget, llm.compress_cache, llm.observer = setting.budget, setting.compress_cache, _Count(shown)
+            llm.kv_budget = setting.budget
+            llm.compress_cache = setting.compress_cache
+            llm.observer = _Count(shown)
             shown.set_postfix_str(f"setting {n + 1}/{len(settings)}, {setting.rule}", refresh=True)
             found = job()
             shown.update((n + 1) * tokens - shown.n)  # outputs may end early
@@ -143,7 +146,8 @@ def row_of(llm: LLM, setting: Setting) -> dict:
     row = {"rule": setting.rule} | dict.fromkeys(("slots", "heavy", "recent", "hh_ratio", "recent_ratio"))
     nbytes = kv_bytes(llm.planner.model, choice.workload, choice.rule, choice.compress_cache)
     row |= {"compress_cache": choice.compress_cache, "kv_bytes": nbytes["job"]}
-    budget, longest = setting.budget, choice.workload.longest
+    budget = setting.budget
+    longest = choice.workload.longest
     if budget is None:
         return row
     heavy, recent = budget.slots(longest)

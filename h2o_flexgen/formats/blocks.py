@@ -59,11 +59,13 @@ class Blocks(Format):
     def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
         rows, width = shape
         raw = buffer[: self.nbytes(shape)].view(rows, width // self.group, self._block)[begin:end]
-        centre, loops = -8.0 if self.bits == 4 else 0.0, None if raw.is_cuda else threads.compiled()
+        centre = -8.0 if self.bits == 4 else 0.0
+        loops = None if raw.is_cuda else threads.compiled()
         if loops is not None:
             # torch's threads would go on waiting for work, on the cores that those of the decoder need
             scale, minimum = torch.empty(2, *raw.shape[:2])
-            blocks, rest = raw.numpy().view(np.int16), (np.float32(centre), scale.numpy(), minimum.numpy())
+            blocks = raw.numpy().view(np.int16)
+            rest = (np.float32(centre), scale.numpy(), minimum.numpy())
             in_threads(
                 lambda a, b: loops.codes.scales(blocks, a, b, self.has_minimum, *rest), len(raw), len(raw) * width
             )
@@ -75,10 +77,12 @@ class Blocks(Format):
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
         """Of 4 bits with a minimum, and of 8 bits without; the others come from files."""
-        raw, x = buffer[: self.nbytes(tensor.shape)].view(-1, self._block), tensor.reshape(-1, self.group).contiguous()
+        raw = buffer[: self.nbytes(tensor.shape)].view(-1, self._block)
+        x = tensor.reshape(-1, self.group).contiguous()
         loops = None if x.is_cuda else threads.compiled()
         if loops is not None:
-            array, halves = float_array(x), raw.numpy().view(np.int16)
+            array = float_array(x)
+            halves = raw.numpy().view(np.int16)
             encode = loops.codes.encode4 if self.has_minimum else loops.codes.encode8
             codes = raw.numpy() if self.has_minimum else raw.view(torch.int8).numpy()
             in_threads(lambda a, b: encode(array, a, b, halves, codes), len(x), x.numel())
@@ -90,7 +94,8 @@ class Blocks(Format):
             raw[..., :2].view(torch.float16).copy_(scale)
             raw[..., 2:].view(torch.int8).copy_(x.div(scale.float()).nan_to_num_(0.0).round_().clamp_(-MOST, MOST))
             return
-        scale, least = ((most - least) / 15).half(), least.half()
+        scale = ((most - least) / 15).half()
+        least = least.half()
         raw[..., :2].view(torch.float16).copy_(scale)
         raw[..., 2:4].view(torch.float16).copy_(least)
         q = x.sub(least.float()).div_(scale.float()).nan_to_num_(0.0).round_().clamp_(0, 15).to(torch.uint8)

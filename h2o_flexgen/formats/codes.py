@@ -11,7 +11,8 @@ from torch import Tensor
 from h2o_flexgen.loops.threads import compiled, float_array, in_threads
 
 #: of codes in int8: -127 to 127, and below this largest element rows count as 0
-MOST, LEAST = 127, 1e-30
+MOST = 127
+LEAST = 1e-30
 
 
 class Codes(NamedTuple):
@@ -38,7 +39,8 @@ class Codes(NamedTuple):
     def decode(self, out: Tensor) -> None:
         """Write the floats into `out` (R, I), of any float type, on the same device, by torch's operators."""
         rows, groups = self.scale.shape
-        q, out = self.codes.view(rows, groups, -1)[..., self.first :], out.view(rows, groups, -1)
+        q = self.codes.view(rows, groups, -1)[..., self.first :]
+        out = out.view(rows, groups, -1)
         parts = (q,) if q.dtype == torch.int8 else (q & 15, q >> 4)
         for part, target in zip(parts, out.chunk(len(parts), -1)):
             torch.add(part * self.scale[..., None], self.minimum[..., None], out=target)
@@ -50,7 +52,8 @@ class Codes(NamedTuple):
     def to_int8(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale for each row (O,), by torch's
         operators: 127 stands for the largest number that the row's codes can stand for, whether or not one does."""
-        order, largest = order.to(scale.device), self.largest
+        order = order.to(scale.device)
+        largest = self.largest
         wide = torch.empty(len(order), codes.shape[1], device=scale.device)
         self.decode(wide)
         codes[order] = wide.mul_(_factor(largest)[:, None]).round_().to(torch.int8)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from h2o_flexgen.formats.base import Format, Shape
 
 #: elements that are decoded at once: by threads, and where that takes buffers of several times their size
-PART, BUFFERED_PART = 1 << 24, 1 << 22
+PART = 1 << 24
+BUFFERED_PART = 1 << 22
 
 
 @dataclass
@@ -85,7 +86,8 @@ class Quantised:
     def decode(self, out: Tensor, begin: int = 0) -> None:
         """Write rows from `begin` on into `out`, (rows, I) contiguous, of any float type, on the same device; of a
         matrix with `heads` all of them."""
-        by_loops, has_heads = not out.is_cuda and threads.compiled() is not None, self.format.heads > 0
+        by_loops = not out.is_cuda and threads.compiled() is not None
+        has_heads = self.format.heads > 0
         order = self.order[: len(out)] if by_loops or has_heads else None
         for rows, codes in self._parts(begin, len(out), PART if by_loops else BUFFERED_PART):
             if by_loops:
@@ -107,7 +109,8 @@ class Quantised:
         """Write rows from `begin` on into `out`, in `Int8` on the same device, as `Codes.to_int8`; of a matrix with
         `heads` all of them."""
         by_loops = not self.is_cuda and threads.compiled() is not None
-        order, target = self.order[: out.shape[0]], out.format.parts(out.raw, out.shape)
+        order = self.order[: out.shape[0]]
+        target = out.format.parts(out.raw, out.shape)
         for rows, codes in self._parts(begin, len(order), PART if by_loops else BUFFERED_PART):
             (codes.to_int8_by_loops if by_loops else codes.to_int8)(order[rows], *target)
 

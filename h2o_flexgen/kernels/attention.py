@@ -219,7 +219,8 @@ def _cached_attention_by_parts(
     S = sum(segment.shape[2] for segment in k)
     # every KV head as a sequence of its own
     queries = q.reshape(B * KV, H // KV, 1, D)
-    k, v = ([x.view(B * KV, 1, -1, x.shape[-1]) for x in segments] for segments in (k, v))
+    k = [x.view(B * KV, 1, -1, x.shape[-1]) for x in k]
+    v = [x.view(B * KV, 1, -1, x.shape[-1]) for x in v]
     empty = None if empty is None else empty.expand(B, KV, S).reshape(B * KV, 1, S)
     few = max(1, WIDENED_ELEMENTS[q.device.type] // (S * D))
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
@@ -227,7 +228,8 @@ def _cached_attention_by_parts(
     received = torch.empty(B * KV, 1, S, dtype=torch.float32, device=q.device)
     for begin in range(0, B * KV, few):
         part = slice(begin, begin + few)
-        few_k, few_v = ([each.floats(x[part], dtype) for x in xs] for each, xs in zip(form, (k, v)))
+        few_k = [form.k.floats(x[part], dtype) for x in k]
+        few_v = [form.v.floats(x[part], dtype) for x in v]
         if rotate is not None:
             few_k = [rotate(x, part) for x in few_k]
         few_empty = None if empty is None else empty[part]

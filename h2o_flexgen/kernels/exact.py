@@ -59,7 +59,9 @@ def pack(weight: Tensor) -> Tensor:
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether `pack` works here in this type: its operators are those of torch's compiler, not public ones, and oneDNN
     has fp16 on few CPUs."""
-    rows, out, width = 33, 70, 48
+    rows = 33
+    out = 70
+    width = 48
     # small integers, so that every order of adding up is exact
     x, weight = (torch.arange(n * width).remainder(7).to(dtype).view(n, width) for n in (rows, out))
     bias = torch.arange(out).to(dtype)

@@ -41,7 +41,8 @@ TIMES = 8.0
 #: outliers of a row at most
 FEW = 16
 #: CUDA's `_int_mm` wants more rows than this, and multiples of 8 of the rest
-CUDA_ROWS, CUDA_MULTIPLE = 16, 8
+CUDA_ROWS = 16
+CUDA_MULTIPLE = 8
 #: products of as many codes add up to less than 2^24: fp32 has every whole number up to there
 EXACT_COLUMNS = 1024
 #: products that a compiled loop adds up in the time in which others pass over an element
@@ -126,14 +127,17 @@ class Rows:
     @cached_property
     def for_tiles(self) -> np.ndarray:
         """The codes as tiles take them. By numpy: as fast as torch, whose threads would have to be woken up."""
-        tiles, codes = compiled().tiles, self.codes.numpy()
+        tiles = compiled().tiles
+        codes = self.codes.numpy()
         return codes.view(np.uint8) ^ tiles.OFFSET if tiles.CODES == np.uint8 else codes.astype(tiles.CODES)
 
     def for_blocks(self, group: int) -> tuple[np.ndarray, np.ndarray]:
         """The codes, and sums of them, as `tiles4` takes them, for blocks of as many elements."""
-        tiles4, (rows, width) = compiled().tiles4, self.codes.shape
+        tiles4 = compiled().tiles4
+        (rows, width) = self.codes.shape
         chunks = tiles4.padded(width // tiles4.CHUNK)
-        codes, sums = np.zeros((rows, chunks * tiles4.CHUNK // 4), np.int32), np.zeros((rows, chunks), np.int16)
+        codes = np.zeros((rows, chunks * tiles4.CHUNK // 4), np.int32)
+        sums = np.zeros((rows, chunks), np.int16)
         words = self.codes.numpy().view(np.int32)
         in_threads(lambda a, b: tiles4.arrange(words, group // 2, a, b, codes, sums), rows, self.codes.numel())
         return codes.view(np.int8), sums
@@ -144,9 +148,14 @@ def quantise(x: Tensor, outliers: bool = True) -> Rows:
     loops = None if x.is_cuda else compiled()
     if loops is None:
         return _quantise_by_torch(x.float(), outliers)
-    (rows, width), array = x.shape, float_array(x)
-    codes, limit, largest = torch.empty(rows, width, dtype=torch.int8), torch.empty(rows), torch.empty(rows)
-    out, few, found = [t.numpy() for t in (codes, limit, largest)], FEW if outliers else 0, []
+    (rows, width) = x.shape
+    array = float_array(x)
+    codes = torch.empty(rows, width, dtype=torch.int8)
+    limit = torch.empty(rows)
+    largest = torch.empty(rows)
+    out = [t.numpy() for t in (codes, limit, largest)]
+    few = FEW if outliers else 0
+    found = []
     in_threads(lambda a, b: found.append(loops.codes.quantise(array, TIMES, few, a, b, *out)), rows, x.numel())
     places = torch.from_numpy(np.any(found, axis=0)).nonzero()[:, 0]
     kept = torch.empty(rows, len(places))
@@ -165,7 +174,8 @@ def _quantise_by_torch(x: Tensor, outliers: bool) -> Rows:
         limit = limit * (next_one / limit).log2().ceil().clamp(min=0).nan_to_num().exp2()
     is_outlier = size > limit
     places = is_outlier.any(dim=0).nonzero()[:, 0]
-    codes, scale = torch.empty_like(x, dtype=torch.int8), torch.empty_like(x[:, 0])
+    codes = torch.empty_like(x, dtype=torch.int8)
+    scale = torch.empty_like(x[:, 0])
     quantise_rows(x.masked_fill(is_outlier, 0.0), codes, scale)
     return Rows(codes, scale, torch.where(is_outlier, x, 0.0)[:, places], places)
 
@@ -221,7 +231,8 @@ def _fp32(bias: Tensor | None, weight: Weight) -> Tensor:
 def _sums(x: Rows, weight: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
     """codes (R, I) @ weight.T (O, I) -> sums (R, O), int32 or floats that hold whole numbers, and the columns of the
     weight at x.places, as (U, O). Of a packed weight they are its sums of unit vectors."""
-    codes, places = x.codes, x.places
+    codes = x.codes
+    places = x.places
     if weight.is_mkldnn:
         units = codes.new_zeros(len(places), codes.shape[1]).scatter_(1, places[:, None], 1)
         return packed(torch.cat([codes, units]), weight).tensor_split([len(codes)])
@@ -265,8 +276,11 @@ def may_tile(shape: Sequence[int]) -> bool:
 
 def tiled(x: Rows, layers: list[tuple[Weight, Tensor | None, Tensor]]) -> None:
     """As `multiply`, by compiled loops, whose threads share the outputs of all layers."""
-    loops, jobs, count = compiled(), [], 0
-    tall, shared = loops.tiles.TILE_OUT, [t.numpy() for t in (x.scale, x.kept, x.places)]
+    loops = compiled()
+    jobs = []
+    count = 0
+    tall = loops.tiles.TILE_OUT
+    shared = [t.numpy() for t in (x.scale, x.kept, x.places)]
     groups = {weight.format.group for weight, _, _ in layers if isinstance(weight, Quantised)}
     in_order = {group: x.for_blocks(group) for group in groups}
     for weight, bias, out in layers:
@@ -283,7 +297,8 @@ def tiled(x: Rows, layers: list[tuple[Weight, Tensor | None, Tensor]]) -> None:
     def part(begin: int, end: int) -> None:
         for first, work, target in jobs:
             height = target.shape[1]
-            a, b = max(begin - first, 0) * tall, min((end - first) * tall, height)
+            a = max(begin - first, 0) * tall
+            b = min((end - first) * tall, height)
             if a < b:
                 work(a, b, target)
 
@@ -360,8 +375,11 @@ def takes_blocks() -> bool:
 
 @cache
 def _is_exact_in_blocks() -> bool:
-    (codes, _), shape, form = _extremes(), (72, 192), Int4(64)
-    raw, out = torch.empty(form.nbytes(shape), dtype=torch.uint8), torch.empty(len(codes), shape[0])
+    (codes, _) = _extremes()
+    shape = (72, 192)
+    form = Int4(64)
+    raw = torch.empty(form.nbytes(shape), dtype=torch.uint8)
+    out = torch.empty(len(codes), shape[0])
     weight = torch.arange(72 * 192).remainder(16).sub(8).float().view(shape)
     form.encode(weight, raw)
     tiled(Rows.of(codes), [(form.view(raw, shape), None, out)])

@@ -72,13 +72,16 @@ def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, outliers
 def sliced(x: Tensor, weight: Quantised, bias: Tensor | None = None, outliers: bool = True) -> Tensor:
     """As `linear`, of a quantised weight without heads, of which SLICE_BYTES are decoded, or turned into codes of 8
     bits, at a time."""
-    rows, (height, width) = x.reshape(-1, x.shape[-1]), weight.shape
-    out, form = x.new_empty(len(rows), height), Int8() if weight.in_int8 else Dense(x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    (height, width) = weight.shape
+    out = x.new_empty(len(rows), height)
+    form = Int8() if weight.in_int8 else Dense(x.dtype)
     step = slice_rows(width, 1 if weight.in_int8 else x.dtype.itemsize)
     buffer = torch.empty(form.nbytes((min(step, height), width)), dtype=torch.uint8, device=x.device)
     for begin in range(0, height, step):
         shape = min(step, height - begin), width
-        part, target = form.view(buffer[: form.nbytes(shape)], shape), out[:, begin : begin + step]
+        part = form.view(buffer[: form.nbytes(shape)], shape)
+        target = out[:, begin : begin + step]
         weight.into(part, begin)
         decoded = Int8Weight(*Int8().parts(part.raw, shape)) if weight.in_int8 else part
         target.copy_(linear(rows, decoded, None if bias is None else bias[begin : begin + step], outliers))

@@ -16,7 +16,8 @@ MARGIN = 1.1
 #: types in which a matmul has more than one exact kernel
 HALF_TYPES = ("bfloat16", "float16")
 #: the names of matmuls in int8 among those of float types: with weights in 8 bits, and in 4 as they are stored
-INT8, INT4 = "int8", "int4"
+INT8 = "int8"
+INT4 = "int4"
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,18 @@ from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.rates import HALF_TYPES, INT4, INT8, ROWS, KernelRates
 
 #: (out, in) of the matrices that are timed: with few rows so large that they come from RAM, as those of a model do
-FEW_ROWS_SHAPE, MANY_ROWS_SHAPE = (4096, 1024), (1024, 1024)
+FEW_ROWS_SHAPE = (4096, 1024)
+MANY_ROWS_SHAPE = (1024, 1024)
 #: likewise of int8, and how many of them take turns: one alone would stay in the CPU's cache
-INT8_SHAPE, INT8_MATRICES = (4096, 4096), 3
+INT8_SHAPE = (4096, 4096)
+INT8_MATRICES = 3
 #: rows from which on the smaller matrix is timed: the CPU, not RAM, decides there
 MANY_ROWS = 128
 #: (heads, queries, head size) of the attention that is timed
 ATTENTION_SHAPE = (8, 256, 64)
 #: times that each kernel runs, of which the fastest counts; one that has taken so long does not run again
-ROUNDS, SECONDS_EACH = 8, 0.03
+ROUNDS = 8
+SECONDS_EACH = 0.03
 #: one that takes longer than this is not timed with more rows, and keeps its rate
 SECONDS_MOST = 0.2
 
@@ -33,7 +36,9 @@ SECONDS_MOST = 0.2
 @torch.no_grad()
 def measure() -> KernelRates:
     """Time every kernel on this CPU, in one or two seconds and 0.2 GB of RAM."""
-    calls, found, slow = _calls(), {}, {}
+    calls = _calls()
+    found = {}
+    slow = {}
     for rows in sorted({rows for _, _, rows in calls}):
         keys = [key for key in calls if key[2] == rows]
         taken: dict[tuple, list[float]] = {key: [] for key in keys if key[:2] not in slow}
@@ -46,7 +51,8 @@ def measure() -> KernelRates:
             found[key] = calls[key][1] / min(taken[key]) if key in taken else slow[key[:2]]
             if key in taken and min(taken[key]) > SECONDS_MOST:
                 slow[key[:2]] = found[key]
-    linear, attention = {}, {}
+    linear = {}
+    attention = {}
     for (dtype, kernel, rows), rate in found.items():
         if kernel == "attention":
             attention[dtype] = rate
@@ -61,7 +67,8 @@ def _multiply_next(x: Tensor, weights: Iterator[int8.Weight], kernel: str, out: 
 
 def _calls() -> dict[tuple, tuple[Callable, int]]:
     """By (dtype, kernel, rows): calls and their flops."""
-    calls, halves = {}, [getattr(torch, name) for name in HALF_TYPES]
+    calls = {}
+    halves = [getattr(torch, name) for name in HALF_TYPES]
     for dtype, few in product((*halves, torch.float32), (True, False)):
         weight = torch.full(FEW_ROWS_SHAPE if few else MANY_ROWS_SHAPE, 0.01, dtype=dtype)
         kernels = {"native": partial(F.linear, weight=weight)}
@@ -86,7 +93,8 @@ def _calls() -> dict[tuple, tuple[Callable, int]]:
         raws = [torch.ones(form.nbytes(INT8_SHAPE), dtype=torch.uint8) for _ in range(count)]
         weights[INT4, "tiled"] = [form.view(raw, INT8_SHAPE) for raw in raws]
     for rows, ((kind, name), turn) in product(ROWS, weights.items()):
-        x, out = torch.ones(rows, INT8_SHAPE[1], dtype=torch.int8), torch.empty(rows, INT8_SHAPE[0])
+        x = torch.ones(rows, INT8_SHAPE[1], dtype=torch.int8)
+        out = torch.empty(rows, INT8_SHAPE[0])
         calls[kind, name, rows] = partial(_multiply_next, x, cycle(turn), name, out), 2 * rows * matrices[0].numel()
     for dtype in (*halves, torch.float32):
         q = torch.full(ATTENTION_SHAPE, 0.1, dtype=dtype)

@@ -33,7 +33,7 @@ class LayerLosses:
         data = read_json("`kv_rule`", path)
         try:
             budgets = tuple(float(x) for x in data["budgets"])
-            losses = tuple(tuple(float(x) for x in each) for each in data["losses"])
+            losses = tuple(tuple(map(float, each)) for each in data["losses"])
             rising = all(a < b for a, b in pairwise((0.0, *budgets)))
             if not (len(budgets) > 1 and rising and losses and all(len(each) == len(budgets) for each in losses)):
                 raise ValueError

@@ -200,19 +200,17 @@ class KVLayout:
     def view(self, kv: Tensor, meta: Tensor | None = None) -> KVTensors:
         """Buffers of bytes, at least `kv_bytes` and `meta_bytes` long, seen as a cache."""
         count = self.batch * self.heads
-        sizes = [count * slots * nbytes for slots in self.segments for nbytes in self.vector_bytes]
-        parts = kv[: self.kv_bytes].split(sizes)
-        ks, vs = (
-            [
-                part.view(form.dtype).view(self.batch, self.heads, slots, nbytes // form.dtype.itemsize)
-                for part, slots in zip(parts[n::2], self.segments)
-            ]
-            for n, (form, nbytes) in enumerate(zip(self.form, self.vector_bytes))
-        )
-        found = {}
+        found = KVTensors([], [], {}, self.form)
+        begin = 0
+        for slots in self.segments:
+            for form, nbytes, segments in zip(self.form, self.vector_bytes, (found.k, found.v)):
+                end = begin + count * slots * nbytes
+                width = nbytes // form.dtype.itemsize
+                segments.append(kv[begin:end].view(form.dtype).view(self.batch, self.heads, slots, width))
+                begin = end
         begin = 0
         for name, dtype in self.metadata:
-            end = begin + self.batch * self.heads * self.slots * dtype.itemsize
-            found[name] = meta[begin:end].view(dtype).view(self.batch, self.heads, self.slots)
+            end = begin + count * self.slots * dtype.itemsize
+            found.metadata[name] = meta[begin:end].view(dtype).view(self.batch, self.heads, self.slots)
             begin = end
-        return KVTensors(ks, vs, found, self.form)
+        return found

@@ -18,7 +18,10 @@ def _decode_row(codes, scale, minimum, factor, first, step, half, out):
     """(code * scale + minimum) * factor of each element."""
     size = U(len(out)) // U(len(scale))
     for g in range(U(len(scale))):
-        s, m, at, low = scale[g], minimum[g], U(first) + g * U(step), g * size
+        s = scale[g]
+        m = minimum[g]
+        at = U(first) + g * U(step)
+        low = g * size
         if half:
             high = low + U(half)
             for i in range(U(half)):
@@ -55,7 +58,8 @@ def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
     for r in range(len(codes)):
         most = np.uint32(0)
         for g in range(scale.shape[1]):
-            s, m = scale[r, g], minimum[r, g]
+            s = scale[r, g]
+            m = minimum[r, g]
             one, other = (m, np.float32(15) * s + m) if half else (m, np.float32(127) * s)
             most = max(most, max(bits_of(abs(one)), bits_of(abs(other))))
         largest = from_bits(most)
@@ -104,7 +108,8 @@ def encode8(x, begin, end, halves, codes):
         halves: (R, W / 2) fp16, codes: (R, W) int8: the same bytes, the blocks.
     """
     for r in range(begin, end):
-        row, target = x[r], codes[r, 2:]
+        row = x[r]
+        target = codes[r, 2:]
         halves[r, 0] = element(from_bits(_largest(row)) / np.float32(127), halves)
         scale = float_of(halves[r, 0])
         if 0 < scale < np.inf:
@@ -131,15 +136,21 @@ def encode4(x, begin, end, halves, codes):
     """The same as a block of 4 bits with a minimum; `codes` uint8."""
     half = U(x.shape[1] // 2)
     for r in range(begin, end):
-        row, target = x[r], codes[r, 4:]
+        row = x[r]
+        target = codes[r, 4:]
         # NaN comes before all others, or after them
-        first, last = np.int32(2**31 - 1), np.int32(-(2**31))
+        first = np.int32(2**31 - 1)
+        last = np.int32(-(2**31))
         for i in range(len(row)):
             each = _ordered(np.int32(bits_of(float_of(row[i]))))
-            first, last = min(first, each), max(last, each)
-        least, most = from_bits(np.uint32(_ordered(first))), from_bits(np.uint32(_ordered(last)))
-        halves[r, 0], halves[r, 1] = element((most - least) / np.float32(15), halves), element(least, halves)
-        scale, start = float_of(halves[r, 0]), float_of(halves[r, 1])
+            first = min(first, each)
+            last = max(last, each)
+        least = from_bits(np.uint32(_ordered(first)))
+        most = from_bits(np.uint32(_ordered(last)))
+        halves[r, 0] = element((most - least) / np.float32(15), halves)
+        halves[r, 1] = element(least, halves)
+        scale = float_of(halves[r, 0])
+        start = float_of(halves[r, 1])
         if 0 < scale < np.inf:
             for i in range(half):
                 low = _code4(row[i], start, scale)
@@ -178,18 +189,21 @@ def quantise(x, times, few, begin, end, codes, limit, largest):
     """
     is_outlier = np.zeros(x.shape[1], np.uint8)
     for r in range(begin, end):
-        row, target = x[r], codes[r]
+        row = x[r]
+        target = codes[r]
         highest = most = top = _largest(row)  # of all, of what stays, and the limit, as bits
         mean = np.float32(times * _sum_abs(row) / np.float32(len(row))) if few else np.float32(np.inf)
         if mean < from_bits(highest) < np.inf:
             while _above(row, bits_of(mean)) > few:
                 mean *= np.float32(2)
-            top, most = bits_of(mean), np.uint32(0)
+            top = bits_of(mean)
+            most = np.uint32(0)
             for i in range(len(row)):
                 size = _size(bits_of(float_of(row[i])))
                 most = max(most, np.uint32(0) if size > top else size)
                 is_outlier[i] |= np.uint8(size > top)
-        limit[r], largest[r] = from_bits(top), from_bits(most)
+        limit[r] = from_bits(top)
+        largest[r] = from_bits(most)
         factor = np.float32(127) / max(from_bits(most), np.float32(1e-30))
         if highest <= top:  # no outliers
             for i in range(len(row)):

@@ -40,11 +40,15 @@ def add_codes(builder, total, unsigned, signed):
 
 def loop(builder, step, end, totals, body):
     """From 0 on in steps until `end`, once at least: body(n, totals) -> totals, which are vectors. Returns the last."""
-    i64, before, block = ir.IntType(64), builder.block, builder.append_basic_block()
+    i64 = ir.IntType(64)
+    before = builder.block
+    block = builder.append_basic_block()
     builder.branch(block)
     builder.position_at_end(block)
-    n, variables = builder.phi(i64), [builder.phi(total.type) for total in totals]
-    found, following = body(n, variables), builder.add(n, i64(step))
+    n = builder.phi(i64)
+    variables = [builder.phi(total.type) for total in totals]
+    found = body(n, variables)
+    following = builder.add(n, i64(step))
     for variable, first, then in [(n, i64(0), following), *zip(variables, totals, found)]:
         variable.add_incoming(first, before)
         variable.add_incoming(then, block)
@@ -75,7 +79,8 @@ def add_up(builder, vectors):
 def addresses(builder, array, first, count):
     """Of `count` rows of an array of numba's, from `first` on."""
     i64 = ir.IntType(64)
-    base, step = builder.ptrtoint(array.data, i64), builder.extract_value(array.strides, 0)
+    base = builder.ptrtoint(array.data, i64)
+    step = builder.extract_value(array.strides, 0)
     return [builder.add(base, builder.mul(builder.add(first, i64(n)), step)) for n in range(count)]
 
 
@@ -87,7 +92,8 @@ def pointer(builder, address, element, count):
 def store_sums(builder, vectors, sums, at, rows):
     """Add up each of rows * TILE_OUT vectors, into the first rows of an array of numba's, of int32, from column `at`
     on."""
-    i32, i64 = ir.IntType(32), ir.IntType(64)
+    i32 = ir.IntType(32)
+    i64 = ir.IntType(64)
     found = add_up(builder, vectors)
     for n, row in enumerate(addresses(builder, sums, i64(0), rows)):
         few = lanes(builder, found, found, range(n * TILE_OUT, (n + 1) * TILE_OUT))

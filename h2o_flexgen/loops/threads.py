@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 #: elements that are not worth a second thread, and parts for each thread at most
-SMALL, PARTS = 1 << 18, 4
+SMALL = 1 << 18
+PARTS = 4
 
 
 def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:

@@ -50,7 +50,8 @@ class Tile(NamedTuple):
 
 #: by what codes of x are in
 TILES = {"int16": Tile(2, 16, 8), "uint8": Tile(2, 32, 8) if HAS_VNNI and not IS_AVX512 else Tile(4, 64, 16)}
-_ROWS_OF_8, _ROWS_OF_16 = TILES["uint8"].rows, TILES["int16"].rows
+_ROWS_OF_8 = TILES["uint8"].rows
+_ROWS_OF_16 = TILES["int16"].rows
 #: what they are best in here
 CODES = np.dtype("uint8" if HAS_VNNI else "int16")
 
@@ -61,7 +62,8 @@ def _add_products(builder, total, x, weight):
         return add_codes(builder, total, x, weight)
     if FEATURES.get("avx2") and x.type.element.width == 16:
         return builder.add(total, multiply_pairs(builder, x, builder.sext(weight, x.type)))
-    wide, near = ir.VectorType(ir.IntType(32), x.type.count), x.type.count // total.type.count
+    wide = ir.VectorType(ir.IntType(32), x.type.count)
+    near = x.type.count // total.type.count
     widen = builder.sext if x.type.element.width == 16 else builder.zext
     products = builder.mul(widen(x, wide), builder.sext(weight, wide))
     parts = [lanes(builder, products, products, range(n, x.type.count, near)) for n in range(near)]
@@ -74,10 +76,12 @@ def _build(x_kind, rows):
     code = ir.IntType(x_kind.dtype.bitwidth)
 
     def build(context, builder, signature, args):
-        kinds, (r, o, at) = signature.args[:3], args[3:]
+        kinds = signature.args[:3]
+        (r, o, at) = args[3:]
         x, weight, sums = (context.make_array(kind)(context, builder, each) for kind, each in zip(kinds, args))
 
-        x_rows, weight_rows = addresses(builder, x, r, rows), addresses(builder, weight, o, TILE_OUT)
+        x_rows = addresses(builder, x, r, rows)
+        weight_rows = addresses(builder, weight, o, TILE_OUT)
 
         def products(i, totals):
             def load(address, element):
@@ -142,10 +146,12 @@ def multiply(x, scale, kept, places, weight, weight_scale, bias, begin, end, out
     most = _ROWS_OF_8 if x.itemsize == 1 else _ROWS_OF_16
     step = most if rows >= most else 1
     block = max(BLOCK_BYTES // (width * TILE_OUT), 1) * TILE_OUT
-    sums, total = np.empty((step, block), np.int32), np.empty(block, np.float32)
+    sums = np.empty((step, block), np.int32)
+    total = np.empty(block, np.float32)
     columns = np.empty((len(places), block), np.int8)
     # of unsigned codes: (codes + OFFSET) @ weight.T - OFFSET @ weight.T = codes @ weight.T
-    offsets, offset_sums = np.full((1, width), OFFSET, x.dtype), np.empty((1, block), np.int32)
+    offsets = np.full((1, width), OFFSET, x.dtype)
+    offset_sums = np.empty((1, block), np.int32)
     for first in range(begin, end, block):
         last = min(first + block, end)
         first = min(first, last - TILE_OUT)  # what is computed twice is the same twice

@@ -40,12 +40,14 @@ U = np.uint64
 IS_POSSIBLE = bool(FEATURES.get("avx2"))
 LANES = 16 if IS_AVX512 else 8
 #: codes of a chunk, and its bytes
-CHUNK, CHUNK_BYTES = 32, 16
+CHUNK = 32
+CHUNK_BYTES = 16
 #: registers of a strip, and its codes
 _REGISTERS = 8
 STRIP = CHUNK * LANES
 #: inputs whose scales become whole numbers together, and what stands for the largest element that these can have
-SEGMENT, LARGEST = 2048, 8000
+SEGMENT = 2048
+LARGEST = 8000
 _SEGMENT_CHUNKS = SEGMENT // CHUNK
 #: rows of x in a tile
 _ROWS = 4 if IS_AVX512 else 2
@@ -78,7 +80,8 @@ def _build(rows):
     i8, i16, i32, i64 = map(ir.IntType, (8, 16, 32, 64))
 
     def build(context, builder, signature, args):
-        kinds, (r, o, at, strip, strips) = signature.args[:6], args[6:]
+        kinds = signature.args[:6]
+        (r, o, at, strip, strips) = args[6:]
         arrays = [context.make_array(kind)(context, builder, each) for kind, each in zip(kinds, args)]
         x, x_sums, weight, scale, minimum = (
             addresses(builder, array, first, count)
@@ -98,12 +101,14 @@ def _build(rows):
             return [builder.add(total, multiply_pairs(builder, *pair)) for total, pair in zip(totals, pairs)]
 
         def codes(n, totals):
-            sums, start = [None] * len(totals), builder.mul(n, i64(STRIP))
+            sums = [None] * len(totals)
+            start = builder.mul(n, i64(STRIP))
             for register in range(_REGISTERS):
                 place = builder.add(start, i64(register * 4 * LANES))
                 pairs = product(*([load(row, place, i8, 4 * LANES) for row in each] for each in (x, weight)))
                 sums = [_add_products(builder, total, w, each) for total, (each, w) in zip(sums, pairs)]
-            place, kind = builder.mul(n, i64(4 * LANES)), (i16, _PAIRS) if _IS_PAIR else (i32, LANES)
+            place = builder.mul(n, i64(4 * LANES))
+            kind = (i16, _PAIRS) if _IS_PAIR else (i32, LANES)
             scales = [load(row, place, *kind) for row in scale] * rows
             times = multiply_pairs if _IS_PAIR else ir.IRBuilder.mul
             return [builder.add(total, times(builder, *pair)) for total, *pair in zip(totals, sums, scales)]
@@ -137,14 +142,17 @@ def _spread(_, weight, row, begin, step, is_half, codes, o, strip, part, chunks)
         is_half: 1 if a block has two chunks, else 0.
         chunks: of the segment; for those that are missing its first one is taken.
     """
-    i32, i64 = ir.IntType(32), ir.IntType(64)
+    i32 = ir.IntType(32)
+    i64 = ir.IntType(64)
     eight = ir.VectorType(i32, 8)
 
     def build(context, builder, signature, args):
         begin, step, is_half, strip, part, chunks = (args[n] for n in (2, 3, 4, 7, 8, 9))
         rows, spread = (context.make_array(signature.args[n])(context, builder, args[n]) for n in (0, 5))
-        (source,), (target,) = addresses(builder, rows, args[1], 1), addresses(builder, spread, args[6], 1)
-        first, found = builder.add(builder.mul(strip, i64(LANES)), builder.mul(part, i64(8))), []
+        (source,) = addresses(builder, rows, args[1], 1)
+        (target,) = addresses(builder, spread, args[6], 1)
+        first = builder.add(builder.mul(strip, i64(LANES)), builder.mul(part, i64(8)))
+        found = []
         ahead = builder.mul(builder.extract_value(rows.strides, 0), i64(_AHEAD))
         for n in range(8):
             chunk = builder.add(first, i64(n))
@@ -167,7 +175,8 @@ def _spread(_, weight, row, begin, step, is_half, codes, o, strip, part, chunks)
             for pair in ((a, c), (b, d))
             for which in ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
         ]
-        mask, four = eight([0x0F0F0F0F] * 8), eight([4] * 8)
+        mask = eight([0x0F0F0F0F] * 8)
+        four = eight([4] * 8)
         both = [builder.and_(word, mask) for word in words]
         both += [builder.and_(builder.lshr(word, four), mask) for word in words]
         start = builder.add(builder.mul(strip, i64(STRIP)), builder.mul(part, i64(32)))
@@ -190,14 +199,16 @@ def _whole(halves, begin, step, is_half, chunks, has_minimum, found, floats, sca
     """
     for c in range(U(chunks)):
         at = U(begin) + (c >> U(is_half)) * U(step)
-        found[0, c], found[1, c] = halves[at], halves[at + U(1)]
+        found[0, c] = halves[at]
+        found[1, c] = halves[at + U(1)]
     for c in range(U(chunks)):
         floats[0, c] = float_of(found[0, c])
     for c in range(U(chunks)):
         floats[1, c] = float_of(found[1, c]) if has_minimum else np.float32(-8) * floats[0, c]
     most = np.uint32(0)
     for c in range(U(chunks)):
-        one, other = floats[1, c], floats[1, c] + np.float32(15) * floats[0, c]
+        one = floats[1, c]
+        other = floats[1, c] + np.float32(15) * floats[0, c]
         most = max(most, max(bits_of(abs(one)), bits_of(abs(other))))
     factor = np.float32(LARGEST) / max(from_bits(most), np.float32(1e-30))
     for c in range(U(chunks)):
@@ -213,11 +224,15 @@ def _whole(halves, begin, step, is_half, chunks, has_minimum, found, floats, sca
 @njit(nogil=True, cache=True)
 def _outliers(places, first, step, half):
     """Where columns of x meet a row of the weight: in which chunk, at which byte, and how far the code is shifted."""
-    chunk, byte, shift = np.empty_like(places), np.empty_like(places), np.empty(len(places), np.uint8)
+    chunk = np.empty_like(places)
+    byte = np.empty_like(places)
+    shift = np.empty(len(places), np.uint8)
     for u in range(len(places)):
-        group, inside = places[u] // (2 * half), places[u] % (2 * half)
+        group = places[u] // (2 * half)
+        inside = places[u] % (2 * half)
         chunk[u] = (group * half + inside % half) // CHUNK_BYTES
-        byte[u], shift[u] = first + group * step + inside % half, 4 * (inside // half)
+        byte[u] = first + group * step + inside % half
+        shift[u] = 4 * (inside // half)
     return chunk, byte, shift
 
 
@@ -228,19 +243,27 @@ def _sums(
     """codes @ weight.T of `height` outputs from `o` on, _HEIGHT at most, into the first columns of totals (R, _HEIGHT)
     float32, and what `outliers`, from `_outliers`, meet into those of columns (U, _HEIGHT) float32. `codes` (_HEIGHT,
     SEGMENT) is for those of the weight; the others are those of `multiply`."""
-    rows, each = len(x), half // CHUNK_BYTES
+    rows = len(x)
+    each = half // CHUNK_BYTES
     chunks = weight.shape[1] // step * each
     tall = _ROWS if rows >= _ROWS else 1
-    scales, minima = np.empty((_HEIGHT, _SEGMENT_CHUNKS), np.int32), np.empty((_HEIGHT, _SEGMENT_CHUNKS), np.int16)
-    found, floats = np.empty((2, _SEGMENT_CHUNKS), np.int16), np.empty((2, _SEGMENT_CHUNKS), np.float32)
-    ones, sums = np.empty(_HEIGHT, np.float32), np.zeros((tall, _HEIGHT), np.int32)
+    scales = np.empty((_HEIGHT, _SEGMENT_CHUNKS), np.int32)
+    minima = np.empty((_HEIGHT, _SEGMENT_CHUNKS), np.int16)
+    found = np.empty((2, _SEGMENT_CHUNKS), np.int16)
+    floats = np.empty((2, _SEGMENT_CHUNKS), np.float32)
+    ones = np.empty(_HEIGHT, np.float32)
+    sums = np.zeros((tall, _HEIGHT), np.int32)
     outlier_chunk, byte, shift = outliers
-    totals[:], u_begin, u_end = 0, 0, 0
+    totals[:] = 0
+    u_begin = 0
+    u_end = 0
     for chunk in range(0, chunks, _SEGMENT_CHUNKS):
         few = min(_SEGMENT_CHUNKS, chunks - chunk)
-        strips, block = (few + LANES - 1) // LANES, chunk // each * step
+        strips = (few + LANES - 1) // LANES
+        block = chunk // each * step
         if few < _SEGMENT_CHUNKS:
-            scales[:], minima[:] = 0, 0
+            scales[:] = 0
+            minima[:] = 0
         while u_end < len(byte) and outlier_chunk[u_end] < chunk + few:
             u_end += 1
         for n in range(height):
@@ -252,7 +275,8 @@ def _sums(
                 for part in range(LANES // 8):
                     _spread(weight, r, first + block, step, each - 1, codes, n, strip, part, few)
             for u in range(u_begin, u_end):
-                code, at = weight[r, byte[u]] >> shift[u] & np.uint8(15), outlier_chunk[u] - chunk
+                code = weight[r, byte[u]] >> shift[u] & np.uint8(15)
+                at = outlier_chunk[u] - chunk
                 whole = np.int32(np.int16(scales[n, at])) * np.int32(code) + np.int32(minima[n, at])
                 columns[u, n] = np.float32(whole) * ones[n]
         for r in range(0, rows, tall):
@@ -300,7 +324,8 @@ def multiply(
         bias: (O,) float32; out: (R, O) floats.
     """
     row, no_scale = np.empty(_HEIGHT, np.float32), np.ones(len(bias), np.float32)  # the weight's are in the totals
-    totals, columns = np.empty((len(x), _HEIGHT), np.float32), np.empty((len(places), _HEIGHT), np.float32)
+    totals = np.empty((len(x), _HEIGHT), np.float32)
+    columns = np.empty((len(places), _HEIGHT), np.float32)
     codes = np.empty((_HEIGHT, SEGMENT), np.uint8)
     outliers = _outliers(places, first, step, half)
     for o in range(begin, end, _HEIGHT):
@@ -334,11 +359,13 @@ def arrange(words, half, begin, end, out, sums):
         words: (R, I / 4) int32, 4 codes each; half: as for `multiply`.
         out: (R, 8 * padded(I / CHUNK)) int32; sums: (R, padded(I / CHUNK)) int16, of the codes of a chunk.
     """
-    each, size = U(half // CHUNK_BYTES), U(half // 4)
+    each = U(half // CHUNK_BYTES)
+    size = U(half // 4)
     for r in range(begin, end):
         for chunk in range(U(words.shape[1] // 8)):
             at = chunk // each * U(2) * size + chunk % each * U(4)
-            to, total = chunk // U(LANES) * U(_REGISTERS * LANES) + chunk % U(LANES), np.int32(0)
+            to = chunk // U(LANES) * U(_REGISTERS * LANES) + chunk % U(LANES)
+            total = np.int32(0)
             for n in range(U(8)):
                 word = words[r, at + n if n < U(4) else at + size + n - U(4)]
                 out[r, to + n * U(LANES)] = word

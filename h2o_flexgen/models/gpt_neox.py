@@ -70,7 +70,8 @@ def named() -> dict[str, dict]:
 
 
 def tensors(spec: NeoXSpec) -> list[Layer]:
-    E, parts = spec.hidden, ("weight", "bias")
+    E = spec.hidden
+    parts = ("weight", "bias")
     words = ("gpt_neox.embed_in.weight", (spec.vocab, E))
 
     def block(index: int) -> Layer:

@@ -88,11 +88,15 @@ def named() -> dict[str, dict]:
 
 
 def tensors(spec: LlamaSpec) -> list[Layer]:
-    E, Q, KV, inner = spec.hidden, spec.query_width, spec.kv_width, spec.inner
+    E = spec.hidden
+    Q = spec.query_width
+    KV = spec.kv_width
+    inner = spec.inner
     words = ("model.embed_tokens.weight", (spec.vocab, E))
 
     def block(index: int) -> Layer:
-        at, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        at = f"model.layers.{index}.self_attn"
+        mlp = f"model.layers.{index}.mlp"
         norms = {}
         if spec.head_norms:
             norms = vectors("q_norm", f"{at}.q_norm", spec.head_dim) | vectors("k_norm", f"{at}.k_norm", spec.head_dim)

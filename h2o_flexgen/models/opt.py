@@ -74,7 +74,8 @@ def named() -> dict[str, dict]:
 
 
 def tensors(spec: OptSpec) -> list[Layer]:
-    E, W = spec.hidden, spec.word_width
+    E = spec.hidden
+    W = spec.word_width
     parts = ("weight", "bias") if spec.affine else ()
     words = ("model.decoder.embed_tokens.weight", (spec.vocab, W))
     positions = ("model.decoder.embed_positions.weight", (spec.positions + POSITION_OFFSET, E))

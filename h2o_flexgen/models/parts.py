@@ -60,8 +60,10 @@ def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, 
 
     q, k, v = (each.unflatten(1, (-1, spec.head_dim)) for each in projections(w, ("q", "k", "v"), x))
     if norm_eps is not None:
-        q, k = rms_norm(w, "q_norm", q, norm_eps), rms_norm(w, "k_norm", k, norm_eps)
-    q, k = rotated(q), rotated(k)
+        q = rms_norm(w, "q_norm", q, norm_eps)
+        k = rms_norm(w, "k_norm", k, norm_eps)
+    q = rotated(q)
+    k = rotated(k)
     return q, k, v
 
 

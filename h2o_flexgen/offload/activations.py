@@ -59,8 +59,11 @@ class ActivationStore:
     """
 
     def __init__(self, transport: Transport, tiers: list[str], batch_bytes: list[int], micro_bytes: int):
-        self.transport, self.device, self.tiers = transport, transport.device, tiers
-        self._load_queue, self._store_queue = transport.queues["activations"], transport.queues["store"]
+        self.transport = transport
+        self.device = transport.device
+        self.tiers = tiers
+        self._load_queue = transport.queues["activations"]
+        self._store_queue = transport.queues["store"]
         self._hidden: dict[Key, _Hidden] = {}
         self._storing: deque[Future] = deque()  # write-backs, the oldest first
 
@@ -73,7 +76,8 @@ class ActivationStore:
         self.file = transport.file("activations", end)
         # a cycle: compute uses micro-batches in the order in which they are loaded
         self._staging = cycle([device.buffer(sizes.staging) for _ in range(sizes.count)])
-        self._load_host, self._store_host = device.host_buffer(sizes.host), device.host_buffer(sizes.host)
+        self._load_host = device.host_buffer(sizes.host)
+        self._store_host = device.host_buffer(sizes.host)
         self._load_host_free = None  # event
 
     def put(self, batch: int, micro: int, offset: int, tensor: Tensor) -> None:

@@ -60,7 +60,8 @@ class Decoded:
     be on disk."""
 
     def __init__(self, source: Checkpoint, formats: dict[str, Format]):
-        self._source, self._formats = source, formats
+        self._source = source
+        self._formats = formats
         self.on_disk = source.on_disk
 
     def format(self, name: str) -> Format:

@@ -106,7 +106,8 @@ class DummyCheckpoint:
     def _encoded(self, name: str) -> Tensor:
         """The bytes of a matrix that is compressed, whose rows in the pool begin anew now and then."""
         form, (rows, width) = self.formats[name], self.shapes[name]
-        step, buffer = min(rows, POOL // width), torch.empty(form.nbytes((rows, width)), dtype=torch.uint8)
+        step = min(rows, POOL // width)
+        buffer = torch.empty(form.nbytes((rows, width)), dtype=torch.uint8)
         begins = range(0, rows, step)
         parts = ((at, self._random(name, min(step, rows - at) * width).view(-1, width)) for at in begins)
         form.encode_parts((rows, width), parts, buffer)

@@ -111,8 +111,11 @@ class KVStore:
     def __init__(
         self, transport: Transport, layouts: dict[Key, KVLayout], tiers: dict[Key, str], cpu_compute: bool = False
     ):
-        self.transport, self.device, self.cpu_compute = transport, transport.device, cpu_compute
-        self._load_queue, self._store_queue = transport.queues["cache"], transport.queues["store"]
+        self.transport = transport
+        self.device = transport.device
+        self.cpu_compute = cpu_compute
+        self._load_queue = transport.queues["cache"]
+        self._store_queue = transport.queues["store"]
         self.storing: deque[Future] = deque()
         device = self.device
         sizes = kv_bytes(layouts, tiers, transport.overlap, device.is_cuda)
@@ -136,7 +139,8 @@ class KVStore:
         for key, block in self.blocks.items():
             layout = layouts[key]
             if block.tier == "gpu":
-                block.kv, block.meta = next(buffers), next(buffers)
+                block.kv = next(buffers)
+                block.meta = next(buffers)
                 continue
             block.meta = self.device.host_buffer(layout.meta_bytes)
             if block.tier == "cpu":
@@ -152,7 +156,8 @@ class KVStore:
             block = self.blocks[key]
             self.drop(*key)
             self._finish(block)
-            block.layout, block.tensors = layout, None
+            block.layout = layout
+            block.tensors = None
             if block.tier == "cpu":  # what prefill does not fill: a NaN that is left in an empty slot would spread
                 block.kv[layout.used_bytes(1) :].zero_()
             elif block.tier == "disk":
@@ -179,7 +184,8 @@ class KVStore:
         block = self.blocks[layer, batch]
         if block.staged is None:  # it is used where it is
             return
-        index, block.staged = block.staged, None
+        index = block.staged
+        block.staged = None
         part = slice(0, block.layout.used_bytes(held)) if block.disk is None else block.disk.dirty(held, slots)
         computed = self.device.record()
         block.stored = self._store_queue.submit(lambda: self.store_block(block, index, part), after=computed)
@@ -230,9 +236,11 @@ class KVStore:
         if block.disk is not None and (2 * len(places) > count or block.disk.is_due(held)):
             self.store_all(layer, batch, held, None if places else slots)
             return
-        index, block.staged = block.staged, None
+        index = block.staged
+        block.staged = None
         token = cache.token(slots)
-        computed, scores = self.device.record(), None
+        computed = self.device.record()
+        scores = None
         if places:
             scores = self._store_queue.submit(lambda: self.store_rows(block, index, after), after=computed)
         elif self.device.is_cuda:  # a job of its own: the buffer is free while the token is still being written
@@ -243,7 +251,9 @@ class KVStore:
 
     def load_block(self, block: _KVBlock, last_job: Future | None) -> None:
         """Fill the block's staging buffer, which `last_job` has used before."""
-        used, source, index = block.loaded, block.kv, block.staged
+        used = block.loaded
+        source = block.kv
+        index = block.staged
         self.device.wait_for(block.stored)
         if not self.device.is_cuda:  # the disk reads into the staging buffer
             self.device.wait_for(last_job)

@@ -12,8 +12,10 @@ from pathlib import Path
 #: bytes that libraries and the allocator hold beside tensors once they compute: 20 to 70 MiB
 LIBRARIES = 48 << 20
 #: mallopt's names for two of its parameters, and the bytes they are set to
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-TRIM_BYTES, MMAP_BYTES = 64 << 20, 8 << 20
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+TRIM_BYTES = 64 << 20
+MMAP_BYTES = 8 << 20
 #: by the version of cgroups: where they are, the files of a group's limit and usage, what its counters begin with
 CGROUPS = {
     1: ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

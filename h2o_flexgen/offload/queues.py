@@ -16,7 +16,8 @@ class TransferQueue:
     `workers` at a time, and run beside compute; without `overlap` they have ended before `submit` returns."""
 
     def __init__(self, device: Device, name: str, overlap: bool = True, workers: int = 1):
-        self.device, self.overlap = device, overlap
+        self.device = device
+        self.overlap = overlap
         self.stream = torch.cuda.Stream(device.torch_device) if device.is_cuda else None
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix=name)
 

@@ -83,7 +83,8 @@ class PagedRead:
             return 0
         source = self.span[self.begin :][: self.stored.nbytes].view(self.stored.dtype)
         target = self.target.view(-1)
-        done, read = 0, -self.phase
+        done = 0
+        read = -self.phase
         for request in self.requests:
             read += request.result()
             end = max(0, min(read, self.stored.nbytes)) // self.stored.dtype.itemsize
@@ -106,7 +107,8 @@ def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
 
 def rows_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor | Quantised]]:
     """A matrix part by part: (first row, rows). One with heads is a single part, since their rows have no order."""
-    (rows, width), form = stored.shape, stored.format
+    (rows, width) = stored.shape
+    form = stored.format
     step = rows if form.heads else max(1, PART // width)
     for begin in range(0, rows, step):
         interrupts.check()
@@ -116,8 +118,10 @@ def rows_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor | Quantise
 
 def read_rows(stored: Stored, runs: Seq[range], io: DiskIO) -> Tensor:
     """The bytes of a matrix made of some rows of a stored one, which are given as runs of neighbours."""
-    count, width = sum(map(len, runs)), stored.shape[1]
-    buffer, reads = torch.empty(stored.format.nbytes((count, width)), dtype=torch.uint8), []
+    count = sum(map(len, runs))
+    width = stored.shape[1]
+    buffer = torch.empty(stored.format.nbytes((count, width)), dtype=torch.uint8)
+    reads = []
     for (offset, size), (at, _) in zip(stored.format.arrays(stored.shape), stored.format.arrays((count, width))):
         for run in runs:
             nbytes = len(run) * size

@@ -29,7 +29,9 @@ class Transport:
     """
 
     def __init__(self, device: Device, offload_root: Path, overlap: bool = True):
-        self.device, self.offload_root, self.overlap = device, offload_root, overlap
+        self.device = device
+        self.offload_root = offload_root
+        self.overlap = overlap
         self.io = DiskIO()
         self.queues = {name: TransferQueue(device, name, overlap, count) for name, count in WORKERS.items()}
         self._folder: OffloadFolder | None = None

@@ -40,7 +40,9 @@ class LoggedBlock:
     """One KV block in `file` from `offset`. Calls return when their reads or writes have ended."""
 
     def __init__(self, io: DiskIO, file: File, offset: int):
-        self.io, self.file, self.offset = io, file, offset
+        self.io = io
+        self.file = file
+        self.offset = offset
 
     def begin(self, layout: KVLayout) -> None:
         """Start with an empty cache of this layout."""
@@ -48,7 +50,8 @@ class LoggedBlock:
         self.written = 0  # bytes of K and V in the file, but for the tokens of the log
         self.rows = 0  # tokens per sequence in the log
         self._slots = np.empty((wal_rows(layout.segments), layout.batch, layout.heads), np.int32)  # -1: void
-        self._log_begin, self._row_bytes = aligned(layout.kv_bytes), aligned(layout.row_bytes)
+        self._log_begin = aligned(layout.kv_bytes)
+        self._row_bytes = aligned(layout.row_bytes)
 
     def is_due(self, held: int) -> bool:
         """Whether the next step, after which `held` slots are in use, must compact the block instead of appending."""
@@ -83,9 +86,11 @@ class LoggedBlock:
         self.written = used
         pages = []
         for begin, end in sorted(spans):
-            begin, end = begin // PAGE * PAGE, aligned(end)
+            begin = begin // PAGE * PAGE
+            end = aligned(end)
             if pages and begin <= pages[-1][1]:
-                begin, end = pages[-1][0], max(end, pages.pop()[1])
+                begin = pages[-1][0]
+                end = max(end, pages.pop()[1])
             pages.append((begin, end))
         return pages
 
@@ -102,7 +107,8 @@ class LoggedBlock:
 
     def read(self, buffer: np.ndarray, used: int) -> None:
         """Fill the first `used` bytes of `buffer`, which has room for the log too, with K and V."""
-        written, log_end = aligned(self.written), self._log_begin + self.rows * self._row_bytes
+        written = aligned(self.written)
+        log_end = self._log_begin + self.rows * self._row_bytes
         spans = [(0, written), (self._log_begin, log_end)] if written < self._log_begin else [(0, log_end)]
         reads = [self.io.read(self.file, buffer[a:b], self.offset + a, True) for a, b in spans]
         wait([read for each in reads for read in each])

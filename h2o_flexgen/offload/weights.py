@@ -71,7 +71,8 @@ def staging_bytes(
     read: Format,
 ) -> StagingBytes:
     """What a tensor that is stored in `form` takes in a job that computes in `dtype`, if matmuls read it in `read`."""
-    dense, held = Dense(dtype), in_memory(form, dtype)
+    dense = Dense(dtype)
+    held = in_memory(form, dtype)
     decoded = 0 if held == read else aligned(read.nbytes(shape))
     if tier == "gpu":
         return StagingBytes(converted=decoded)
@@ -97,7 +98,9 @@ def _share_buffers(
     layers: Iterable[StagingBytes], room: StagingBytes
 ) -> tuple[list[list[int]], dict[int, StagingBytes]]:
     """Which layers share a buffer, and where each begins in it, of those that need any."""
-    groups, begin, used = [], {}, room
+    groups = []
+    begin = {}
+    used = room
     for layer, needed in enumerate(layers):
         if needed.device == 0:
             continue
@@ -105,7 +108,8 @@ def _share_buffers(
             groups.append([])
             used = StagingBytes()
         groups[-1].append(layer)
-        begin[layer], used = used, _sum([used, needed])
+        begin[layer] = used
+        used = _sum([used, needed])
     return groups, begin
 
 
@@ -152,9 +156,15 @@ class WeightStore:
         compute: str = "exact",
         in_blocks: bool = False,
     ):
-        self.compute, self.in_blocks = compute, in_blocks
-        self.transport, self.device, self._queue = transport, transport.device, transport.queues["weights"]
-        self.dtype, self.layers, self.gathered, self.tiers = dtype, layers, gathered, tiers
+        self.compute = compute
+        self.in_blocks = in_blocks
+        self.transport = transport
+        self.device = transport.device
+        self._queue = transport.queues["weights"]
+        self.dtype = dtype
+        self.layers = layers
+        self.gathered = gathered
+        self.tiers = tiers
         self._source = source
         shapes = {name: shape for spec in (*layers, gathered) for name, shape in spec.values()}
         on_disk = [name for name in shapes if tiers[name] == "disk"]
@@ -244,13 +254,15 @@ class WeightStore:
         return self._begin[layer].device == 0
 
     def _layout(self, layer: int) -> _StagedLayer:
-        index, (at, host_at, _) = self._buffer, self._begin[layer]
+        index = self._buffer
+        (at, host_at, _) = self._begin[layer]
         staged = _StagedLayer(index)
         for short, (name, shape) in self.layers[layer].items():
             if self.tiers[name] == "gpu":
                 continue
             is_head = layer == len(self.layers) - 1
-            sizes, stored = self._staging_bytes(name, shape, is_head), self.stored.get(name)
+            sizes = self._staging_bytes(name, shape, is_head)
+            stored = self.stored.get(name)
             span = self._buffers[index][at : at + sizes.device]
             if stored is not None and not self.device.is_cuda:
                 staged.reads.append(PagedRead(stored, span))
@@ -275,7 +287,8 @@ class WeightStore:
         staged = self._staged.get(layer)
         if staged is not None:
             self.device.stall_on(staged.job, "weights")
-        found, at = {}, 0
+        found = {}
+        at = 0
         for short, (name, shape) in self.layers[layer].items():
             tensor = self.resident[name] if self.tiers[name] == "gpu" else staged.tensors[short]
             if isinstance(tensor, Int8Weight):
@@ -284,7 +297,8 @@ class WeightStore:
             held = tensor.format if isinstance(tensor, Quantised) else Dense(tensor.dtype)
             read = self._read(held, layer == len(self.layers) - 1)
             if read != held:
-                source, tensor = tensor, read.view(self._converted[at:], shape)
+                source = tensor
+                tensor = read.view(self._converted[at:], shape)
                 _convert(tensor, source)
                 at += aligned(tensor.nbytes)
             if self.compute == "int8" and read == Int8():
@@ -320,7 +334,8 @@ class WeightStore:
     def rows(self, short: str, ids: Tensor) -> Tensor:
         """Rows `ids` (any shape, int64, on the CPU) of a gathered tensor: ids.shape + (width,), on the device."""
         name, _ = self.gathered[short]
-        device, stored = self.device.torch_device, self.stored.get(name)
+        device = self.device.torch_device
+        stored = self.stored.get(name)
         held = self.resident.get(name)
         if self.tiers[name] == "gpu" and not isinstance(held, Quantised):
             return F.embedding(ids.to(device), held)

@@ -57,7 +57,8 @@ def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float |
     """
     if not 0 < floor <= 0.5:  # above that half, heavy and recent tokens are the whole prompt
         raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
-    choices, ratio = [], floor
+    choices = []
+    ratio = floor
     while not choices or 2 * max(1, int(ratio * longest)) < total:  # an output may be longer than its prompt
         budget = KVBudget.from_ratio(ratio) if ratio <= 1 else KVBudget.from_size(int(ratio * longest))
         choices.append((ratio, budget))
@@ -81,7 +82,8 @@ def size_budget(
         PlanError: nothing fits, not even with the smallest budget.
         UserError: nothing that fits is allowed.
     """
-    found, errors = {}, []
+    found = {}
+    errors = []
     for each in bar(choices, "sizing the KV cache", unit="choices", show=progress):
         try:
             point, choice = find(*each)

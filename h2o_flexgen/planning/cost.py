@@ -40,7 +40,8 @@ ROLLED = 2.0
 #: full blocks of a job that are costed at most
 _MOST_BLOCKS = 32
 #: a decoder layer, which stands for all, and the head, among the layers
-_DECODER, _HEAD = -2, -1
+_DECODER = -2
+_HEAD = -1
 
 
 class Part(NamedTuple):
@@ -142,7 +143,9 @@ class CostModel:
     """
 
     def __init__(self, profile: Profile, shapes: Shapes, gen_len: int):
-        self.profile, self.shapes, self.gen_len = profile, shapes, gen_len
+        self.profile = profile
+        self.shapes = shapes
+        self.gen_len = gen_len
         work = shapes.workload
         self.steps = gen_len - 1 if work.mean_len is None else min(gen_len - 1, max(0.0, work.mean_len - 1))
         self.computed = 1 - work.shared / sum(work.prompt_lens)  # the part of the prompts that is not shared
@@ -196,7 +199,9 @@ class CostModel:
     def _cached_attention(self, phase: str, slots: float) -> float:
         """Seconds of one sequence in one layer, of as many slots. Codes take a CPU as long as floats; on a GPU, and
         where keys are rotated, they become floats first."""
-        spec, form, itemsize = self.shapes.spec, self.shapes.kv_format, self.shapes.itemsize
+        spec = self.shapes.spec
+        form = self.shapes.kv_format
+        itemsize = self.shapes.itemsize
         if form.is_dense or not (self.shapes.cuda or self.shapes.rule.rope):
             return self._attention(phase, 2 * slots * spec.kv_width * itemsize)
         seconds = slots * spec.kv_width * sum(1 / self.profile.decode_rate(each.bits) for each in form)
@@ -209,7 +214,8 @@ class CostModel:
 
     def _decoding(self, layer: int) -> float:
         """Seconds in which compute decodes the quantised matrices of a layer, or unpacks them to int8."""
-        seconds, shapes = 0.0, self.shapes
+        seconds = 0.0
+        shapes = self.shapes
         for name, shape in self._matrices[layer].items():
             if not shapes.read_as_kept(name):
                 rate = self.profile.unpack_rate if shapes.in_int8(name) else self.profile.decode_rate
@@ -232,7 +238,8 @@ class CostModel:
 
     def prefill(self, policy: Policy, batches: Batches, part: Part) -> Flows:
         """Of a block, in the layers of `part`."""
-        rows, compute = Counter(), 0.0
+        rows = Counter()
+        compute = 0.0
         for (size, length), count in Counter(batches).items():
             for n, times in _cut(size, max(1, policy.prefill_tokens // length)).items():
                 rows[n * length] += count * times
@@ -242,10 +249,16 @@ class CostModel:
         compute += self._matmuls(_DECODER, rows, part.streamed) + rows.total() * self.profile.step_seconds
         compute += self._decoding(_DECODER)
         compute *= self.computed
-        length, layout, before, crosses = batches[0][1], self.shapes.kv, self.shapes.workload.held, self._crosses
+        length = batches[0][1]
+        layout = self.shapes.kv
+        before = self.shapes.workload.held
+        crosses = self._crosses
         after = min(before + self.shapes.rule.held(length, length), layout.slots)
-        old, kv, hidden = before * layout.row_bytes, after * layout.row_bytes, length * self.hidden_bytes
-        cache, activations = part.cache, part.activations
+        old = before * layout.row_bytes
+        kv = after * layout.row_bytes
+        hidden = length * self.hidden_bytes
+        cache = part.cache
+        activations = part.activations
         copied = hidden * (activations.cpu + crosses * activations.disk)
         return Flows(
             part.layers * compute + self._conversion(part.weights),
@@ -259,8 +272,12 @@ class CostModel:
 
     def decode(self, policy: Policy, batches: Batches, part: Part) -> Flows:
         """Of a step: the cache is read, one token is written back, and now and then a KV block on disk is compacted."""
-        sizes, state, row = [size for size, _ in batches], self.cache_state(batches[0][1]), self.shapes.kv.row_bytes
-        groups, kv, cache = matmul_rows(sizes), state.slots * row, part.cache
+        sizes = [size for size, _ in batches]
+        state = self.cache_state(batches[0][1])
+        row = self.shapes.kv.row_bytes
+        groups = matmul_rows(sizes)
+        kv = state.slots * row
+        cache = part.cache
         matmuls = part.layers * self._matmuls(_DECODER, Counter(groups), part.streamed)
         on_cpu = cache.cpu if policy.cpu_cache_compute else 0  # attended to where it is
         # compiled loops read no slot of a cache that grows which is not in use
@@ -288,14 +305,16 @@ class CostModel:
         )
 
     def _weights(self, weights: Offloaded) -> Traffic:
-        read, crosses = self.shapes.stored_ratio * weights.disk, self._crosses
+        read = self.shapes.stored_ratio * weights.disk
+        crosses = self._crosses
         return Traffic(disk_to_cpu=read, cpu_to_gpu=weights.cpu + crosses * weights.disk)
 
     def cache_state(self, length: int) -> CacheState:
         """Of a sequence in a block whose longest prompt has `length` tokens."""
         steps = max(1, self.gen_len - 1)
         if self.shapes.rule.growth == "fixed":  # compacted when the log is full
-            slots, rows = self.shapes.kv.slots, wal_rows(self.shapes.kv.segments)
+            slots = self.shapes.kv.slots
+            rows = wal_rows(self.shapes.kv.segments)
             return CacheState(slots, slots + min(rows, steps - 1) / 2, steps // (rows + 1) / steps, slots)
         # a log is the open segment, until it is full
         prompt, *segments = self.shapes.rule.segments(length, self.gen_len)
@@ -317,7 +336,8 @@ class CostModel:
         """
         if lengths is None:
             lengths = expected(len(prompt_lens), self.gen_len, self.shapes.workload.mean_len)
-        N, size = len(prompt_lens), min(policy.block_size, len(prompt_lens))
+        N = len(prompt_lens)
+        size = min(policy.block_size, len(prompt_lens))
         weights = [
             _offloaded((placement.weights[name], self.shapes.nbytes(name)) for name in layer)
             for layer in self._matrices
@@ -398,7 +418,8 @@ class CostModel:
         self, policy: Policy, placement: Placement, weights: list[Offloaded], batches: Batches, phases: Phases
     ) -> tuple[list[float], list[Counter]]:
         """Seconds of each phase, and those of each resource in it. `weights`: of each layer."""
-        links, sizes = self.profile.links, [size for size, _ in batches]
+        links = self.profile.links
+        sizes = [size for size, _ in batches]
         activations = _offloaded(zip(placement.activations, sizes))
         caches = [
             _offloaded((placement.cache[layer, k], size) for k, size in enumerate(sizes))
@@ -408,7 +429,8 @@ class CostModel:
         streamed = [sum(w) / nbytes for w, nbytes in zip(weights, self._layer_bytes)]
         # layers that are alike are costed once: what they have off the device -> how many
         alike = Counter(Part(*part, activations) for part in zip(fetched, streamed, caches))
-        seconds, busy = [], []
+        seconds = []
+        busy = []
         for steps, layer_flows, head in phases:
             flows = [(n, layer_flows(policy, batches, part)) for part, n in alike.items()]
             flows.append((1, Flows(head + self._conversion(beside_head), self._weights(beside_head))))

@@ -102,9 +102,11 @@ class Plan:
     def check(self, message: str = "", advice: dict[str, str] = _ADVICE) -> None:
         """Raises PlanError, after a message, naming each tier that is too small, the bytes needed and available, and
         what to change, by `advice` for each tier."""
-        tiers, short = self.missing(), []
+        tiers = self.missing()
+        short = []
         for tier in ("ram",) if "ram" in tiers else tiers:
-            needed, limit = self.needed(tier), self.limits[tier]
+            needed = self.needed(tier)
+            limit = self.limits[tier]
             _, what, nbytes = max((item for item in self.items if item[0] in _parts(tier)), key=lambda item: item[2])
             short.append(
                 f"{_NAMES[tier]} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
@@ -146,7 +148,9 @@ def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: R
 
 
 def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: bool) -> None:
-    tiers, tensors, nbytes = placement.weights, shapes.tensor_bytes, dict.fromkeys(TIERS, 0)
+    tiers = placement.weights
+    tensors = shapes.tensor_bytes
+    nbytes = dict.fromkeys(TIERS, 0)
     for name, each in tensors.items():
         # on disk each tensor of random weights begins a page (`DummyCheckpoint.on_disk`)
         nbytes[tiers[name]] += aligned(each.stored) if tiers[name] == "disk" else each.memory
@@ -183,7 +187,8 @@ def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement
 def _plan_activations(
     plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], workload: Workload
 ) -> None:
-    longest, num_prompts = workload.longest, len(workload.prompt_lens)
+    longest = workload.longest
+    num_prompts = len(workload.prompt_lens)
     row = shapes.spec.hidden * shapes.itemsize
     for k, tier in enumerate(placement.activations):
         plan.add(tier, f"activations of batch {k}", batches[k] * longest * row)

@@ -9,7 +9,8 @@ from math import ceil, inf, log1p
 from typing import NamedTuple
 
 #: rows of a job that are simulated at most, and levels of occupancy that are told apart
-_ROWS, _LEVELS = 8192, 16
+_ROWS = 8192
+_LEVELS = 16
 #: the golden ratio, whose multiples spread evenly
 _GOLDEN = 0.618033988749895
 

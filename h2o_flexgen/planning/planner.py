@@ -77,9 +77,12 @@ class Planner:
         measure: Callable[[], Profile] | None = None,
         progress: bool = False,
     ):
-        self.models, self.model = models, next(iter(models.values()))
-        self.constraints, self.profile = constraints or Constraints(), profile
-        self.progress, self._measure = progress, measure
+        self.models = models
+        self.model = next(iter(models.values()))
+        self.constraints = constraints or Constraints()
+        self.profile = profile
+        self.progress = progress
+        self._measure = measure
 
     def choose(
         self,
@@ -111,16 +114,20 @@ class Planner:
         ) -> tuple[BudgetPoint, Choice]:
             choice = self._choose(workload, resources, policy, budget, kind, weights)
             choice.plan.check()
-            p, size, batches = choice.prediction, choice.policy.gpu_batch_size, choice.policy.num_gpu_batches
+            p = choice.prediction
+            size = choice.policy.gpu_batch_size
+            batches = choice.policy.num_gpu_batches
             slots = choice.rule.budget or self.model.shapes(choice.rule, workload).kv.slots
-            loss, allowed = None, True
+            loss = None
+            allowed = True
             if losses is not None:
                 share = None if budget is None else sum(budget.slots(longest)) / longest if given else 2 * ratio
                 loss = losses.at(budget and budget.rule, share, kind)
                 allowed = losses.allows(loss)
             return BudgetPoint(ratio, slots, size, batches, p.tokens_per_s, kind, weights, loss, allowed), choice
 
-        longest, given = workload.longest, kv_budget != "auto"
+        longest = workload.longest
+        given = kv_budget != "auto"
         if given:
             budgets = [(kv_budget and kv_budget.slots(longest)[0] / longest, kv_budget)]
         else:
@@ -132,7 +139,8 @@ class Planner:
 
     def _formats(self) -> list[str | None]:
         """Of a cache of this model, whose losses are known if any are."""
-        spec, losses = self.model.spec, self.constraints.losses
+        spec = self.model.spec
+        losses = self.constraints.losses
         known = FORMATS if losses is None else losses.formats
         return [kind for kind in FORMATS if kind in known and has_cache_format(kind, spec.head_dim)]
 
@@ -184,13 +192,15 @@ class Planner:
 
     def _resident(self, model: ModelData, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""
-        given, prompts = self.constraints, len(workload.prompt_lens)
+        given = self.constraints
+        prompts = len(workload.prompt_lens)
         sizes = [given.gpu_batch_size] if given.gpu_batch_size else [min(size, prompts) for size in RESIDENT_BATCHES]
         if model.cuda and given.gpu_batch_size is None:  # where a larger block pays, whatever its size
             sizes = [size for size in sizes if size == prompts]
         if not given.resident or given.max_latency is not None:
             return None
-        batches, on_cpu = given.num_gpu_batches or 1, bool(given.cpu_cache_compute)
+        batches = given.num_gpu_batches or 1
+        on_cpu = bool(given.cpu_cache_compute)
         for tokens, size in product(given.micro_batches, dict.fromkeys(sizes)):
             policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu, prefill_tokens=tokens)
             if not self._plan(model, policy, rule, workload, resources)[1].missing():

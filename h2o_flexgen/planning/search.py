@@ -46,7 +46,8 @@ PREFILL_TOKENS = (Policy.prefill_tokens, 512)
 _GIB = 2.0**-30
 
 #: at most: rounds in which fractions become a policy that fits, and moves that improve the best one
-_ROUNDS, _MOVES = 8, 24
+_ROUNDS = 8
+_MOVES = 24
 #: of placements that take equally long, that which moves least: what a second of traffic that hides counts
 _TIE = 1e-3
 
@@ -116,7 +117,10 @@ class Search:
         resources: Resources,
         constraints: Constraints,
     ):
-        self.profile, self.shapes, self.resources, self.constraints = profile, shapes, resources, constraints
+        self.profile = profile
+        self.shapes = shapes
+        self.resources = resources
+        self.constraints = constraints
         self.num_prompts = len(workload.prompt_lens)
         # the plan must hold for the longest prompts; the search takes all to be as long
         self.workload = replace(workload, prompt_lens=(workload.longest,) * self.num_prompts)
@@ -171,7 +175,8 @@ class Search:
 
     def unplaced(self) -> Iterator[Policy]:
         """Policies with all batch sizes and micro-batches to be searched, and with nothing placed."""
-        given, N = self.constraints, self.num_prompts
+        given = self.constraints
+        N = self.num_prompts
         cpu_choices = [False, True] if self.shapes.cuda else [False]
         if given.cpu_cache_compute is not None:
             cpu_choices = [given.cpu_cache_compute]
@@ -197,7 +202,9 @@ class Search:
     def _phases(self, policy: Policy, x: Placed) -> list[tuple[int, Flows]]:
         """[(how often, what runs at the same time)] of a block's prefill and decode, as if all layers were one."""
         batches = batches_of(policy, self.workload.prompt_lens[: policy.block_size])
-        L, W, found = self.shapes.spec.layers, self.cost.streamed_bytes, []
+        L = self.shapes.spec.layers
+        W = self.cost.streamed_bytes
+        found = []
         blocks = L * sum(size for size, _ in batches)
         weights, kv, activations = (
             Offloaded(total * cpu, total * disk) for total, (_, cpu, disk) in zip((W, blocks, blocks), x)
@@ -219,8 +226,10 @@ class Search:
         resident = [_on("gpu")] * len(KINDS)
         moves = [[_on(tier) if k == kind else _on("gpu") for k in KINDS] for kind in KINDS for tier in lower]
         x = np.array([resident, *moves]).transpose(1, 2, 0)  # all at once
-        memory, phases = self._memory(policy, x, 1), self._phases(policy, x)
-        spread, shape = partial(np.broadcast_to, shape=x.shape[2:]), (len(KINDS), len(lower))
+        memory = self._memory(policy, x, 1)
+        phases = self._phases(policy, x)
+        spread = partial(np.broadcast_to, shape=x.shape[2:])
+        shape = (len(KINDS), len(lower))
         needed = np.array([spread(sum(memory[tier] for tier in room)) for room in rooms]).T
         bounds = [flows.bounds(self.profile.links, policy.overlap) for _, flows in phases]
         seconds = np.array([list(map(spread, each)) for each in bounds]).transpose(2, 0, 1)
@@ -299,14 +308,18 @@ class Search:
     def _memory(self, policy: Policy, x: Placed, holds_head: float) -> dict[str, float]:
         """Bytes needed of each tier that has a limit, at most what the plan says; `holds_head`: 1 if the device holds
         the vocabulary head, else 0."""
-        shapes, kv, W = self.shapes, self.shapes.kv, self.cost.streamed_bytes
+        shapes = self.shapes
+        kv = self.shapes.kv
+        W = self.cost.streamed_bytes
         count = min(policy.block_size, self.num_prompts)
         blocks = shapes.spec.layers * count
-        KV, A = blocks * (kv.kv_bytes + kv.meta_bytes), count * self.workload.longest * self.cost.hidden_bytes
+        KV = blocks * (kv.kv_bytes + kv.meta_bytes)
+        A = count * self.workload.longest * self.cost.hidden_bytes
         (wg, wc, wd), (cg, cc, cd), (ag, ac, ad) = x
         gpu = self._fixed_bytes(policy) + wg * W + cg * KV + ag * A
         # staging buffers: as large as an average layer, or the head where it streams, and as a KV block
-        layer, head = W / (shapes.spec.layers + 2), self._head_bytes
+        layer = W / (shapes.spec.layers + 2)
+        head = self._head_bytes
         gpu += double_buffers(policy.overlap) * (layer * (wc + wd) + max(0, head - layer) * (1 - holds_head))
         staged = min(count, policy.gpu_batch_size) * shapes.most_slots * kv.row_bytes
         gpu += kv_buffers(policy.overlap, False) * staged * (cc + cd)
@@ -367,7 +380,8 @@ class Search:
         found = self._improved(min(tried, key=self.score))
         if self.missing(found) == 0:
             return found
-        size, batches = smallest.gpu_batch_size, smallest.num_gpu_batches
+        size = smallest.gpu_batch_size
+        batches = smallest.num_gpu_batches
         if found.plan.missing():
             # what could be on several tiers is missed where it is cheapest
             least = min(tried, key=lambda c: [c.plan.missing().get(tier, 0) for tier in ("ram", *TIERS)])
@@ -404,7 +418,8 @@ def _least(short: float, freed: np.ndarray, costs: np.ndarray) -> np.ndarray:
     np.divide(costs, freed[..., None, None], out=rates, where=freed[..., None, None] > 0)
     rates = rates.min(axis=1)
     order = np.argsort(rates, axis=0)
-    rates, most = np.take_along_axis(rates, order, axis=0), most[order]
+    rates = np.take_along_axis(rates, order, axis=0)
+    most = most[order]
     moved = (short - (most.cumsum(axis=0) - most)).clip(0, most)
     return np.multiply(rates, moved, out=np.zeros_like(rates), where=moved > 0).sum(axis=0)
 

@@ -95,7 +95,8 @@ class ModelData:
         if self.compressed or all(map(self.is_dense, self.formats)):
             return []
         model = (self.formats, self.layers, self.torch_dtype, self.compute, self.in_blocks)
-        copied, shared = Decoding.of(*model), Decoding.of(*model, copies=False)
+        copied = Decoding.of(*model)
+        shared = Decoding.of(*model, copies=False)
         as_stored = Decoding(self.layers, {name: self.formats[name] for name in shared.formats})
         ways = [way for way in ([copied] if copied == shared else [copied, shared]) if way != as_stored]
         return [replace(self, layers=x.layers, formats=self.formats | x.formats, decoding=x) for x in ways]
@@ -132,10 +133,13 @@ class ModelData:
     @cached_property
     def tensor_bytes(self) -> dict[str, TensorBytes]:
         """By name, of all tensors."""
-        found, dtype, head = {}, self.torch_dtype, self.streamed[-1]
+        found = {}
+        dtype = self.torch_dtype
+        head = self.streamed[-1]
         for name, shape in (item for layer in self.layers for item in layer.shapes.items()):
             form, read = self.formats[name], self.read(name, name in head)
-            stored, other = form.nbytes(shape), form.is_dense and form != Dense(dtype)
+            stored = form.nbytes(shape)
+            other = form.is_dense and form != Dense(dtype)
             staging = {tier: staging_bytes(tier, form, shape, dtype, self.cuda, read) for tier in TIERS}
             found[name] = TensorBytes(in_memory(form, dtype).nbytes(shape), stored, staging, stored * other)
         return found
@@ -194,13 +198,15 @@ class Shapes(ModelData):
 
     def layouts(self, batches: list[int]) -> dict[tuple[int, int], KVLayout]:
         """The cache of every (layer, batch), for batches of these sizes."""
-        longest, gen_len = self.workload.longest, self.workload.gen_len
+        longest = self.workload.longest
+        gen_len = self.workload.gen_len
         return self.rule.layouts(self.spec, self.kv_format, [(n, longest) for n in batches], gen_len)
 
     @cached_property
     def kv(self) -> KVLayout:
         """The cache of one sequence in the average layer."""
-        longest, gen_len = self.workload.longest, self.workload.gen_len
+        longest = self.workload.longest
+        gen_len = self.workload.gen_len
         return self.rule.layout(self.spec, self.kv_format, 1, longest, gen_len)
 
     @cached_property

@@ -73,7 +73,8 @@ class Flows(NamedTuple):
         read, write, to_gpu, from_gpu = self.total.seconds(links)
         # a link that is slower beside compute has this much left to do afterwards
         left = {name: link.slowed_by_compute * self.compute for name, link in links.items()}
-        cache, early = self.cache_in.seconds(links), self.cache_beside_matmuls.seconds(links)
+        cache = self.cache_in.seconds(links)
+        early = self.cache_beside_matmuls.seconds(links)
         return [
             self.compute + self.total.compute_seconds(links),
             read + write + left["disk_to_cpu"],

@@ -23,7 +23,8 @@ from h2o_flexgen.sizes import (
 )
 
 #: a transformer block, which stands for all, and the head, among the layers
-_DECODER, _HEAD = -2, -1
+_DECODER = -2
+_HEAD = -1
 #: tensors of the inner width that an activation function holds at its peak; others, composed of many steps, up to 4
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
 #: bytes of an element of x as codes, and as a matmul in int8 takes these; on CUDA with what makes them
@@ -51,8 +52,11 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
 def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
     """Bytes of a micro-batch of `tokens` tokens, of prompts of up to `P` behind `held` that caches hold, in one
     transformer block."""
-    spec, size = shapes.spec, shapes.itemsize
-    E, Q, KV = spec.hidden, spec.query_width, spec.kv_width
+    spec = shapes.spec
+    size = shapes.itemsize
+    E = spec.hidden
+    Q = spec.query_width
+    KV = spec.kv_width
     inner = spec.inner * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
     mlp = tokens * (3 * E + inner) * size + max(_widened_bytes(shapes, tokens), _int8_bytes(shapes, tokens))
     # hidden states, normed, and the sum; queries, keys, values, and the context
@@ -90,7 +94,9 @@ def chunk_bytes(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
 
 
 def _chunk_elements(shapes: Shapes, tokens: int, P: int, held: int) -> int:
-    chunk, spec, keys = min(QUERY_CHUNK[shapes.device], P), shapes.spec, P + held
+    chunk = min(QUERY_CHUNK[shapes.device], P)
+    spec = shapes.spec
+    keys = P + held
     most = max(CHUNK_ELEMENTS[shapes.device], spec.groups * chunk * keys)
     return min(tokens * keys // P * spec.heads * chunk, most)
 
@@ -113,7 +119,8 @@ def _int8_bytes(shapes: Shapes, rows: int, layer: int = _DECODER) -> int:
     matrices = {name: shape for name, shape in shapes.streamed[layer].items() if shapes.in_int8(name)}
     if not matrices:
         return 0
-    rows, sizes = min(rows, INT8_ROWS) + OUTLIER_COLUMNS, []
+    rows = min(rows, INT8_ROWS) + OUTLIER_COLUMNS
+    sizes = []
     tiles_only = not shapes.cuda and always_tiles()
     for name, shape in matrices.items():
         out = _slice(shapes, name) if layer == _HEAD else shape[0]
@@ -146,7 +153,8 @@ def _sliced_bytes(shapes: Shapes, rows: int) -> int:
 
 def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     """`rows` go through the matmuls together, `batch` of them through attention."""
-    spec, size = shapes.spec, shapes.itemsize
+    spec = shapes.spec
+    size = shapes.itemsize
     slots = shapes.most_slots
     scores = batch * spec.heads * slots
     # a few heads in float32, or rotated

@@ -33,7 +33,8 @@ LAYER_MATMULS = 7
 #: a matrix that is this many times taller than wide is a vocabulary head
 HEAD_RATIO = 16
 #: head sizes of attention, with WIDTH elements in all heads together
-HEAD_DIMS, WIDTH = (64, 128), 1024
+HEAD_DIMS = (64, 128)
+WIDTH = 1024
 #: in attention over a cache, to each prompt in attention over prompts, which is as much work
 SEQUENCES = 16
 
@@ -107,7 +108,8 @@ def call_seconds(device: Device, work: Callable[[], object], scale: Scale, cold:
     caches."""
     other = device.buffer(scale.cold_bytes if cold else 0)
     work()
-    times, end = [], time.perf_counter() + scale.call_seconds
+    times = []
+    end = time.perf_counter() + scale.call_seconds
     while not times or time.perf_counter() < end:
         other.add_(1)
         device.synchronize()
@@ -185,7 +187,8 @@ def matmul_call(
     turn = cycle(weights)
     x = torch.randn(rows, shape[1], device=device.torch_device).to(dtype)
     if is_head(shape):
-        params, draws = [SamplingParams()] * rows, [(row, 0) for row in range(rows)]
+        params = [SamplingParams()] * rows
+        draws = [(row, 0) for row in range(rows)]
         return lambda: sample(linear(x, next(turn)), params, draws)
     return lambda: linear(x, next(turn)).relu_()
 
@@ -272,7 +275,8 @@ def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, s
     work = {dim: case.work(device, dtype, phase) for dim, case in cases.items()}
     first = HEAD_DIMS[0]
     short = replace(cases[first], batch=scale.sequences * SEQUENCES, tokens=scale.short)
-    short_taken, short_work = of_head(short), short.work(device, dtype, phase)
+    short_taken = of_head(short)
+    short_work = short.work(device, dtype, phase)
     slope = beyond(taken[first], short_taken) / (work[first] - short_work)
     constant = max(0.0, short_taken - slope * short_work)
     rates = {dim: work[dim] / beyond(taken[dim], constant) for dim in HEAD_DIMS}
@@ -282,7 +286,9 @@ def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, s
 
 def attention_call(device: Device, dtype: torch.dtype, phase: str, case: Attention) -> Callable[[], object]:
     """Attention over prompts, of tensors as they come out of the matmuls, or of one token over a cache that is full."""
-    layout, rule, tokens = case.layout(dtype), case.rule, case.tokens if phase == "prefill" else 1
+    layout = case.layout(dtype)
+    rule = case.rule
+    tokens = case.tokens if phase == "prefill" else 1
     kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
     shapes = [(case.batch, tokens, heads, case.head_dim) for heads in (case.heads * case.group, case.heads, case.heads)]
     q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype).transpose(1, 2) for shape in shapes)

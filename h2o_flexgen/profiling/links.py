@@ -45,7 +45,8 @@ def measure_links(device: Device, dtype: torch.dtype, offload_root: Path, scale:
     largest_square = max(shape for shape in shapes_with_room(device, dtype, scale) if shape[0] == shape[1])
     work = layer_call(device, dtype, largest_square, COMPUTE_ROWS, scale.weight_bytes)
     folder = OffloadFolder(offload_root)
-    io, queue = DiskIO(), TransferQueue(device, "measure")
+    io = DiskIO()
+    queue = TransferQueue(device, "measure")
     try:
         jobs = _jobs(device, io, folder.file("measure", scale.file_bytes), scale)
         work()  # once before it is timed
@@ -60,7 +61,8 @@ def measure_links(device: Device, dtype: torch.dtype, offload_root: Path, scale:
 
 def _link(name: str, times: dict[tuple[str, str], Times], scale: Scale) -> Link:
     """A request costs what the bytes of a small transfer do not explain."""
-    large, small = times["large", name], times.get(("small", name))
+    large = times["large", name]
+    small = times.get(("small", name))
     link = Link(1 / large.alone, large.lost, max(0.0, 1 - large.alone / large.beside))
     if small is None:
         return link
@@ -71,14 +73,18 @@ def _link(name: str, times: dict[tuple[str, str], Times], scale: Scale) -> Link:
 
 def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str], Callable[[], int]]:
     """Jobs for a transfer queue by (size, link), each of which returns how much it has moved: bytes, or transfers."""
-    buffer, host = device.buffer(scale.transfer_bytes), device.host_buffer(scale.transfer_bytes)
+    buffer = device.buffer(scale.transfer_bytes)
+    host = device.host_buffer(scale.transfer_bytes)
     for tensor in (host, buffer):
         tensor.fill_(1)
-    data, starts, numbers = as_numpy(host), range(0, scale.file_bytes, scale.transfer_bytes), count()
+    data = as_numpy(host)
+    starts = range(0, scale.file_bytes, scale.transfer_bytes)
+    numbers = count()
 
     def again(seconds: float, once: Callable[[], int]) -> int:
         """At least once, until the seconds have passed: what it has moved."""
-        ended, moved = _after(seconds), once()
+        ended = _after(seconds)
+        moved = once()
         while not ended():
             moved += once()
         return moved
@@ -120,7 +126,8 @@ def _times(
 
 def _timed(queue: TransferQueue, job: Callable[[], int], compute: Callable = lambda ended: 0.0) -> tuple[float, float]:
     """Seconds for each thing that a job moves, and the calls per second of what computes until it has ended."""
-    start, ends = time.perf_counter(), []
+    start = time.perf_counter()
+    ends = []
     future = queue.submit(lambda: ends.append((job(), time.perf_counter())))
     calls = compute(future.done)
     future.result()
@@ -130,7 +137,8 @@ def _timed(queue: TransferQueue, job: Callable[[], int], compute: Callable = lam
 
 def _calls_per_second(device: Device, work: Callable[[], object], ended: Callable[[], bool]) -> float:
     """Of calls one after the other, until `ended`."""
-    done, start = 0, time.perf_counter()
+    done = 0
+    start = time.perf_counter()
     while not (done and ended()):
         work()
         finish(device.record())  # not the copies beside it

@@ -61,7 +61,8 @@ def job_dtype(
 def load_or_measure_kernels() -> KernelRates:
     """What was measured before if machine and versions are the same, else anew. Rates measured beside programs that
     kept the CPU busy are not kept."""
-    path, origin = kept_file("kernels"), here()
+    path = kept_file("kernels")
+    origin = here()
     try:
         return KernelRates.from_dict(read_kept(path, origin)["rates"])
     except (KeyError, TypeError, ValueError, AttributeError):  # there is none, or it is damaged
@@ -113,7 +114,8 @@ def measure(
     scale = scale or (CUDA if device.is_cuda else Scale())
     if device.is_cuda and not device.workspace_bytes:
         device.start(None)
-    before, baseline = scheduled(), memory.baseline()
+    before = scheduled()
+    baseline = memory.baseline()
     passes = []
     try:
         for _ in bar(range(scale.passes), "measuring this machine, once", unit="passes", show=progress):
