@@ -11,6 +11,9 @@ from pathlib import Path
 
 #: bytes that libraries and the allocator hold beside tensors once they compute: 20 to 70 MiB
 LIBRARIES = 48 << 20
+#: oneDNN keeps what it compiled for each shape of a matmul, 1,024 of them by default. With every row that ends there is
+#: another, hundreds of MiB in all that no plan counts; a pass needs about twenty. Read before the first matmul.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "48")
 #: mallopt's names for two of its parameters, and the bytes they are set to
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
