@@ -73,10 +73,9 @@ def run(job: dict) -> dict:
         return run_answers(job)
     prompts = random_prompts(job["rows"], job["prompt_len"], job["shared"], job["seed"])
     policy = Policy(**job["policy"])
-    given = dict(dtype=job["dtype"], compute=job["compute"], offload_dir=job["scratch"], progress=False)
     h2o_flexgen.llm.Sampler = LotSampler
     LotSampler.length_of = staticmethod(lambda row: job["most"])
-    with LLM(job["model"], policy, **given) as llm:
+    with opened(job, policy) as llm:
         # the first block compiles loops and fills caches
         llm.generate(prompts[: policy.block_size], SamplingParams(max_tokens=2, ignore_eos=True))
         LotSampler.length_of = staticmethod(lambda row: drawn(job["draw"], job["seed"], row, job["most"]))
@@ -85,6 +84,11 @@ def run(job: dict) -> dict:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=job["most"], ignore_eos=True))
         wall_seconds = time.perf_counter() - begin
         return figures(llm.report, [out.outputs[0].token_ids for out in outputs]) | {"wall_seconds": wall_seconds}
+
+
+def opened(job: dict, policy: Policy) -> LLM:
+    given = dict(dtype=job["dtype"], compute=job["compute"], offload_dir=job["scratch"], progress=False)
+    return LLM(job["model"], policy, **given)
 
 
 def run_answers(job: dict) -> dict:
@@ -99,8 +103,7 @@ def run_answers(job: dict) -> dict:
     ]
     policy = Policy(**job["policy"])
     how = {"first_scored": job["prompt_len"]} if "first_scored" in inspect.signature(LLM.score).parameters else {}
-    given = dict(dtype=job["dtype"], compute=job["compute"], offload_dir=job["scratch"], progress=False)
-    with LLM(job["model"], policy, **given) as llm:
+    with opened(job, policy) as llm:
         llm.score(texts[: policy.block_size], **how)
         begin = time.perf_counter()
         scores = llm.score(texts, **how)

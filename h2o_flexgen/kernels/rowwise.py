@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.attention import by_loops
 from h2o_flexgen.loops import threads
 from h2o_flexgen.loops.threads import float_array, in_threads
 from h2o_flexgen.sizes import WIDENED_ELEMENTS
@@ -55,7 +56,7 @@ def prepare(dtype: torch.dtype) -> None:
 
 
 def _by_loops(*tensors: Tensor) -> bool:
-    return all(x.device.type == "cpu" and x.is_contiguous() for x in tensors) and threads.compiled() is not None
+    return all(by_loops(x.device) and x.is_contiguous() for x in tensors)
 
 
 def _each_row(loop: Callable[..., None], like: Tensor, *arrays) -> None:
