@@ -125,6 +125,10 @@ def told(report: dict, texts: list[dict]) -> dict:
         "policy": policy_text(report["policy"]),
         "computes_in": report["dtype"],
     }
+    if predicted := report.get("predicted"):  # for the lengths that came
+        found["predicted_over_measured"] = (predicted["prefill_seconds"] + predicted["decode_seconds"]) / found[
+            "seconds"
+        ]
     return found | {name: value for name in WORK if (value := find(report, name)) is not None}
 
 

@@ -465,13 +465,15 @@ def real_jobs(data: dict) -> str:
         rates = {True: 0.0, False: 0.0}
         for run in fastest(runs_of(data, job)):
             ran = f"{(run['tokens'] - run['rows']) / run['row_steps']:.0%}" if run.get("row_steps") else ""
-            lines.append(run | {"about": about, "setting": places_text(run), "ran": ran})
+            guess = f"{run['predicted_over_measured']:.2f}" if "predicted_over_measured" in run else ""
+            lines.append(run | {"about": about, "setting": places_text(run), "ran": ran, "guess": guess})
             rates[is_ours(run["system"])] = max(rates[is_ours(run["system"])], run["rows_per_s"])
         if all(rates.values()):
             gains.append(f"{job} {rates[True] / rates[False]:.2f}x")
     header = "job | system | setting | rows/s | tokens/s | seconds | whole command, s | tokens | row-steps that ran"
+    header += " | predicted / measured"
     template = "{job}: {about} | {system} | {setting} | {rows_per_s:.2f} | {tokens_per_s:.1f} | {seconds:.1f} | "
-    template += "{command_seconds:.1f} | {tokens} | {ran}"
+    template += "{command_seconds:.1f} | {tokens} | {ran} | {guess}"
     told = [f"Rows/s of the fastest of ours over llama-server's: {', '.join(gains)}."] if gains else []
     told += sorted({f"llama-server is that of {run['version']}." for run in data["runs"] if "version" in run})
     return "\n\n".join([columns(lines, header, template), *told])
