@@ -167,8 +167,8 @@ def test_the_table_has_each_system_at_its_best():
     ours = ran("chat", "ours", 4.0, command_seconds=7.0, policy="4 x 1", row_steps=72)
     data = {"jobs": {"chat": "questions", "label": "texts"}, "runs": [*theirs, ours]}
     _, _, peer, our, _, gain, _, version = tables.real_jobs(data).splitlines()
-    assert peer == "| chat: questions | llama-server | 8 places | 0.67 | 6.7 | 6.0 |  | 40 |  |"
-    assert our == "| chat: questions | ours | 4 x 1 | 1.00 | 10.0 | 4.0 | 7.0 | 40 | 50% |"
+    assert peer == "| chat: questions | llama-server | 8 places | 0.67 | 6.7 | 6.0 |  | 40 |  |  |"
+    assert our == "| chat: questions | ours | 4 x 1 | 1.00 | 10.0 | 4.0 | 7.0 | 40 | 50% |  |"
     assert gain == "Rows/s of the fastest of ours over llama-server's: chat 1.50x."
     assert version == "llama-server is that of llama.cpp 1."
     assert "| chat | 8 places | 6.0 | 25% | 0.2 |" in tables.real_jobs_tried(data)
