@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from bench.rows import DEMO
 from h2o_flexgen.models.registry import family, named_config, spec_of
 from h2o_flexgen.models.source import find_model
-from h2o_flexgen.offload.dummy import DummyCheckpoint
+from h2o_flexgen.storage.dummy import DummyCheckpoint
 
 #: bytes of a shard
 SHARD = 1 << 30

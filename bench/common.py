@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
-from h2o_flexgen.files import cache_root, rounded, to_json
 from h2o_flexgen.profiling import machine as profiled
+from h2o_flexgen.utils.files import cache_root, rounded, to_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
@@ -171,7 +171,7 @@ def busy_seconds() -> tuple[float, float]:
 
 def measure_machine(path: Path) -> Path:
     """Write a hardware profile of this machine, as the policy search reads it."""
-    subprocess.run([sys.executable, "-m", "h2o_flexgen.hardware", "-o", str(path)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "h2o_flexgen.commands.hardware", "-o", str(path)], cwd=ROOT, check=True)
     return path
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from h2o_flexgen import LLM, KVBudget, cli
+from h2o_flexgen import LLM, KVBudget
+from h2o_flexgen.commands import options
 from h2o_flexgen.evaluation import perplexity
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.evaluation.passages import passages_of, read_source
 from h2o_flexgen.evaluation.settings import Setting
-from h2o_flexgen.files import rounded, to_json, write_text
 from h2o_flexgen.policy import DEFAULT_RULE
+from h2o_flexgen.utils.files import rounded, to_json, write_text
 
 #: (weights, matmuls): caches, each a format and slots; None: floats, all tokens. The file's own weights come first
 #: with a full cache of floats: the exact model. 204 slots of 16 bits have the bytes of 378 in int8, and of 478 in int4.
@@ -50,7 +51,7 @@ def setting_of(compress_cache: str | None, slots: int | None) -> Setting:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = cli.Parser("python -m bench.format_losses", "Measure what fewer bits cost in quality.")
+    parser = options.Parser("python -m bench.format_losses", "Measure what fewer bits cost in quality.")
     parser.add_argument("text", metavar="TEXT")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--output", required=True)
@@ -58,4 +59,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main(make_parser(), run, None))
+    sys.exit(options.main(make_parser(), run, None))

@@ -15,14 +15,14 @@ from statistics import median
 
 import torch
 
-from h2o_flexgen import cli
-from h2o_flexgen.compression import COMPRESSED, cache_format
+from h2o_flexgen.commands import options
 from h2o_flexgen.evaluation.origin import origin
-from h2o_flexgen.files import rounded, to_json, write_text
 from h2o_flexgen.formats import GGUF, Int4, Int8, KVFormat
+from h2o_flexgen.formats.forms import COMPRESSED, cache_format
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.attention import cached_attention
 from h2o_flexgen.kernels.int8 import KERNELS, Int8Weight, can_pack, int8_linear, pack, prepare, takes_blocks
+from h2o_flexgen.utils.files import rounded, to_json, write_text
 
 #: (out, in) of the matrices; rows of activations; a few columns of these are far larger than the rest, as in a model
 SHAPES, ROWS = ((16384, 4096), (4096, 16384), (8192, 2048), (2048, 8192)), (8, 32, 128, 512)
@@ -119,10 +119,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = cli.Parser("python -m bench.format_rates", "Time matmuls in int8, and the decoding of weights.")
+    parser = options.Parser("python -m bench.format_rates", "Time matmuls in int8, and the decoding of weights.")
     parser.add_argument("--output", required=True)
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main(make_parser(), run, None))
+    sys.exit(options.main(make_parser(), run, None))

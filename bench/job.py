@@ -43,7 +43,7 @@ class Job:
     @property
     def room(self) -> int:
         """Bytes of RAM that a system may plan with."""
-        from h2o_flexgen.offload.memory import ram_in_all
+        from h2o_flexgen.machine.memory import ram_in_all
 
         return self.ram_bytes or int(0.8 * ram_in_all())
 

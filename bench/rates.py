@@ -14,8 +14,8 @@ from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import linear, rates
 from h2o_flexgen.kernels.rates import INT8
-from h2o_flexgen.offload.device import Device, as_numpy
-from h2o_flexgen.offload.disk import DiskIO, File, wait
+from h2o_flexgen.machine.device import Device, as_numpy
+from h2o_flexgen.storage.disk import DiskIO, File, wait
 
 REQUEST = 64 << 20
 MOST_BYTES = 2 << 30

@@ -20,17 +20,18 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from h2o_flexgen import LLM, cli
+from h2o_flexgen import LLM
+from h2o_flexgen.commands import options
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.evaluation.passages import Passage, passages_of, read_source
 from h2o_flexgen.evaluation.settings import make_settings, measure_each
-from h2o_flexgen.files import read_json, rounded, to_json, write_text
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.kv_cache.fixed_rule import FixedRule
 from h2o_flexgen.kv_cache.mean import MeanAttentionCache
 from h2o_flexgen.kv_cache.smoothed import SmoothedCache
 from h2o_flexgen.kv_cache.value_norm import ValueNormCache
+from h2o_flexgen.utils.files import read_json, rounded, to_json, write_text
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def perplexities(llm: LLM, passages: list[list[Passage]]) -> tuple[int, Callable
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = cli.Parser("python -m bench.rule_ideas", "Measure ideas for cache rules.")
+    parser = options.Parser("python -m bench.rule_ideas", "Measure ideas for cache rules.")
     parser.add_argument("texts", nargs="+", metavar="TEXT")
     parser.add_argument("--slots", type=int, default=204)
     parser.add_argument("--windows", type=int, default=8)
@@ -197,4 +198,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main(make_parser(), run, None))
+    sys.exit(options.main(make_parser(), run, None))

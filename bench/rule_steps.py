@@ -12,11 +12,12 @@ import sys
 from collections import defaultdict
 from statistics import median
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, cli
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen.commands import options
 from h2o_flexgen.evaluation.origin import origin
-from h2o_flexgen.files import rounded, to_json, write_text
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import RULES
+from h2o_flexgen.utils.files import rounded, to_json, write_text
 
 #: sequences, tokens of their prompts, and decode steps that are timed
 SEQUENCES, PROMPT, STEPS = 8, 224, 32
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = cli.Parser("python -m bench.rule_steps", "Time a decode step with each cache rule.")
+    parser = options.Parser("python -m bench.rule_steps", "Time a decode step with each cache rule.")
     parser.add_argument("--slots", type=int, default=204)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", required=True)
@@ -49,4 +50,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main(make_parser(), run, None))
+    sys.exit(options.main(make_parser(), run, None))

@@ -93,7 +93,7 @@ class Runner:
     def prepare(self, job: Job) -> None:
         """What is neither timed nor capped: ours measures the machine, DeepSpeed compiles its operators."""
         if job.system == "ours":
-            argv = [sys.executable, "-m", "h2o_flexgen.plan", "--model", job.model, "--device", job.device]
+            argv = [sys.executable, "-m", "h2o_flexgen.commands.plan", "--model", job.model, "--device", job.device]
             env = os.environ | {"H2O_FLEXGEN_HOME": str(self.home)}
             print("measuring this machine", flush=True)
             argv += ["--offload-dir", str(self.scratch)]

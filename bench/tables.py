@@ -226,8 +226,8 @@ TABLES = {
     "format_rates": (
         "{threads} threads, TOP/s.\n\n",
         "rows",
-        "out x in | rows | `_int_mm` alone | int8, native | turned | packed | the best of these / `_int_mm` | bf16",
-        "{shape} | {rows} | {tops[_int_mm]:.2f} | {tops[native]:.2f} | {tops[turned]:.2f} | {tops[packed]:.2f} | "
+        "out x in | rows | `_int_mm` alone | int8, native | transposed | packed | the best of these / `_int_mm` | bf16",
+        "{shape} | {rows} | {tops[_int_mm]:.2f} | {tops[native]:.2f} | {tops[transposed]:.2f} | {tops[packed]:.2f} | "
         "{of_int_mm:.2f} | {tops[bf16]:.2f}",
     ),
     "format_rates_avx2": (

@@ -9,7 +9,7 @@ _MODULES = {
     "LLM": "llm",
     "CompletionOutput": "llm",
     "KVBudget": "policy",
-    "Losses": "losses",
+    "Losses": "planning.losses",
     "Policy": "policy",
     "RequestOutput": "llm",
     "SamplingParams": "engine.params",

@@ -1,5 +1,5 @@
 import sys
 
-from h2o_flexgen.main import main
+from h2o_flexgen.commands.main import main
 
 sys.exit(main(prog="python -m h2o_flexgen"))

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
-from h2o_flexgen.compression import cache_formats
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.messages import Conversation, checked_kwargs, is_conversation
 from h2o_flexgen.engine.model import Prompt, load_model
@@ -24,23 +23,28 @@ from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import dtype_name
+from h2o_flexgen.formats.forms import cache_formats
 from h2o_flexgen.kernels import rowwise
 from h2o_flexgen.kernels.linear import takes_in_blocks
 from h2o_flexgen.kv_cache.full import prepare_cache
-from h2o_flexgen.losses import Losses
+from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.models.repository import with_revision
-from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import default_root
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
+from h2o_flexgen.planning.execution_plan import ExecutionPlan
+from h2o_flexgen.planning.losses import Losses
 from h2o_flexgen.planning.memory import Resources
-from h2o_flexgen.planning.planner import Choice, Planner, check_cpu_cap
-from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.planner import Planner, check_cpu_cap
 from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.planning.shapes import ModelData
+from h2o_flexgen.planning.workload import WINDOW, WINDOW_BLOCKS, Workload
 from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.measure import job_dtype, kept_profile, load_or_measure
 from h2o_flexgen.session import Session, choose
-from h2o_flexgen.sizes import STREAM_CHUNK, WINDOW, WINDOW_BLOCKS, Workload
+from h2o_flexgen.storage.disk import default_root
+
+#: tokens of a stream that are read at once
+STREAM_CHUNK = 256
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
 
@@ -76,7 +80,7 @@ class LLM:
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, prefill_tokens, overlap, cpu_cache_compute: given ones are not searched by
             policy "auto".
-        hardware: a profile as `python -m h2o_flexgen.hardware` writes it, instead of measuring.
+        hardware: a profile as `python -m h2o_flexgen.commands.hardware` writes it, instead of measuring.
         max_latency: the most seconds that a block may take, for policy "auto".
         min_hh_ratio: the floor of kv_budget "auto".
         chat_template_kwargs: variables of the model's chat template, such as {"enable_thinking": False}.
@@ -144,7 +148,7 @@ class LLM:
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
         self.progress = progress
         self.observer = observer or Observer()
-        self.choice: Choice | None = None
+        self.choice: ExecutionPlan | None = None
         self.report: dict = {}
         self.expect_len: float | None = None
 

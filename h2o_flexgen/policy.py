@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import read_json
+from h2o_flexgen.utils.files import read_json
 
 TIERS = ("gpu", "cpu", "disk")
 #: what is placed

@@ -1,31 +1,8 @@
-"""Command line: find the policy with the highest predicted throughput, or predict a given one. Runs no model.
+"""`python -m h2o_flexgen.policy_search`: the historical name of `h2o-flexgen search`."""
 
-h2o-flexgen search --model facebook/opt-30b --prompt-len 512 --gen-len 32 --hh-ratio 0.2
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
 
-from h2o_flexgen import cli
-from h2o_flexgen.plan import add_options, run
-
-
-def make_parser(prog: str = "python -m h2o_flexgen.policy_search") -> argparse.ArgumentParser:
-    description = "Find the policy with the highest predicted throughput for a model, a job and a machine."
-    parser = cli.Parser(prog, description)
-    add = parser.add_argument_group("job").add_argument
-    cli.add_model_options(add, "only the config is fetched", required=True)
-    add_options(parser, add, "as many as the largest block takes")
-    parser.set_defaults(search=True, path=None)
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code, as `cli.main` says."""
-    return cli.main(make_parser(), run, argv)
-
+from h2o_flexgen.commands.search import main
 
 if __name__ == "__main__":
     sys.exit(main())

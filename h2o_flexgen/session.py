@@ -15,15 +15,16 @@ from h2o_flexgen.engine.outputs import CompletionOutput, completion, text_of
 from h2o_flexgen.engine.params import SamplingParams, check_stop, params_of_each
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.stop import PARTIAL
-from h2o_flexgen.engine.streams import Told
+from h2o_flexgen.engine.streams import StreamingSampler
 from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.kv_cache import layer_losses, rule_for
 from h2o_flexgen.models.rope import rollable
+from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.memory import Resources
-from h2o_flexgen.planning.planner import Choice, Planner
+from h2o_flexgen.planning.planner import Planner
+from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import KVBudget, Policy, gib
-from h2o_flexgen.sizes import Workload
 
 #: more than a compressed cache is smaller than one in floats
 MOST_COMPRESSED = 8
@@ -46,7 +47,7 @@ class Session:
         model: LoadedModel,
         runner: Runner,
         turns: Turns,
-        choice: Choice,
+        choice: ExecutionPlan,
         count: int | None,
         most: int | None,
     ):
@@ -188,8 +189,8 @@ class Session:
         self._check_lengths(ids, params)
         for row in ids:
             self._ends[row] = self.model.eos_ids.union(params[row].stop_token_ids)
-        tell = Pieces(self.model.tokenizer, on_text) if on_text else lambda sequences: None
-        sampler = Told(self.model.eos_ids, self.model.tokenizer, tell)
+        tell = TextStreamer(self.model.tokenizer, on_text) if on_text else lambda sequences: None
+        sampler = StreamingSampler(self.model.eos_ids, self.model.tokenizer, tell)
         found = {}
         if ids:
             with self._runner.guard():
@@ -206,7 +207,7 @@ class Session:
         return each if self._is_list else each[0]
 
 
-class Pieces:
+class TextStreamer:
     """Hands texts on as their tokens come, in whole characters."""
 
     def __init__(self, tokenizer, on_text: OnText):
@@ -233,7 +234,7 @@ def choose(
     count: int,
     position_rolling: bool | None,
     chunk: int,
-) -> tuple[Choice, int | None]:
+) -> tuple[ExecutionPlan, int | None]:
     """What runs a session of `count` streams, and the most tokens of a stream, None if there is no end. The arguments
     are those of `LLM.session`; a policy gets as many batches as the streams need.
 
@@ -262,9 +263,10 @@ def choose(
         raise UserError("`kv_rule`: `layers` shares out the slots of texts of a known length, which a stream has not")
     slots = sum(kv_budget.slots(positions))
     room = max(1, positions - slots) if position_rolling else positions  # the planner refuses slots that leave none
-    one = Workload((min(chunk, room),), gen_len=slots + 2, held=min(slots, positions))
+    one = Workload((min(chunk, room),), gen_len=slots + 2, cached_len=min(slots, positions))
     kv_budget = replace(kv_budget, position_rolling=bool(position_rolling))
-    _check_count(count, planner.model.shapes(rule_for(kv_budget, one, spec), one).kv_bytes, resources)
+    rule = rule_for(kv_budget, one.longest, one.gen_len, spec)
+    _check_count(count, planner.model.shapes(rule, one).kv_bytes, resources)
     workload = replace(one, prompt_lens=one.prompt_lens * count)
     choice = planner.choose(workload, resources, policy, kv_budget, compress_cache)
     if choice.rule.growth != "fixed":

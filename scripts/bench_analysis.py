@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 from PIL import Image  # noqa: E402  comes with matplotlib
 
 from bench import common  # noqa: E402
-from h2o_flexgen import analyse  # noqa: E402
+from h2o_flexgen.commands import analyse  # noqa: E402
 
 PLOT = ROOT / "docs" / "analysis.png"
 #: of the plot: a quarter of the bytes, to be kept in the repository

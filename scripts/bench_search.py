@@ -23,14 +23,14 @@ sys.path.insert(0, str(ROOT))
 from bench import common  # noqa: E402
 from bench.systems.ours import policy_text  # noqa: E402
 from h2o_flexgen.kv_cache import rule_for  # noqa: E402
+from h2o_flexgen.machine.profile import Profile  # noqa: E402
 from h2o_flexgen.models.registry import named_spec  # noqa: E402
 from h2o_flexgen.planning.memory import Resources  # noqa: E402
 from h2o_flexgen.planning.planner import Planner  # noqa: E402
-from h2o_flexgen.planning.profile import Profile  # noqa: E402
 from h2o_flexgen.planning.search import Constraints, Search  # noqa: E402
 from h2o_flexgen.planning.shapes import ModelData  # noqa: E402
+from h2o_flexgen.planning.workload import Workload  # noqa: E402
 from h2o_flexgen.policy import MARGIN, KVBudget, Policy  # noqa: E402
-from h2o_flexgen.sizes import Workload  # noqa: E402
 
 T4 = ROOT / "policies" / "hardware" / "t4-16gb.json"
 TIERS = ("gpu", "cpu", "disk")
@@ -102,7 +102,7 @@ def search(
     resources = replace(resources, limits=resources.limits | (limits or {}))
     data = ModelData.of(spec, profile.dtype, stored, cuda=profile.device == "cuda", dummy=dummy)
     workload = Workload((length,) * count, gen_len)
-    rule = rule_for(None if ratio is None else KVBudget.from_ratio(ratio), workload, spec)
+    rule = rule_for(None if ratio is None else KVBudget.from_ratio(ratio), workload.longest, workload.gen_len, spec)
     return Planner({None: data}, Constraints(one_block=one_block), profile).search(rule, workload, resources)
 
 

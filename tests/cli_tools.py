@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from h2o_flexgen import flex_opt
+from h2o_flexgen.commands import generate as generating
 from h2o_flexgen.models.registry import family, spec_of
 
 TINY = {
@@ -89,7 +89,7 @@ def percent(six: tuple) -> tuple:
 
 def environment(**changes: str) -> dict[str, str]:
     """For a process of its own: this repository's package, one thread, no network, no CUDA."""
-    root = str(Path(flex_opt.__file__).resolve().parent.parent)
+    root = str(Path(generating.__file__).resolve().parent.parent.parent)
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return env | {"CUDA_VISIBLE_DEVICES": ""} | changes
 
@@ -99,7 +99,13 @@ def command(*argv) -> list[str]:
 
 
 #: the command, with a line of progress for every step
-TALKING = "import sys; from h2o_flexgen import flex_opt, progress; progress.LINE_SECONDS = 0; sys.exit(flex_opt.main())"
+TALKING = """
+import sys
+from h2o_flexgen.commands import generate
+from h2o_flexgen.utils import progress
+progress.LINE_SECONDS = 0
+sys.exit(generate.main())
+"""
 
 
 def start(*argv, **changes: str) -> subprocess.Popen:
@@ -167,7 +173,7 @@ def cli(capfd, tmp_path, monkeypatch):
 
     def run(*argv) -> tuple[int, str, str]:
         capfd.readouterr()
-        code = flex_opt.main([str(a) for a in argv])
+        code = generating.main([str(a) for a in argv])
         return code, *capfd.readouterr()
 
     return run

@@ -10,7 +10,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from h2o_flexgen.interrupts import STOPPING  # noqa: E402
+from h2o_flexgen.utils.interrupts import STOPPING  # noqa: E402
 
 tqdm.monitor_interval = 0  # its thread comes with the first bar of a process: tests count threads
 settings.register_profile("exact", deadline=None, derandomize=True, max_examples=100)
@@ -94,7 +94,7 @@ def no_measuring(monkeypatch):
     """Policy "auto" searches on a machine that was never measured: measuring takes a minute."""
     import machines
 
-    for module in ("llm", "forecast"):
+    for module in ("llm", "profiling.measure"):
         monkeypatch.setattr(f"h2o_flexgen.{module}.load_or_measure", lambda *a: machines.laptop())
 
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.kernels.rates import HALF_TYPES, ROWS, KernelRates
 from h2o_flexgen.kv_cache import rule_for
+from h2o_flexgen.machine.profile import AttentionRates, Link, Profile
 from h2o_flexgen.models.registry import named_spec
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.planner import Planner
-from h2o_flexgen.planning.profile import AttentionRates, Link, Profile
 from h2o_flexgen.planning.search import Constraints, Search
 from h2o_flexgen.planning.shapes import ModelData
+from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import GIB, TIERS, KVBudget
-from h2o_flexgen.sizes import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 T4 = Profile.from_file(ROOT / "policies" / "hardware" / "t4-16gb.json")
@@ -121,7 +121,7 @@ def search(
     workload = Workload((prompt_len,) * prompts, gen_len)
     planner = planner_of(profile, model, **constraints)
     budget = None if hh_ratio is None else KVBudget.from_ratio(hh_ratio)
-    rule = rule_for(budget, workload, planner.model.spec)
+    rule = rule_for(budget, workload.longest, workload.gen_len, planner.model.spec)
     return planner.search(rule, workload, Resources.of(profile, caps))
 
 

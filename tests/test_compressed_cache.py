@@ -11,16 +11,17 @@ import zoo
 from cli_tools import FP32, write_prompts
 from machines import laptop, planner_of
 
-from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError, plan
-from h2o_flexgen.compression import cache_format
+from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError
+from h2o_flexgen.commands import plan
+from h2o_flexgen.compiled import threads
+from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kv_cache import RULES, make_rule
 from h2o_flexgen.kv_cache.rule import Rows
-from h2o_flexgen.loops import threads
 from h2o_flexgen.models.registry import read_spec
 from h2o_flexgen.planning.budget import BudgetPoint, largest_free
 from h2o_flexgen.planning.memory import Resources
+from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import given_policy
-from h2o_flexgen.sizes import Workload
 
 pytest_plugins = ["cli_tools"]
 

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from h2o_flexgen import copies
-from h2o_flexgen.copies import RECORD, SMALL, converted
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import PIECE, PIECES, samples
+from h2o_flexgen.utils import copies
+from h2o_flexgen.utils.copies import RECORD, SMALL, converted
+from h2o_flexgen.utils.files import PIECE, PIECES, samples
 
 pytest_plugins = ["cli_tools"]
 

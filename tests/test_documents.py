@@ -77,7 +77,7 @@ def test_links_lead_somewhere(path):
 def test_commands_name_options_that_exist(path):
     for words in commands(path, r"(?:\.venv/bin/)?python -m h2o_flexgen\.\w|h2o-flexgen [a-z]"):
         if words[0] == "h2o-flexgen":
-            sub_commands = importlib.import_module("h2o_flexgen.main").COMMANDS
+            sub_commands = importlib.import_module("h2o_flexgen.commands.main").COMMANDS
             module, argv = f"h2o_flexgen.{sub_commands[words[1]][0]}", words[2:]
         else:
             module, argv = words[2], words[3:]

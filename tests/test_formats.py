@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_flexgen.compression import compressed
+from h2o_flexgen.compiled import threads
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Blocks, Dense, Int4, Int8
 from h2o_flexgen.formats import matrix as matrix_module
-from h2o_flexgen.loops import threads
+from h2o_flexgen.formats.forms import compressed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPE = (24, 192)

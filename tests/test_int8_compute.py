@@ -14,7 +14,7 @@ from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kv_cache import RULES
-from h2o_flexgen.offload import weights
+from h2o_flexgen.storage import weights
 
 #: of log-probabilities: an element that is rounded to another code, since it differed in its last bit, changes them so
 BOUND = 0.01

@@ -31,8 +31,8 @@ from transformers import PreTrainedTokenizerBase
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
-from h2o_flexgen.interrupts import STOPPING, check, deferred, take_over
-from h2o_flexgen.offload.checkpoint import Checkpoint
+from h2o_flexgen.storage.checkpoint import Checkpoint
+from h2o_flexgen.utils.interrupts import STOPPING, check, deferred, take_over
 
 pytest_plugins = ["cli_tools"]
 

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import policies
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, sizes
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.formats import Dense
+from h2o_flexgen.kv_cache import full as full_cache
 
 ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
 MIXED = (33, 33, 33, 33, 33, 33)
@@ -310,7 +311,7 @@ def cut(tokens, ends):
 )
 @pytest.mark.parametrize("segment", [1, 5])
 def test_a_full_cache_of_many_segments(tiny, run, monkeypatch, percent, cpu_cache_compute, segment):
-    monkeypatch.setattr(sizes, "SEGMENT", segment)
+    monkeypatch.setattr(full_cache, "SEGMENT", segment)
     model = tiny()
     prompts = model.clear_cut_prompts(LENGTHS, 20)
     outputs = run(
@@ -388,7 +389,7 @@ def test_a_row_that_has_ended_is_computed_no_more_and_the_job_ends_with_the_last
 )
 def test_tokens_do_not_depend_on_which_batches_share_matmuls(tiny, run, monkeypatch, percent, budget, rows):
     """Of five batches of two and one, none share them, two do, or the last one joins the two before it."""
-    monkeypatch.setattr("h2o_flexgen.sizes.GROUP_ROWS", rows)
+    monkeypatch.setattr("h2o_flexgen.planning.workload.GROUP_ROWS", rows)
     model = tiny()
     prompts = model.clear_cut_prompts([20, 19, 12, 11, 9, 8, 6, 4, 3], 20, [budget or (None, None)])
     outputs = run(model, prompts, 20, budget, percent=percent, gpu_batch_size=2, num_gpu_batches=5)

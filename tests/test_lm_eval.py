@@ -15,7 +15,8 @@ import zoo
 from cli_tools import CHAT_TEMPLATE, environment
 from machines import ROOT
 
-from h2o_flexgen import UserError, lm_eval
+from h2o_flexgen import UserError
+from h2o_flexgen.commands import lm_eval
 from h2o_flexgen.engine.outputs import ScoreOutput
 
 pytest_plugins = ["cli_tools"]

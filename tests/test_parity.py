@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import zoo
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.kv_cache import FullCache
+from h2o_flexgen.kv_cache import full as full_cache
 from h2o_flexgen.kv_cache.fixed_rule import FixedRule
 from h2o_flexgen.models.registry import read_spec
-from h2o_flexgen.sizes import wal_rows
+from h2o_flexgen.storage.wal import wal_rows
 
 LENGTHS = [5, 17, 9, 21, 1, 12, 3]
 BUDGET = (4, 4)
@@ -83,7 +84,7 @@ LONG = 20
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
-    monkeypatch.setattr(sizes, "SEGMENT", 6)
+    monkeypatch.setattr(full_cache, "SEGMENT", 6)
 
 
 #: the plainest OPT runs under all policies, each other model under a third of these

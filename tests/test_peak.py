@@ -15,7 +15,7 @@ from cli_tools import FP32, ON_DISK, ON_GPU, end, environment, percent, start, w
 from bench.checkpoint import write_gguf
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine import step
-from h2o_flexgen.offload.device import Device
+from h2o_flexgen.machine.device import Device
 
 pytest_plugins = ["cli_tools"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen import KVBudget, Policy, UserError
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.planning.memory import Plan
+from h2o_flexgen.planning.memory import MemoryPlan
 from h2o_flexgen.policy import GIB, gib, given_policy
 
 
@@ -191,7 +191,7 @@ def test_a_budget_that_names_no_rule_is_h2o_in_policy_files_too(tmp_path):
     shared=st.booleans(),
 )
 def test_a_plan_fits_exactly_when_every_tier_fits(needs, gpu, cpu, disk, shared):
-    plan = Plan(limits={"gpu": gpu, "cpu": cpu, "disk": disk}, shared=shared)
+    plan = MemoryPlan(limits={"gpu": gpu, "cpu": cpu, "disk": disk}, shared=shared)
     if shared:
         plan.limits["ram"] = min(gpu, cpu)
     for n, (tier, nbytes) in enumerate(needs):
@@ -216,7 +216,7 @@ def test_a_plan_fits_exactly_when_every_tier_fits(needs, gpu, cpu, disk, shared)
 
 @pytest.mark.parametrize("tier", ["gpu", "cpu", "disk"])
 def test_the_error_names_the_tier_the_bytes_and_what_to_change(tier):
-    plan = Plan(limits={"gpu": GIB, "cpu": GIB, "disk": GIB})
+    plan = MemoryPlan(limits={"gpu": GIB, "cpu": GIB, "disk": GIB})
     plan.add(tier, "small", GIB // 4)
     plan.add(tier, "KV cache", 3 * GIB)
     with pytest.raises(PlanError) as error:

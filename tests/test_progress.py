@@ -7,18 +7,18 @@ import sys
 
 import pytest
 
-from h2o_flexgen import progress
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.engine.params import SamplingParams
-from h2o_flexgen.progress import bar
+from h2o_flexgen.utils import progress
+from h2o_flexgen.utils.progress import bar
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """clock(seconds) moves the time on."""
     now = [0.0]
-    monkeypatch.setattr("h2o_flexgen.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("h2o_flexgen.utils.progress.time.monotonic", lambda: now[0])
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 

@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import policies
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.engine import prefixes
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.kv_cache import RULES
+from h2o_flexgen.kv_cache import full as full_cache
 
 #: fewer places than the twelve rows of a job
 PLACEMENTS = {
@@ -54,7 +55,7 @@ OPTIONS = dict(device="cpu", dtype="float32", progress=False)
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Caches that grow do so often, and a few tokens in common are worth a node."""
-    monkeypatch.setattr(sizes, "SEGMENT", 4)
+    monkeypatch.setattr(full_cache, "SEGMENT", 4)
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 4)
     monkeypatch.setattr(prefixes, "LEAST_TOKENS", 1)
 

@@ -13,7 +13,7 @@ from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import RULES
-from h2o_flexgen.offload import memory
+from h2o_flexgen.machine import memory
 
 pytest_plugins = ["cli_tools"]
 

@@ -17,7 +17,7 @@ def run(job: Job) -> dict:
     """Under `no_grad`: `inference_mode` makes it hold the weights of every layer that has run."""
     import torch
 
-    from h2o_flexgen.offload.memory import ram_in_all
+    from h2o_flexgen.machine.memory import ram_in_all
 
     share = job.options.get("share", 0)
     if job.device != "cpu":

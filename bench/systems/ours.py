@@ -15,10 +15,10 @@ from bench.checkpoint import files_of
 from bench.common import random_prompts
 from bench.job import Job
 from bench.rates import disk_rate, matmul_rate
-from h2o_flexgen import forecast
+from h2o_flexgen.models import inspect
 from h2o_flexgen.models.registry import family
+from h2o_flexgen.planning.workload import batch_sizes, matmul_rows
 from h2o_flexgen.policy import Policy
-from h2o_flexgen.sizes import batch_sizes, matmul_rows
 
 
 def command(job: Job) -> list[str]:
@@ -74,7 +74,7 @@ def matmul_seconds(job: Job, report: dict) -> float:
     """Of the matmuls of all decode steps and nothing else, at the rate of those of a transformer block."""
     policy = Policy(**report["policy"])
     dtype = torch.int8 if report.get("compute") == "int8" else getattr(torch, report["dtype"])
-    spec = forecast.find(job.model).spec
+    spec = inspect.find(job.model).spec
     block, *_, head = [list(layer.streamed_shapes.values()) for layer in family(spec.model_type).tensors(spec)[1:]]
     block, head = ([shape for shape in shapes if len(shape) == 2] for shapes in (block, head))
     rows = max(matmul_rows(batch_sizes(job.batch, policy)))

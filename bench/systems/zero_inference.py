@@ -104,7 +104,7 @@ def fill(model, folder: Path) -> None:
     import deepspeed
     from safetensors import safe_open
 
-    from h2o_flexgen.offload.memory import trim_heap
+    from h2o_flexgen.machine.memory import trim_heap
 
     where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     for name, parameter in model.named_parameters():

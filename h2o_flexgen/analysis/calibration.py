@@ -33,8 +33,7 @@ from h2o_flexgen.kv_cache.layers import LayerLosses
 from h2o_flexgen.kv_cache.rule import Tokens
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
-from h2o_flexgen.progress import bar
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.utils.progress import bar
 
 #: budgets whose loss is measured, as parts of the text
 GRID = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
@@ -184,7 +183,7 @@ def rules_of(text: str, length: int, spec: ModelSpec) -> dict[float, BudgetRule]
         slots = int(part * length)
         try:
             budget = KVBudget.from_size(slots - slots // 2, slots // 2, text)
-            found[part] = rule_for(budget, Workload((length,), 2), spec)
+            found[part] = rule_for(budget, length, 2, spec)
         except UserError as e:
             too_few = e
     if len(found) < 2:

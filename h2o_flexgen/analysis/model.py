@@ -9,20 +9,20 @@ from math import prod
 import torch
 from torch import Tensor
 
-from h2o_flexgen import interrupts
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import score_rows
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.machine import memory
+from h2o_flexgen.machine.device import Device
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.models.spec import ModelSpec
-from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import default_root
-from h2o_flexgen.offload.transport import Transport
-from h2o_flexgen.offload.weights import WeightStore
+from h2o_flexgen.planning.workload import HEAD_ROWS
 from h2o_flexgen.policy import MARGIN, gib
-from h2o_flexgen.sizes import HEAD_ROWS
+from h2o_flexgen.storage.disk import default_root
+from h2o_flexgen.storage.transport import Transport
+from h2o_flexgen.storage.weights import WeightStore
+from h2o_flexgen.utils import interrupts
 
 #: (layer, q (B, H, T, D), k (B, KV, T, D), v (B, KV, T, D)) -> context (B, H, T, D)
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -16,7 +16,7 @@ from h2o_flexgen.analysis.attention import mix, probabilities
 from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.kv_cache.fixed_rule import FixedRule
 from h2o_flexgen.kv_cache.rule import Tokens
-from h2o_flexgen.progress import bar
+from h2o_flexgen.utils.progress import bar
 
 
 @dataclass

@@ -16,7 +16,7 @@ from h2o_flexgen.analysis.simulation import masked_logprobs, simulate
 from h2o_flexgen.analysis.words import REACH, Words
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache.fixed_rule import FixedRule
-from h2o_flexgen.progress import bar
+from h2o_flexgen.utils.progress import bar
 
 #: points of a curve that are kept
 POINTS = 25

@@ -20,7 +20,7 @@ from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.prefixes import Node
 from h2o_flexgen.kv_cache.rule import Rows
 from h2o_flexgen.models.rope import Positions
-from h2o_flexgen.sizes import GROUP_ROWS
+from h2o_flexgen.planning.workload import GROUP_ROWS
 
 
 @dataclass(eq=False)

@@ -12,23 +12,21 @@ from pathlib import Path
 
 import torch
 
-from h2o_flexgen.compression import cache_formats, check_compute, compressed
 from h2o_flexgen.engine.chat import ChatTemplate
 from h2o_flexgen.engine.messages import Conversation, is_conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, prepare
+from h2o_flexgen.formats.forms import cache_formats, check_compute, compressed
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.models.hub import commit
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
-from h2o_flexgen.models.source import find_model, model_name
+from h2o_flexgen.models.source import DUMMY, find_model, model_name
 from h2o_flexgen.models.spec import Layer, ModelSpec
 from h2o_flexgen.models.tokenizer import end_ids, load_tokenizer
-from h2o_flexgen.offload.checkpoint import Checkpoint
-from h2o_flexgen.offload.dummy import DummyCheckpoint
+from h2o_flexgen.storage.checkpoint import Checkpoint
+from h2o_flexgen.storage.dummy import DummyCheckpoint
 
-#: the path that stands for random weights
-DUMMY = "_DUMMY_"
 #: a text, token ids, or a conversation, which may be its messages alone
 Prompt = str | Seq[int] | Seq[dict] | Conversation
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.progress import bar
+from h2o_flexgen.utils.progress import bar
 
 
 class Observer:

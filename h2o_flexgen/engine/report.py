@@ -11,10 +11,10 @@ from h2o_flexgen.engine.batch import Chunk
 from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.formats import dtype_name
-from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.transport import Transport
+from h2o_flexgen.machine import memory
+from h2o_flexgen.machine.device import Device
 from h2o_flexgen.policy import TIERS
+from h2o_flexgen.storage.transport import Transport
 
 PHASES = ("prefill", "decode")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from h2o_flexgen import interrupts
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
@@ -19,13 +18,14 @@ from h2o_flexgen.engine.step import LogitsSink, Walk
 from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.machine import memory
+from h2o_flexgen.machine.device import Device
 from h2o_flexgen.models.rope import unchanged
-from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.decoded import Decoded
-from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.transport import Transport
-from h2o_flexgen.offload.weights import WeightStore
 from h2o_flexgen.policy import MARGIN
+from h2o_flexgen.storage.decoded import Decoded
+from h2o_flexgen.storage.transport import Transport
+from h2o_flexgen.storage.weights import WeightStore
+from h2o_flexgen.utils import interrupts
 
 NAN_EVERYWHERE = (
     "the model gives NaN for every prompt: its hidden states overflow (use `dtype` bfloat16 or float32), or the "

@@ -13,7 +13,7 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.stop import StopStrings, decode
 from h2o_flexgen.kernels.rowwise import maxima
-from h2o_flexgen.sizes import SAMPLE_ROWS
+from h2o_flexgen.planning.workload import SAMPLE_ROWS
 
 #: below this temperature only the most likely token has a chance, and dividing by it would overflow
 GREEDY_BELOW = 1e-6

@@ -21,7 +21,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from h2o_flexgen import interrupts
 from h2o_flexgen.engine.batch import Chunk, Piece, Sequence
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.report import Meter
@@ -29,11 +28,12 @@ from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.engine.stores import Prefetcher, Stores
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule
+from h2o_flexgen.machine import memory
 from h2o_flexgen.models.parts import Weights
 from h2o_flexgen.models.registry import family
-from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.kv_store import Occupied
-from h2o_flexgen.sizes import HEAD_ROWS
+from h2o_flexgen.planning.workload import HEAD_ROWS
+from h2o_flexgen.storage.kv_store import Occupied
+from h2o_flexgen.utils import interrupts
 
 #: prefill gives gaps in the heap back where the process holds more than this multiple of the plan, and at most once in
 #: this many seconds
@@ -107,13 +107,13 @@ class Walk:
         self._first = {piece.batch: piece for piece in reversed(pieces) if piece.places}
         self._final = {piece.batch: piece for piece in pieces if piece.places}
         self._steps = {piece.batch: piece for piece in pieces if not piece.is_prompt}
-        self._held: dict[tuple[CacheRule, int], int] = {}  # slots in use after the pass, by rule and batch
+        self._cached_lens: dict[tuple[CacheRule, int], int] = {}  # slots in use after the pass, by rule and batch
         for rule, piece in product(set(self.stores.rules), pieces):
             if piece.places:
-                held = max(rule.held(length, prompt_end) for length, prompt_end in piece.texts_after())
+                cached_len = max(rule.cached_len(length, prompt_end) for length, prompt_end in piece.texts_after())
                 key = rule, piece.batch
-                self._held[key] = max(held, self._held.get(key, 0))
-        self.prefetch.begin(pass_, lambda j, k: self._held[self.stores.rules[j - 1], k])
+                self._cached_lens[key] = max(cached_len, self._cached_lens.get(key, 0))
+        self.prefetch.begin(pass_, lambda j, k: self._cached_lens[self.stores.rules[j - 1], k])
         self.prefetch.caches(0, 0)
 
     def _chunk(self, j: int, n: int, w: Weights) -> None:
@@ -208,21 +208,21 @@ class Walk:
         if batch.opens is not None:
             return self.stores.caches.blank(j - 1, k)
         rule = self.stores.rules[j - 1]
-        cache = self.stores.caches.get(j - 1, k, self._held[rule, k])
+        cache = self.stores.caches.get(j - 1, k, self._cached_lens[rule, k])
         for source, target in batch.moves:
             row = batch.rows[target]
-            cache.move(source, target, rule.held(row.length, row.prompt_end))
+            cache.move(source, target, rule.cached_len(row.length, row.prompt_end))
         return cache
 
     def _close(self, j: int, k: int) -> None:
         """The KV block is stored again, or about to be, when this returns."""
         batch = self.pass_.batches[k]
         cache = self._open.pop(k)
-        held = self._held[self.stores.rules[j - 1], k]
+        cached_len = self._cached_lens[self.stores.rules[j - 1], k]
         if k not in self._steps:
-            self.stores.caches.store_all(j - 1, k, held)
+            self.stores.caches.store_all(j - 1, k, cached_len)
         else:
-            after = Occupied(held, batch.places, len(batch.rows))
+            after = Occupied(cached_len, batch.places, len(batch.rows))
             places = self._steps[k].places
             self.stores.caches.store_step(j - 1, k, cache, self._slots.pop(k), places, after)
         self.prefetch.caches(j, k)  # a staging buffer is free now

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
 
-from h2o_flexgen.compression import cache_format
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.scheduler import Pass
-from h2o_flexgen.offload.activations import ActivationStore
-from h2o_flexgen.offload.kv_store import KVStore
-from h2o_flexgen.offload.transport import Transport
-from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.sizes import batch_sizes, micro_tokens
+from h2o_flexgen.formats.forms import cache_format
+from h2o_flexgen.planning.workload import batch_sizes, micro_tokens
+from h2o_flexgen.storage.activations import ActivationStore
+from h2o_flexgen.storage.kv_store import KVStore
+from h2o_flexgen.storage.transport import Transport
+from h2o_flexgen.storage.weights import WeightStore
 
 
 class Stores:
@@ -84,10 +84,10 @@ class Prefetcher:
         self.last = len(stores.model.layers) - 1
         self._blocks: deque[tuple[int, int, int]] = deque()  # (passes from now, layer, batch) of KV blocks to come
 
-    def begin(self, pass_: Pass, held: Callable[[int, int], int]) -> None:
-        """The next pass. `held`: slots of a KV block, by layer and batch, that are in use after it."""
+    def begin(self, pass_: Pass, cached_len: Callable[[int, int], int]) -> None:
+        """The next pass. `cached_len`: slots of a KV block, by layer and batch, that are in use after it."""
         self.pass_ = pass_
-        self._held = held
+        self._cached_lens = cached_len
         self._homes = [chunk.home for chunk in pass_.chunks]
         self._blocks.clear()
         if not self.stores.has_cache:
@@ -135,7 +135,7 @@ class Prefetcher:
         if not later and self.pass_.batches[batch].opens is not None:  # it will need a staging buffer
             return False
         is_loading = not later and self._is_loading((later, layer, batch))
-        return is_loading or caches.prefetch(layer - 1, batch, self._held(layer, batch) + later)
+        return is_loading or caches.prefetch(layer - 1, batch, self._cached_lens(layer, batch) + later)
 
     def hidden(self, j: int, n: int) -> None:
         """What is needed after chunk n in layer j, if it has been stored already."""

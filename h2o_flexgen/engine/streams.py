@@ -119,7 +119,7 @@ class Streams:
         sequences = []
         for is_last, chunks in self._rounds(inputs):
             prompts = {row: inputs[row][begin:end] for row, (begin, end) in chunks.items()}
-            sequences = self._run(prompts, sampler if is_last else Unread(), is_last, params)
+            sequences = self._run(prompts, sampler if is_last else DiscardLogits(), is_last, params)
         for s in sequences:
             self.streams[s.index].waiting = s.tokens[-1:]
         return sequences
@@ -149,7 +149,7 @@ class Streams:
         walk = Walk(self.stores, sink, Observer(), self.meter)
         self.meter.start()
         self._pass(walk, rows, True, is_last)
-        while not isinstance(sink, Unread) and (running := [s for s in rows if s.finish_reason is None]):
+        while not isinstance(sink, DiscardLogits) and (running := [s for s in rows if s.finish_reason is None]):
             self._pass(walk, running, False, is_last)
         self.stores.caches.drain()
         for s in rows:
@@ -180,14 +180,14 @@ class Streams:
         self.meter.end_pass(pass_)
 
 
-class Unread:
+class DiscardLogits:
     """A sink for logits that nobody wants."""
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`."""
 
 
-class Told(Sampler):
+class StreamingSampler(Sampler):
     """A sampler that tells of every token.
 
     Args:

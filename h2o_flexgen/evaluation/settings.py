@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from h2o_flexgen.compression import cache_format
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer, TokenCounter
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.forecast import kv_bytes
+from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.spec import ModelSpec
+from h2o_flexgen.planning.shapes import kv_bytes
 from h2o_flexgen.policy import KVBudget
-from h2o_flexgen.progress import bar
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.utils.progress import bar
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def allowed(
     for setting in settings:
         cache_format(setting.compress_cache, torch.float32, spec.head_dim)
         try:
-            rule_for(setting.budget, Workload((longest_prompt,), gen_len), spec)
+            rule_for(setting.budget, longest_prompt, gen_len, spec)
             found.append(setting)
         except UserError as e:
             refused = e

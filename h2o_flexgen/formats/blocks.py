@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.compiled import INT4, INT8, threads
+from h2o_flexgen.compiled.threads import float_array, in_threads
 from h2o_flexgen.formats.base import Format, Shape
 from h2o_flexgen.formats.codes import MOST, Codes
 from h2o_flexgen.formats.matrix import Quantised
-from h2o_flexgen.loops import INT4, INT8, threads
-from h2o_flexgen.loops.threads import float_array, in_threads
 
 #: elements of a cache that are encoded at once: what stays in a CPU's cache, or is worth a GPU's kernels
 ENCODED_PART = {"cpu": 1 << 16, "cuda": 1 << 20}

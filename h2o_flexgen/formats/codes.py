@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.loops.threads import compiled, float_array, in_threads
+from h2o_flexgen.compiled.threads import compiled, float_array, in_threads
 
 #: of codes in int8: -127 to 127, and below this largest element rows count as 0
 MOST = 127

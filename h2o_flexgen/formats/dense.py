@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2o_flexgen import loops
+from h2o_flexgen import compiled
 from h2o_flexgen.formats.base import Format, Shape
 
 #: what compiled loops call floats
-LOOP_KINDS = {torch.float32: loops.FP32, torch.float16: loops.FP16, torch.bfloat16: loops.BF16}
+LOOP_KINDS = {torch.float32: compiled.FP32, torch.float16: compiled.FP16, torch.bfloat16: compiled.BF16}
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.compiled import threads
 from h2o_flexgen.formats.codes import Codes
-from h2o_flexgen.loops import threads
 
 if TYPE_CHECKING:
     from h2o_flexgen.formats.base import Format, Shape

@@ -16,8 +16,8 @@ from h2o_flexgen.jobs.content import temporary_file
 from h2o_flexgen.jobs.input import Row, Rows
 from h2o_flexgen.jobs.output import DoneRow, encoded, failed_row
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.progress import bar
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.utils.progress import bar
 
 
 class Admission:

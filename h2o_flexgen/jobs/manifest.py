@@ -15,10 +15,10 @@ from typing import BinaryIO
 import numpy as np
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import open_regular
 from h2o_flexgen.jobs.input import id_hash
 from h2o_flexgen.jobs.output import replace_file
 from h2o_flexgen.policy import KVBudget
+from h2o_flexgen.utils.files import open_regular
 
 #: rows on a line of the file
 LINE_ROWS = 1024

@@ -18,9 +18,9 @@ from typing import BinaryIO
 import numpy as np
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import open_regular, sync
 from h2o_flexgen.jobs import openai
 from h2o_flexgen.jobs.input import Row
+from h2o_flexgen.utils.files import open_regular, sync
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ import json
 from h2o_flexgen import __version__
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import SamplingParams
-from h2o_flexgen.files import samples
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import layer_losses
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.policy import KVBudget
+from h2o_flexgen.utils.files import samples
 
 #: settings that are fingerprints of files, in words
 FILES = {"files": "the model's files or tokenizer", "layers": "what the file of `kv_rule`'s option layers says"}

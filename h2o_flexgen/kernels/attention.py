@@ -14,11 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen.compiled import threads
+from h2o_flexgen.compiled.threads import float_array
 from h2o_flexgen.formats import KVFormat
-from h2o_flexgen.kernels.linear import is_slow
-from h2o_flexgen.loops import threads
-from h2o_flexgen.loops.threads import float_array
-from h2o_flexgen.sizes import CHUNK_ELEMENTS, QUERY_CHUNK, WIDENED_ELEMENTS
+from h2o_flexgen.kernels.linear import prefers_fp32
+from h2o_flexgen.kernels.rowwise import WIDENED_ELEMENTS
+
+#: attention over prompts: probabilities held at once (what stays in a CPU's cache, or fills a GPU), and queries
+#: of one chunk; measured on 2 cores, prompts of 64 to 2048 tokens: with 128 queries, which waste few pairs, up to a
+#: quarter less time than with 256, and at 2048 tokens up to a sixth more; on CUDA not measured
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+QUERY_CHUNK = {"cpu": 128, "cuda": 256}
 
 #: keys (n, 1, S, D) of some KV heads, and their places among all B * KV -> the same, rotated
 Rotate = Callable[[Tensor, slice], Tensor]
@@ -33,7 +39,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # torch's flash kernel takes grouped heads as they are; where it does not run, torch would repeat K and V, hold fp32
     # (T, T) matrices of a whole batch in bf16 on GPUs, and be up to twice as slow as matmuls of chunks in bf16 on CPUs
     flash = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    if not flash and (grouped or (q.dtype == torch.bfloat16 and not is_slow(q))):
+    if not flash and (grouped or (q.dtype == torch.bfloat16 and not prefers_fp32(q))):
         return _chunked(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
@@ -71,14 +77,14 @@ def _chunked(
     B, H, T, D = q.shape
     KV, N = k.shape[1:3]
     G = H // KV
-    held = N - T
+    cached_len = N - T
     q = q.reshape(B * KV, G, T, D)
     k, v = (x.reshape(B * KV, N, D) for x in (k, v))
     context = torch.empty_like(q)
     score = score if score is None else score.view(B * KV, N)
     chunk = min(QUERY_CHUNK[q.device.type], T)
     heads = min(B * KV, max(1, CHUNK_ELEMENTS[q.device.type] // (G * chunk * N)))
-    slow = is_slow(q)
+    slow = prefers_fp32(q)
     # taken once: blocks of ever-changing sizes would leave gaps in the heap
     in_fp32 = torch.empty(heads * G * chunk * N, dtype=torch.float32, device=q.device)
     narrow = in_fp32 if slow or q.dtype == torch.float32 else torch.empty_like(in_fp32, dtype=q.dtype)
@@ -94,15 +100,15 @@ def _chunked(
         for begin in range(0, T, chunk):
             end = min(begin + chunk, T)
             n = end - begin
-            seen = held + end
+            seen = cached_len + end
             # rows: the queries of the chunk of each head of the group
             logits, p = (x[: (b - a) * G * n * seen].view(b - a, G * n, seen) for x in (narrow, in_fp32))
             queries = few_q[:, :, begin:end].reshape(b - a, G * n, D)
             torch.bmm(queries * D**-0.5, few_k[:, :seen].transpose(1, 2), out=logits)
-            own = logits.view(b - a, G, n, seen)[..., held + begin :]
+            own = logits.view(b - a, G, n, seen)[..., cached_len + begin :]
             torch.minimum(own, most[:n, :n], out=own)
             if empty is not None:
-                logits[..., :held].masked_fill_(empty[a:b, None], float("-inf"))
+                logits[..., :cached_len].masked_fill_(empty[a:b, None], float("-inf"))
             torch.softmax(logits if as_they_are else p.copy_(logits), -1, dtype=torch.float32, out=p)
             if score is not None:
                 weight = weights[a:b, None, begin:end].expand(-1, G, -1).reshape(b - a, 1, G * n)
@@ -126,7 +132,7 @@ def cached_attention(
     q: Tensor,
     k: list[Tensor],
     v: list[Tensor],
-    held: Tensor | None = None,
+    cached_len: Tensor | None = None,
     empty: Tensor | None = None,
     rotate: Rotate | None = None,
     form: KVFormat | None = None,
@@ -135,24 +141,24 @@ def cached_attention(
 
     Args:
         q: (B, H, 1, D); k, v: per segment (B, KV, S, W), contiguous, as they are stored.
-        held: (B,) int64 on the CPU, slots that are in use, the first ones; None if all are, and what they receive is
-            wanted.
+        cached_len: (B,) int64 on the CPU, slots in use, the first ones; None if all are, and what they receive
+            is wanted.
         empty: (B, KV, sum of S) or (B, 1, sum of S) bool, slots that hold no token; None if there are none.
         rotate: what the keys become before they are used, if they are cached unrotated.
         form: in which vectors are stored; None: as floats of D elements.
 
     Returns:
         context (B, H, 1, D), and per KV head the attention that each slot receives from the heads of its group
-        (B, KV, sum of S) in fp32; None, or of no use, with `held`.
+        (B, KV, sum of S) in fp32; None, or of no use, with `cached_len`.
     """
     form = form or KVFormat.dense(q.dtype)
     if rotate is None and by_loops(q.device):
-        return _cached_attention_by_loops(q, k, v, held, empty, form)
-    if held is not None:
+        return _cached_attention_by_loops(q, k, v, cached_len, empty, form)
+    if cached_len is not None:
         slots = torch.arange(sum(x.shape[2] for x in k), device=q.device)
-        empty = slots >= held.to(q.device, non_blocking=True)[:, None, None]
-    # whatever `is_slow` says of the many queries of a prompt: of one query torch's fp16 matmul took ten times as long
-    no_matmul = not form.is_dense or (not q.is_cuda and (q.dtype == torch.float16 or is_slow(q)))
+        empty = slots >= cached_len.to(q.device, non_blocking=True)[:, None, None]
+    # whatever `prefers_fp32` says of a prompt's many queries: with one query torch's fp16 matmul took ten times as long
+    no_matmul = not form.is_dense or (not q.is_cuda and (q.dtype == torch.float16 or prefers_fp32(q)))
     if rotate is not None or no_matmul:
         return _cached_attention_by_parts(q, k, v, empty, rotate, form)
     B, H, _, D = q.shape
@@ -184,7 +190,7 @@ def _segments(segments: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cached_attention_by_loops(
-    q: Tensor, k: list[Tensor], v: list[Tensor], held: Tensor | None, empty: Tensor | None, form: KVFormat
+    q: Tensor, k: list[Tensor], v: list[Tensor], cached_len: Tensor | None, empty: Tensor | None, form: KVFormat
 ) -> tuple[Tensor, Tensor | None]:
     """The same on a CPU by compiled loops: what is stored becomes fp32 a few vectors at a time."""
     B, H, _, D = q.shape
@@ -192,20 +198,20 @@ def _cached_attention_by_loops(
     S = sum(segment.shape[2] for segment in k)
     queries = q.reshape(B * KV, H // KV, D)
     context = torch.empty_like(queries)
-    received = torch.zeros((B * KV, S) if held is None else (0, 0), dtype=torch.float32)
-    held = torch.full((B,), S) if held is None else held
+    received = torch.zeros((B * KV, S) if cached_len is None else (0, 0), dtype=torch.float32)
+    cached_len = torch.full((B,), S) if cached_len is None else cached_len
     empty = torch.empty(0, 0, 0, dtype=torch.bool) if empty is None else empty
     arrays = [
         np.array([each.loop_kind for each in form]),
         np.array([x[0].shape[-1] * x[0].itemsize for x in (k, v)]),
         _segments(k)[0],
         *_segments(v),
-        *(x.numpy() for x in (held, empty)),
+        *(x.numpy() for x in (cached_len, empty)),
         *(float_array(x) for x in (queries, context)),
         received.numpy(),
     ]
     attend = threads.compiled().attention.attend
-    size = 2 * KV * D * int(held.sum())
+    size = 2 * KV * D * int(cached_len.sum())
     threads.in_threads(lambda begin, end: attend(begin, end, *arrays), B * KV, size)
     return context.view(B, H, 1, D), received.view(B, KV, S) if len(received) else None
 
@@ -235,3 +241,11 @@ def _cached_attention_by_parts(
         few_empty = None if empty is None else empty[part]
         context[part], received[part] = cached_attention(queries[part].to(dtype), few_k, few_v, empty=few_empty)
     return context.view(B, H, 1, D), received.view(B, KV, S)
+
+
+def prefill_pairs(length: int, device: str, cached_len: int = 0) -> int:
+    """Pairs of query and key that attention over a prompt behind `cached_len` tokens computes for one head: chunks of
+    queries, each over all keys up to its end. `device`: "cpu" or "cuda"."""
+    chunk = QUERY_CHUNK[device]
+    ends = [min(begin + chunk, length) for begin in range(0, length, chunk)]
+    return sum((end - begin) * (cached_len + end) for begin, end in zip([0, *ends], ends))

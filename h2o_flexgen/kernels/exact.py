@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.sizes import WIDEN_BYTES, WIDEN_ROWS
+#: bytes of weights and rows of tokens in float32 at once, where matmuls in 16 bits go through float32
+WIDEN_BYTES = 4 << 20
+WIDEN_ROWS = 512
+
 
 #: most rows of x with which W, not x, is the left operand of the matmul in `widened`
 LEFT_ROWS = 256

@@ -8,7 +8,7 @@ the bit.
     out = (scale * (codes @ W.T) + kept @ W.T[columns with outliers]) * scales of W's rows + b
 
     native   `torch._int_mm` with W.T as its right operand, which it lays out anew in every call
-    turned   the same with W as its left operand, and x.T as the right one: with few rows that is several times faster
+    transposed   the same with W as its left operand, and x.T as the right one: several times faster with few rows
     tiled    a loop compiled for this CPU (`tiles.py`), which reads W as it is stored, and makes floats of sums while
              these are in the CPU's cache
     floats   through fp32, a slice of W at a time: where no other can, and what tiles do not cover
@@ -31,10 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen.compiled.threads import compiled, float_array, in_threads
 from h2o_flexgen.formats import Int4, Quantised
 from h2o_flexgen.formats.codes import MOST, quantise_rows
-from h2o_flexgen.loops.threads import compiled, float_array, in_threads
-from h2o_flexgen.sizes import INT8_ROWS, WIDEN_BYTES
+from h2o_flexgen.kernels.exact import WIDEN_BYTES
+
+#: rows of a matmul in int8 at once, whose sums are in int32
+INT8_ROWS = 512
 
 #: an outlier is more than this many times the mean absolute value of its row
 TIMES = 8.0
@@ -82,7 +85,7 @@ Layer = tuple[Weight, Tensor | None]
 
 
 def int8_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None = None, outliers: bool = True, kernel: str = "turned"
+    x: Tensor, weight: Weight, bias: Tensor | None = None, outliers: bool = True, kernel: str = "transposed"
 ) -> Tensor:
     """As `linear`, with the rows of x in int8.
 
@@ -93,7 +96,7 @@ def int8_linear(
     return int8_linears(x, [(weight, bias)], outliers, kernel)[0]
 
 
-def int8_linears(x: Tensor, layers: list[Layer], outliers: bool = True, kernel: str = "turned") -> list[Tensor]:
+def int8_linears(x: Tensor, layers: list[Layer], outliers: bool = True, kernel: str = "transposed") -> list[Tensor]:
     """The same of several weights with their biases: x is brought to int8 once. INT8_ROWS at a time."""
     rows = x.reshape(-1, x.shape[-1])
     outs = [x.new_empty(len(rows), weight.height) for weight, _ in layers]
@@ -247,7 +250,7 @@ def native(codes: Tensor, weight: Tensor) -> Tensor:
     return torch._int_mm(codes, weight.t())
 
 
-def turned(codes: Tensor, weight: Tensor) -> Tensor:
+def transposed(codes: Tensor, weight: Tensor) -> Tensor:
     return torch._int_mm(weight, codes.t()).t().contiguous()
 
 
@@ -312,7 +315,7 @@ def _sums_by_tiles(codes: Tensor, weight: Tensor) -> Tensor:
 
 
 #: kernels that give sums, of weights that are not packed
-SUMS = {"native": native, "turned": turned, "floats": floats}
+SUMS = {"native": native, "transposed": transposed, "floats": floats}
 #: all kernels of weights that are not packed
 KERNELS = (*SUMS, "tiled")
 

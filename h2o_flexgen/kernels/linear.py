@@ -21,7 +21,11 @@ from h2o_flexgen.kernels import exact, int8
 from h2o_flexgen.kernels.int8 import Int8Weight, int8_linears
 from h2o_flexgen.kernels.rates import HALF_TYPES, INT8, ROWS, KernelRates
 from h2o_flexgen.kernels.timing import measure
-from h2o_flexgen.sizes import slice_rows
+
+#: bytes of a quantised head that are decoded at once
+SLICE_BYTES = 16 << 20
+#: which divides the rows of such a slice
+SLICE_MULTIPLE = 16
 
 _HALVES = tuple(getattr(torch, name) for name in HALF_TYPES)
 _rates: KernelRates | None = None
@@ -91,9 +95,9 @@ def sliced(x: Tensor, weight: Quantised, bias: Tensor | None = None, outliers: b
 # the choice
 
 
-def is_slow(x: Tensor) -> bool:
+def prefers_fp32(x: Tensor) -> bool:
     """Whether attention over tensors like x is better computed in fp32."""
-    return x.device.type == "cpu" and x.dtype in _HALVES and rates().is_slow(dtype_name(x.dtype))
+    return x.device.type == "cpu" and x.dtype in _HALVES and rates().prefers_fp32(dtype_name(x.dtype))
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -174,4 +178,9 @@ def _chosen(dtype: torch.dtype, rows: int) -> str:
 
 @lru_cache(maxsize=4096)
 def _chosen_int8(rows: int) -> str:
-    return rates().kernel(INT8, rows) if INT8 in rates().linear else "turned"
+    return rates().kernel(INT8, rows) if INT8 in rates().linear else "transposed"
+
+
+def slice_rows(width: int, itemsize: int) -> int:
+    """Rows of a quantised matrix that are decoded at once: a multiple of what kernels in int8 want."""
+    return max(SLICE_MULTIPLE, SLICE_BYTES // (width * itemsize) // SLICE_MULTIPLE * SLICE_MULTIPLE)

@@ -72,7 +72,7 @@ class KernelRates:
         found += [_seconds(self.linear[INT4]["tiled"])] if self.takes_blocks() else []
         return MARGIN * min(found) < self._unpacked_seconds(dtype)
 
-    def is_slow(self, dtype: str) -> bool:
+    def prefers_fp32(self, dtype: str) -> bool:
         """Whether attention in this 16-bit type is better computed in fp32."""
         return dtype in HALF_TYPES and self.attention[dtype] < MARGIN * self.attention["float32"]
 

@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2o_flexgen.compiled import threads
+from h2o_flexgen.compiled.threads import float_array, in_threads
 from h2o_flexgen.kernels.attention import by_loops
-from h2o_flexgen.loops import threads
-from h2o_flexgen.loops.threads import float_array, in_threads
-from h2o_flexgen.sizes import WIDENED_ELEMENTS
+
+#: elements that are widened to fp32, or rotated, at once: of K where positions roll, of hidden states in a norm
+WIDENED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -27,13 +27,10 @@ from h2o_flexgen.kv_cache.value_norm import ValueNormCache
 from h2o_flexgen.models.rope import rollable
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
-from h2o_flexgen.sizes import Workload
 
-__all__ = ["MEASURED", "RULES", "CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "NoCache", "SnapKVCache"]
+__all__ = ["RULES", "CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "NoCache", "SnapKVCache"]
 __all__ += ["ValueNormCache", "check_rule", "layer_losses", "make_rule", "rule_for"]
 
-#: the rules whose attention is measured; others take as long as one of these (`CacheRule.measured_as`)
-MEASURED = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
 #: the rules of a KV budget
 _BUDGET_RULES = (
     HeavyHitterCache,
@@ -93,20 +90,23 @@ def check_rule(text: str) -> None:
     layer_losses(text)
 
 
-def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> CacheRule:
+def rule_for(budget: KVBudget | None, prompt_len: int, gen_len: int, spec: ModelSpec) -> CacheRule:
     """The rule of a KV budget, None for a full cache; slots beyond the model's positions could never be filled.
+
+    Args:
+        prompt_len: tokens of the job's longest prompt; gen_len: the most tokens of an output.
 
     Raises:
         UserError: as `make_rule`, the budget comes to no slot at all, or positions should roll that cannot, or of
             which the slots leave none.
     """
     if budget is None:
-        return NoCache() if workload.gen_len == 1 else FullCache()
-    rule = make_rule(budget.rule, *(min(slots, spec.positions) for slots in budget.slots(workload.longest)))
+        return NoCache() if gen_len == 1 else FullCache()
+    rule = make_rule(budget.rule, *(min(slots, spec.positions) for slots in budget.slots(prompt_len)))
     rule = replace(rule, groups=spec.groups)
     if rule.layers:
         known = LayerLosses.from_file(rule.layers)
-        length = workload.longest + workload.gen_len
+        length = prompt_len + gen_len
         if len(known.losses) != spec.layers:
             raise UserError(f"`kv_rule`: {rule.layers} is of a model of {len(known.losses)} layers, not {spec.layers}")
         rule = replace(rule, by_layer=known.slots(rule.heavy, rule.recent, length))
@@ -121,4 +121,4 @@ def rule_for(budget: KVBudget | None, workload: Workload, spec: ModelSpec) -> Ca
             room = f"leave no room for new tokens in the model's {spec.context} positions"
             raise UserError(f"`position_rolling`: {largest} slots {room}: give fewer")
         rule = replace(rule, rope=rollable(spec))
-    return NoCache() if workload.gen_len == 1 else rule
+    return NoCache() if gen_len == 1 else rule

@@ -173,12 +173,12 @@ class BudgetRule(CacheRule):
         if self.rope:
             cache.metadata["rank"].copy_((cache.position >= 0).cumsum(-1) - 1).clamp_(min=0)
 
-    def _rolled(self, q: Tensor, k: Tensor, held: Tensor, before: int) -> tuple[Tensor, Tensor]:
-        """Queries and keys at their ranks: of the keys the first `before` are of held tokens, `held` (B,) of each
+    def _rolled(self, q: Tensor, k: Tensor, cached_len: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """Queries and keys at their ranks: of the keys the first `before` are of held tokens, `cached_len` (B,) of each
         sequence, and the others and the queries of new ones."""
         end = k.shape[2]
         rank = torch.arange(end, device=k.device)
-        rank = torch.where(rank < before, rank, rank - before + column(held, k.device))
+        rank = torch.where(rank < before, rank, rank - before + column(cached_len, k.device))
         return rotate_to(self.rope, q, rank[..., before:], end), rotate_to(self.rope, k, rank, end)
 
     def chosen(self, tokens: Tokens, kept: int) -> Tensor:

@@ -72,8 +72,8 @@ class FixedRule(BudgetRule):
         cache.position.fill_(-1)
 
     def past(self, cache: KVTensors, length: Tensor, prompt: Tensor, dtype: torch.dtype) -> Text:
-        held = length.clamp(max=self.slots)
-        count = int(held.max())
+        cached_len = length.clamp(max=self.slots)
+        count = int(cached_len.max())
         newest, ends = (column(x, cache.position.device) for x in (length - 1, prompt))
         order = torch.where(cache.position < 0, _LATEST, cache.position)
         # in a cache without an empty slot one token is due to go
@@ -84,28 +84,28 @@ class FixedRule(BudgetRule):
         metadata["position"] = torch.where(order < _LATEST, order, -1)
         stored = gather(at, cache.k[0], cache.v[0])
         if cache.form.is_dense:
-            return Text(*stored, None, metadata, held)
+            return Text(*stored, None, metadata, cached_len)
         floats = [form.floats(x, dtype) for form, x in zip(cache.form, stored)]
-        return Text(*floats, tuple(stored), metadata, held)
+        return Text(*floats, tuple(stored), metadata, cached_len)
 
     # a step
 
     def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         S = cache.k[0].shape[2]
         # tokens in the cache, this one included
-        held = rows.prompt.clamp(max=self.slots) + rows.length - rows.prompt + 1
+        cached_len = rows.prompt.clamp(max=self.slots) + rows.length - rows.prompt + 1
         now, n = (column(x, k.device) for x in (rows.length, rows.prompt))
-        slots = self._free_slot(Tokens(cache.metadata, now - 1, n), may_be_empty=int(held.min()) <= S)
+        slots = self._free_slot(Tokens(cache.metadata, now - 1, n), may_be_empty=int(cached_len.min()) <= S)
         cache.write(slots, k[:, :, 0], v[:, :, 0])
         at = slots[..., None]
         new = {"score": at.new_zeros(at.shape, dtype=torch.float32), "position": now.expand(at.shape)}
         if self.rope:
             self._close_gap(cache, at)
-            rank = column(held.clamp(max=S) - 1, k.device)
+            rank = column(cached_len.clamp(max=S) - 1, k.device)
             new["rank"] = rank.expand(at.shape)
         for name, value in (new | self.remember(k, v)).items():
             cache.metadata[name].scatter_(2, at, value)
-        empty = cache.position < 0 if int(held.min()) < S else None
+        empty = cache.position < 0 if int(cached_len.min()) < S else None
         rotate = None
         if self.rope:
             q = rotate_to(self.rope, q, rank, S)

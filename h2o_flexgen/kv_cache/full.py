@@ -13,7 +13,11 @@ from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.attention import cached_attention
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text
-from h2o_flexgen.sizes import full_segments
+
+#: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
+#: still empty in the last segment is moved like the rest, and on a GPU attended to; each takes two more matmuls there.
+SEGMENT = 32
+LARGEST_SEGMENT = 128
 
 
 @dataclass(frozen=True)
@@ -76,3 +80,13 @@ def prepare_cache(form: KVFormat, dtype: torch.dtype, head_dim: int, rolling: bo
     q = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
     k, v = form.stored(q, q)
     append(KVTensors([k], [v], {}, form), q, q, q, torch.zeros(1, dtype=torch.int64))
+
+
+def full_segments(prompt_len: int, gen_len: int) -> tuple[int, ...]:
+    """Slots of a full cache, by segment: the prompt's, and what it grows by."""
+    sizes, left = [prompt_len], gen_len - 1  # the last token is never attended to
+    while left > 0:
+        size = max(SEGMENT, sum(sizes) // 8 // SEGMENT * SEGMENT)
+        sizes.append(min(size, LARGEST_SEGMENT, left))
+        left -= sizes[-1]
+    return tuple(sizes)

@@ -9,7 +9,7 @@ from math import isfinite
 import numpy as np
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import read_json
+from h2o_flexgen.utils.files import read_json
 
 
 @dataclass(frozen=True)

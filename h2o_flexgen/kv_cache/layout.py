@@ -68,10 +68,10 @@ class KVTensors:
         values must be finite. Compiled loops read no slot behind the last token of a cache that grows."""
         return bool(self.metadata) or not by_loops(self.k[0].device)
 
-    def move(self, source: int, target: int, held: int) -> None:
-        """Put the cache of one sequence, whose tokens are in the first `held` slots, in the place of another."""
+    def move(self, source: int, target: int, cached_len: int) -> None:
+        """Put the cache of one sequence, whose tokens are in the first `cached_len` slots, in the place of another."""
         for segments in (self.k, self.v):
-            left = held
+            left = cached_len
             for segment in segments:
                 used = segment.shape[2] if self.reads_empty_slots else min(segment.shape[2], max(0, left))
                 segment[target, :, :used] = segment[source, :, :used]
@@ -158,9 +158,9 @@ class KVLayout:
         """Slots up to the end of each segment."""
         return list(accumulate(self.segments))
 
-    def used_bytes(self, held: int) -> int:
-        """Bytes of the segments that hold the first `held` slots."""
-        return self.row_bytes * next((end for end in self.ends if end >= held), self.slots)
+    def used_bytes(self, cached_len: int) -> int:
+        """Bytes of the segments that hold the first `cached_len` slots."""
+        return self.row_bytes * next((end for end in self.ends if end >= cached_len), self.slots)
 
     def bytes_before(self, slot: int) -> int:
         """Bytes of the segments before that of a slot."""

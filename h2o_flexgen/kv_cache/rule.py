@@ -59,7 +59,7 @@ class CacheRule:
         """Slots per sequence and head, by segment, for prompts of up to `prompt_len` and outputs of `gen_len`."""
         raise NotImplementedError
 
-    def held(self, length: int, prompt: int) -> int:
+    def cached_len(self, length: int, prompt: int) -> int:
         """Slots that a text of `length` tokens, of which the first `prompt` were its prompt, has in use."""
         return length
 

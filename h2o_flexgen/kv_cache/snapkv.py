@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.kv_cache.budget_rule import BudgetRule
-from h2o_flexgen.kv_cache.full import append
+from h2o_flexgen.kv_cache.full import append, full_segments
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import Rows, Tokens
-from h2o_flexgen.sizes import full_segments
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class SnapKVCache(BudgetRule):
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         return full_segments(min(self.slots, prompt_len), gen_len)
 
-    def held(self, length: int, prompt: int) -> int:
+    def cached_len(self, length: int, prompt: int) -> int:
         return length - max(0, prompt - self.slots)
 
     @property

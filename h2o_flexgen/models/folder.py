@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.files import JSON_BYTES, open_regular, read_bytes
+from h2o_flexgen.utils.files import JSON_BYTES, open_regular, read_bytes
 
 #: a checkpoint in one file
 NAMES = ("model.safetensors", "pytorch_model.bin")

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.copies import converted
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import OTHER_HOME, cache_root
 from h2o_flexgen.formats import GGUF, Format
 from h2o_flexgen.models.gguf_file import GGUFTensor, parts, read_model
 from h2o_flexgen.models.gguf_tokenizer import write_tokenizer
 from h2o_flexgen.models.registry import spec_of
 from h2o_flexgen.models.rope import frequencies
 from h2o_flexgen.models.spec import Config, Layer, Rope, shortened
+from h2o_flexgen.utils.copies import converted
+from h2o_flexgen.utils.files import OTHER_HOME, cache_root
 
 #: architectures that can be read, by GGUF's names, which are their `model_type`; Mistral's is "llama" too
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

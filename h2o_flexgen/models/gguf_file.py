@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import open_regular
 from h2o_flexgen.models.folder import check_fetched, numbered
 from h2o_flexgen.models.spec import shortened
+from h2o_flexgen.utils.files import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

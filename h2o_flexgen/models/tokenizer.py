@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.errors import UserError, reason
-from h2o_flexgen.files import read_json, read_text
 from h2o_flexgen.models.folder import check_fetched
 from h2o_flexgen.models.sentence_piece import BLANK, read_pieces, surround
+from h2o_flexgen.utils.files import read_json, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.policy import KVBudget
-from h2o_flexgen.progress import bar
+from h2o_flexgen.utils.progress import bar
 
 T = TypeVar("T")
 #: of a cache and of weights, by what they lose

@@ -15,22 +15,17 @@ from itertools import accumulate
 from math import ceil, prod, sqrt
 from typing import NamedTuple
 
+from h2o_flexgen.kernels.attention import prefill_pairs
+from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.planning.occupancy import expected, stretches
 from h2o_flexgen.planning.placement import Placement
-from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.traffic import Flows, Offloaded, Traffic, weights_beside
+from h2o_flexgen.planning.workload import GROUP_ROWS, HEAD_ROWS, batch_sizes, matmul_rows
 from h2o_flexgen.policy import Policy
-from h2o_flexgen.sizes import (
-    GROUP_ROWS,
-    HEAD_ROWS,
-    KV_BUFFERS,
-    batch_sizes,
-    matmul_rows,
-    prefill_pairs,
-    requests,
-    wal_rows,
-)
+from h2o_flexgen.storage.disk import requests
+from h2o_flexgen.storage.kv_store import KV_BUFFERS
+from h2o_flexgen.storage.wal import wal_rows
 
 #: the batches of a block: sequences, and tokens of the longest prompt
 Batches = Sequence[tuple[int, int]]
@@ -243,7 +238,7 @@ class CostModel:
         for (size, length), count in Counter(batches).items():
             for n, times in _cut(size, max(1, policy.prefill_tokens // length)).items():
                 rows[n * length] += count * times
-            pairs = prefill_pairs(length, self.shapes.device, self.shapes.workload.held)
+            pairs = prefill_pairs(length, self.shapes.device, self.shapes.workload.cached_len)
             flops = 4 * self.shapes.spec.query_width * pairs
             compute += count * size * self._attention("prefill", flops)
         compute += self._matmuls(_DECODER, rows, part.streamed) + rows.total() * self.profile.step_seconds
@@ -251,9 +246,9 @@ class CostModel:
         compute *= self.computed
         length = batches[0][1]
         layout = self.shapes.kv
-        before = self.shapes.workload.held
+        before = self.shapes.workload.cached_len
         crosses = self._crosses
-        after = min(before + self.shapes.rule.held(length, length), layout.slots)
+        after = min(before + self.shapes.rule.cached_len(length, length), layout.slots)
         old = before * layout.row_bytes
         kv = after * layout.row_bytes
         hidden = length * self.hidden_bytes

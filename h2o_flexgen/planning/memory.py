@@ -6,24 +6,17 @@ from dataclasses import dataclass, field
 
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.formats import decode_bytes
-from h2o_flexgen.offload.activations import activation_bytes
-from h2o_flexgen.offload.kv_store import kv_bytes
-from h2o_flexgen.offload.weights import largest_layer
+from h2o_flexgen.machine.pages import aligned
+from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.planning.placement import Placement
-from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.shapes import Shapes
+from h2o_flexgen.planning.workload import GROUP_ROWS, Workload, batch_sizes, matmul_rows, micro_tokens
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import MARGIN, TIERS, Policy, gib
-from h2o_flexgen.sizes import (
-    GROUP_ROWS,
-    WRITE_BACKS,
-    Workload,
-    aligned,
-    batch_sizes,
-    double_buffers,
-    matmul_rows,
-    micro_tokens,
-)
+from h2o_flexgen.storage.activations import WRITE_BACKS, activation_bytes
+from h2o_flexgen.storage.kv_store import kv_bytes
+from h2o_flexgen.storage.queues import double_buffers
+from h2o_flexgen.storage.weights import largest_layer
 
 #: for messages: what a tier is called, and what helps if it is too small
 _NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier", "ram": "RAM (gpu and cpu together)"}
@@ -74,7 +67,7 @@ class Resources:
 
 
 @dataclass
-class Plan:
+class MemoryPlan:
     """The bytes that a policy needs on each tier, known before anything is allocated.
 
     Attributes:
@@ -129,11 +122,13 @@ def _parts(tier: str) -> tuple[str, ...]:
     return ("gpu", "cpu") if tier == "ram" else (tier,)
 
 
-def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: Resources) -> tuple[Placement, Plan]:
+def plan_policy(
+    policy: Policy, shapes: Shapes, workload: Workload, resources: Resources
+) -> tuple[Placement, MemoryPlan]:
     """Where everything goes under a policy, and the bytes it takes at its peak against the limits."""
     batches = batch_sizes(len(workload.prompt_lens), policy)
     placement = Placement.of(policy, [layer.shapes for layer in shapes.layers], len(batches), shapes.nbytes)
-    plan = Plan(limits=resources.limits, shared=not shapes.cuda)
+    plan = MemoryPlan(limits=resources.limits, shared=not shapes.cuda)
     host = "cpu" if shapes.cuda else "gpu"  # the tier whose RAM the process itself takes
     plan.add(host, "the process itself", resources.baseline)
     plan.add(host, "generated tokens", workload.output_bytes)
@@ -141,13 +136,13 @@ def plan_policy(policy: Policy, shapes: Shapes, workload: Workload, resources: R
     _plan_cache(plan, policy, shapes, placement, batches)
     _plan_activations(plan, policy, shapes, placement, batches, workload)
     plan.add("gpu", "what prompts have in common", shared_bytes(shapes, resources))
-    workspace = workspace_bytes(policy, shapes, workload.longest, batches, workload.held)
+    workspace = workspace_bytes(policy, shapes, workload.longest, batches, workload.cached_len)
     plan.add("gpu", "workspace of a layer or the head", workspace)
     plan.add("gpu", "workspace of matmuls", resources.workspace)
     return placement, plan
 
 
-def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: bool) -> None:
+def _plan_weights(plan: MemoryPlan, shapes: Shapes, placement: Placement, overlap: bool) -> None:
     tiers = placement.weights
     tensors = shapes.tensor_bytes
     nbytes = dict.fromkeys(TIERS, 0)
@@ -172,7 +167,7 @@ def _plan_weights(plan: Plan, shapes: Shapes, placement: Placement, overlap: boo
     plan.add("gpu", "decoding of weights", decode_bytes(formats, shapes.torch_dtype, shapes.cuda))
 
 
-def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int]) -> None:
+def _plan_cache(plan: MemoryPlan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int]) -> None:
     sizes = kv_bytes(shapes.layouts(batches), placement.cache, policy.overlap, shapes.cuda)
     for tier in TIERS:
         plan.add(tier, "KV cache", sizes.tiers[tier])
@@ -185,7 +180,7 @@ def _plan_cache(plan: Plan, policy: Policy, shapes: Shapes, placement: Placement
 
 
 def _plan_activations(
-    plan: Plan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], workload: Workload
+    plan: MemoryPlan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], workload: Workload
 ) -> None:
     longest = workload.longest
     num_prompts = len(workload.prompt_lens)

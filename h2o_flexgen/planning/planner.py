@@ -3,60 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from h2o_flexgen.compression import has_cache_format
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats.forms import has_cache_format
 from h2o_flexgen.kv_cache import CacheRule, rule_for
-from h2o_flexgen.offload.decoded import Decoding
+from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.planning.budget import FORMATS, BudgetPoint, budget_choices, size_budget
-from h2o_flexgen.planning.cost import CostModel, Prediction
-from h2o_flexgen.planning.memory import Plan, Resources, path_tokens, plan_policy
+from h2o_flexgen.planning.cost import CostModel
+from h2o_flexgen.planning.execution_plan import ExecutionPlan
+from h2o_flexgen.planning.memory import MemoryPlan, Resources, path_tokens, plan_policy
 from h2o_flexgen.planning.placement import Placement
-from h2o_flexgen.planning.profile import Profile
 from h2o_flexgen.planning.search import Constraints, Search
 from h2o_flexgen.planning.shapes import ModelData
+from h2o_flexgen.planning.workload import GROUP_ROWS, Workload
 from h2o_flexgen.policy import KVBudget, Policy
-from h2o_flexgen.sizes import GROUP_ROWS, Workload
 
 #: sequences of a batch where everything is resident: with more the matmuls of a CPU get no faster; fewer if they do not
 #: fit
 RESIDENT_BATCHES = (GROUP_ROWS, GROUP_ROWS // 2)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A policy for a workload, with all that follows from it: what the engine runs.
-
-    Attributes:
-        rule: the cache rule of `kv_budget`.
-        compress_cache, compress_weight: as for `LLM`, and not "auto".
-        decoding: how quantised matrices are decoded when they are loaded, as the device has room for all of them in the
-            form that matmuls read; None where they stay as they are stored.
-        plan: the bytes it needs. A policy that was given may need more than there is (`plan.check`).
-        prediction: what it costs; None while this machine has not been measured.
-        shared_tokens: the most that prompts share, so that what they share has room.
-        least_free: places that are free before rows enter while others run.
-        predict: lengths of outputs -> what it would cost with them.
-        curve: where the KV budget or the format is "auto" the trade of slots and bits for throughput; else empty.
-    """
-
-    workload: Workload
-    policy: Policy
-    kv_budget: KVBudget | None
-    rule: CacheRule
-    placement: Placement
-    plan: Plan
-    prediction: Prediction | None
-    compress_cache: str | None = None
-    compress_weight: str | None = None
-    decoding: Decoding | None = None
-    shared_tokens: int = 0
-    least_free: int = 1
-    predict: Callable[..., Prediction] | None = None
-    curve: list[BudgetPoint] = field(default_factory=list)
 
 
 class Planner:
@@ -91,7 +58,7 @@ class Planner:
         policy: Policy | None = None,
         kv_budget: KVBudget | str | None = None,
         compress_cache: str | None = None,
-    ) -> Choice:
+    ) -> ExecutionPlan:
         """The policy of a job.
 
         Args:
@@ -111,7 +78,7 @@ class Planner:
 
         def find(
             ratio: float | None, budget: KVBudget | None, kind: str | None, weights: str | None
-        ) -> tuple[BudgetPoint, Choice]:
+        ) -> tuple[BudgetPoint, ExecutionPlan]:
             choice = self._choose(workload, resources, policy, budget, kind, weights)
             choice.plan.check()
             p = choice.prediction
@@ -152,9 +119,9 @@ class Planner:
         kv_budget: KVBudget | None,
         compress_cache: str | None,
         compress_weight: str | None,
-    ) -> Choice:
+    ) -> ExecutionPlan:
         stored = replace(self.models[compress_weight], compress_cache=compress_cache)
-        rule = rule_for(kv_budget, workload, stored.spec)
+        rule = rule_for(kv_budget, workload.longest, workload.gen_len, stored.spec)
         models = [*stored.decodings(), stored]
 
         def takes(model: ModelData, policy: Policy | None) -> bool:
@@ -186,7 +153,7 @@ class Planner:
             least_free = cost.least_free(policy, max(1, int(mean * cost.computed)), prediction)
         formats = (compress_cache, compress_weight, self.model.decoding)
         shared = path_tokens(self.model.shapes(rule, workload), resources)
-        return Choice(
+        return ExecutionPlan(
             workload, policy, kv_budget, rule, placement, plan, prediction, *formats, shared, least_free, predict
         )
 
@@ -212,13 +179,15 @@ class Planner:
         shapes = self.model.shapes(rule, workload)
         return Search(self.measured(), shapes, workload, resources, self.constraints)
 
-    def plan(self, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources) -> tuple[Placement, Plan]:
+    def plan(
+        self, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources
+    ) -> tuple[Placement, MemoryPlan]:
         """Where everything goes under a policy, and the bytes it needs, whether they are available or not."""
         return self._plan(self.model, policy, rule, workload, resources)
 
     def _plan(
         self, model: ModelData, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources
-    ) -> tuple[Placement, Plan]:
+    ) -> tuple[Placement, MemoryPlan]:
         planned = self.constraints.planned(workload, policy)
         return plan_policy(policy, model.shapes(rule, workload), planned, resources)
 

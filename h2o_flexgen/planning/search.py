@@ -20,23 +20,19 @@ import numpy as np
 import pulp
 
 from h2o_flexgen.errors import PlanError, UserError
-from h2o_flexgen.losses import Losses
+from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.cost import CostModel, Part, Prediction, batches_of
-from h2o_flexgen.planning.memory import (
-    SEARCHED_ADVICE,
-    Plan,
-    Resources,
-    decode_rows,
-    plan_policy,
-    shared_bytes,
-)
-from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.planning.losses import Losses
+from h2o_flexgen.planning.memory import SEARCHED_ADVICE, MemoryPlan, Resources, decode_rows, plan_policy, shared_bytes
 from h2o_flexgen.planning.shapes import Shapes
 from h2o_flexgen.planning.traffic import Flows, Offloaded
+from h2o_flexgen.planning.workload import Workload, batch_sizes, micro_tokens
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import KINDS, TIERS, Policy
-from h2o_flexgen.sizes import Workload, batch_sizes, double_buffers, kv_buffers, micro_tokens, wal_rows
+from h2o_flexgen.storage.kv_store import kv_buffers
+from h2o_flexgen.storage.queues import double_buffers
+from h2o_flexgen.storage.wal import wal_rows
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 NUM_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
@@ -103,7 +99,7 @@ class Candidate:
 
     policy: Policy
     prediction: Prediction
-    plan: Plan
+    plan: MemoryPlan
 
 
 class Search:
@@ -335,7 +331,7 @@ class Search:
     def _fixed_bytes(self, policy: Policy) -> int:
         """What the device holds whatever the placement of weights and cache."""
         batches = batch_sizes(self.num_prompts, policy)
-        workspace = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.held)
+        workspace = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.cached_len)
         rows = decode_rows(batches, len(self.workload.prompt_lens), self.workload.longest)
         nbytes = self.resources.workspace + workspace + rows * self.cost.hidden_bytes
         nbytes += shared_bytes(self.shapes, self.resources)

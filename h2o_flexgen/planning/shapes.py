@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import torch
 
-from h2o_flexgen.compression import cache_format, in_memory
 from h2o_flexgen.formats import Blocks, Dense, Format, KVFormat
+from h2o_flexgen.formats.forms import cache_format, in_memory
 from h2o_flexgen.kernels.linear import matmul_format
+from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.spec import Layer, ModelSpec
-from h2o_flexgen.offload.decoded import Decoding
-from h2o_flexgen.offload.weights import StagingBytes, staging_bytes
+from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.storage.decoded import Decoding
+from h2o_flexgen.storage.weights import StagingBytes, staging_bytes
 
 
 class TensorBytes(NamedTuple):
@@ -218,3 +220,25 @@ class Shapes(ModelData):
     def kv_bytes(self) -> int:
         """Of a sequence in all layers."""
         return sum(layout.kv_bytes + layout.meta_bytes for layout in self.layouts([1]).values())
+
+
+def sizes(model: ModelData, stored: str) -> dict:
+    """Of a model most of whose weights are of the type `stored`, as plain data."""
+    spec = model.spec
+    shapes = {name: shape for layer in model.layers for name, shape in layer.shapes.items()}
+    count = sum(map(prod, shapes.values()))
+    nbytes = sum(map(model.stored_bytes, shapes))
+    names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "positions")
+    found = {"family": spec.model_type, "parameters": count} | {name: getattr(spec, name) for name in names}
+    return found | {"stored_dtype": stored, "weight_bytes": nbytes}
+
+
+def kv_bytes(
+    model: ModelData, workload: Workload, rule: CacheRule, compress_cache: str | None = None
+) -> dict[str, int]:
+    """Bytes of a sequence's KV cache in all layers at its end: full and as floats, and as the job has it."""
+    full = rule_for(None, workload.longest, workload.gen_len, model.spec)
+    each = {"full": (full, None), "job": (rule, compress_cache)}
+    return {
+        name: replace(model, compress_cache=kind).shapes(kept, workload).kv_bytes for name, (kept, kind) in each.items()
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from h2o_flexgen.planning.profile import LINKS, Link
+from h2o_flexgen.machine.profile import LINKS, Link
 
 
 class Offloaded(NamedTuple):

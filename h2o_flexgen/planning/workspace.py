@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.kernels.int8 import may_tile
-from h2o_flexgen.kernels.linear import always_tiles
+from h2o_flexgen.kernels.attention import CHUNK_ELEMENTS, QUERY_CHUNK
+from h2o_flexgen.kernels.exact import WIDEN_BYTES, WIDEN_ROWS
+from h2o_flexgen.kernels.int8 import INT8_ROWS, may_tile
+from h2o_flexgen.kernels.linear import always_tiles, slice_rows
+from h2o_flexgen.kernels.rowwise import WIDENED_ELEMENTS
 from h2o_flexgen.planning.shapes import Shapes
+from h2o_flexgen.planning.workload import HEAD_ROWS, SAMPLE_ROWS, matmul_rows, micro_tokens
 from h2o_flexgen.policy import Policy
-from h2o_flexgen.sizes import (
-    CHUNK_ELEMENTS,
-    HEAD_ROWS,
-    INT8_ROWS,
-    OUTLIER_COLUMNS,
-    QUERY_CHUNK,
-    SAMPLE_ROWS,
-    SORTING,
-    WIDEN_BYTES,
-    WIDEN_ROWS,
-    WIDENED_ELEMENTS,
-    matmul_rows,
-    micro_tokens,
-    slice_rows,
-)
+
+#: bytes for each logit that is sorted
+SORTING = {"cpu": 30, "cuda": 50}
+#: columns with outliers that a matmul in int8 is planned with
+OUTLIER_COLUMNS = 64
 
 #: a transformer block, which stands for all, and the head, among the layers
 _DECODER = -2
@@ -33,10 +27,10 @@ _CODES = {"tiles": 1 + 2, "floats": 1 + 4, "cuda": 18}
 _SUMS = 12
 
 
-def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], held: int = 0) -> int:
+def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], cached_len: int = 0) -> int:
     """What computing a layer or the head takes on the device, for batches of these sizes, the largest first, of
-    prompts of up to `longest` tokens, behind `held` that caches hold."""
-    prefill = prefill_workspace(shapes, micro_tokens(policy.prefill_tokens, longest, batches[0]), longest, held)
+    prompts of up to `longest` tokens, behind `cached_len` that caches hold."""
+    prefill = prefill_workspace(shapes, micro_tokens(policy.prefill_tokens, longest, batches[0]), longest, cached_len)
     rows = max(matmul_rows(batches))
     decode = _decode_workspace(shapes, batches[0], rows)
     chosen = min(rows, SAMPLE_ROWS) * (4 + SORTING[shapes.device])
@@ -49,8 +43,8 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     return max(prefill, decode, head)
 
 
-def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
-    """Bytes of a micro-batch of `tokens` tokens, of prompts of up to `P` behind `held` that caches hold, in one
+def prefill_workspace(shapes: Shapes, tokens: int, P: int, cached_len: int = 0) -> int:
+    """Bytes of a micro-batch of `tokens` tokens, of prompts of up to `P` behind `cached_len` that caches hold, in one
     transformer block."""
     spec = shapes.spec
     size = shapes.itemsize
@@ -72,31 +66,31 @@ def prefill_workspace(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int
     if shapes.rule.scores_prompt or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
         # three copies in (B * KV, G * T, D) shape, and the context; or the rows that are kept
         attention += tokens * (2 * Q + 2 * KV) * size
-        attention += chunk_bytes(shapes, tokens, P, held)
+        attention += chunk_bytes(shapes, tokens, P, cached_len)
         # queries and context of the chunk
-        attention += 3 * _chunk_elements(shapes, tokens, P, held) * spec.head_dim // (P + held) * size
+        attention += 3 * _chunk_elements(shapes, tokens, P, cached_len) * spec.head_dim // (P + cached_len) * size
         # K and V in the order of the text, with the new ones, and again of those that stay
-        attention += 6 * (tokens * held // P) * KV * size
+        attention += 6 * (tokens * cached_len // P) * KV * size
     if shapes.rule.rope:
-        attention += tokens * Q * size + tokens * (P + held) // P * KV * _rotating(shapes)
+        attention += tokens * Q * size + tokens * (P + cached_len) // P * KV * _rotating(shapes)
     if not shapes.kv_format.is_dense:  # heads side by side, as they are stored, and those that stay
-        attention += tokens * KV * size + 2 * (tokens * (P + held) // P) * shapes.kv.row_bytes
+        attention += tokens * KV * size + 2 * (tokens * (P + cached_len) // P) * shapes.kv.row_bytes
     if shapes.may_widen:  # queries, keys, values and the context of a few heads
         few = max(P * spec.groups, CHUNK_ELEMENTS["cpu"] // min(QUERY_CHUNK["cpu"], P))
         attention += 16 * spec.head_dim * min(tokens * spec.heads, few)
     return max(mlp, attention, norm)
 
 
-def chunk_bytes(shapes: Shapes, tokens: int, P: int, held: int = 0) -> int:
+def chunk_bytes(shapes: Shapes, tokens: int, P: int, cached_len: int = 0) -> int:
     """Logits of a chunk and, in float32, their probabilities; one buffer for both if the logits are in float32 too."""
     size = shapes.itemsize
-    return _chunk_elements(shapes, tokens, P, held) * (4 + size * (size < 4))
+    return _chunk_elements(shapes, tokens, P, cached_len) * (4 + size * (size < 4))
 
 
-def _chunk_elements(shapes: Shapes, tokens: int, P: int, held: int) -> int:
+def _chunk_elements(shapes: Shapes, tokens: int, P: int, cached_len: int) -> int:
     chunk = min(QUERY_CHUNK[shapes.device], P)
     spec = shapes.spec
-    keys = P + held
+    keys = P + cached_len
     most = max(CHUNK_ELEMENTS[shapes.device], spec.groups * chunk * keys)
     return min(tokens * keys // P * spec.heads * chunk, most)
 

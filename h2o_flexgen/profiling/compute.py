@@ -15,16 +15,20 @@ from torch import Tensor
 from h2o_flexgen.engine.sampling import SamplingParams, sample
 from h2o_flexgen.formats import GGUF, Format, Int4, Int8, KVFormat, Quantised
 from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels.attention import prefill_pairs
 from h2o_flexgen.kernels.exact import pack
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import linear, packs, packs_int8
 from h2o_flexgen.kernels.rates import INT4, INT8
-from h2o_flexgen.kv_cache import MEASURED, CacheRule, KVLayout
+from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.kv_cache.rule import Rows
-from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device
-from h2o_flexgen.planning.profile import GROUP, AttentionRates, Shape
-from h2o_flexgen.sizes import HEAD_ROWS, prefill_pairs
+from h2o_flexgen.machine import memory
+from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.profile import GROUP, AttentionRates, Shape
+from h2o_flexgen.planning.workload import HEAD_ROWS
+
+#: the cache rules whose attention is measured, by name (`profile.RULES`)
+MEASURED = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
 
 #: a matmul whose seconds do not depend on its size: of one row with a matrix of this shape
 TINY_SHAPE: Shape = (64, 64)

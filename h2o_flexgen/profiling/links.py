@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.offload.device import Device, as_numpy, copy, finish
-from h2o_flexgen.offload.disk import DiskIO, OffloadFolder, wait
-from h2o_flexgen.offload.queues import TransferQueue
-from h2o_flexgen.planning.profile import LINKS, Link
+from h2o_flexgen.machine.device import Device, as_numpy, copy, finish
+from h2o_flexgen.machine.profile import LINKS, Link
 from h2o_flexgen.profiling.compute import Scale, layer_call, shapes_with_room
-from h2o_flexgen.sizes import requests
+from h2o_flexgen.storage.disk import DiskIO, OffloadFolder, requests, wait
+from h2o_flexgen.storage.queues import TransferQueue
 
 #: for so long small transfers are made
 SMALL_SECONDS = 0.2

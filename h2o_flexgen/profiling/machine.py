@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import cache_folder, make_private, read_json
-from h2o_flexgen.offload.device import Device
+from h2o_flexgen.machine.device import Device
+from h2o_flexgen.utils.files import cache_folder, make_private, read_json
 
 #: of what is kept: a file of another format is measured again
-FORMAT = 22
+FORMAT = 23
 #: part of the time that a process may wait for a core while it measures: 0.03 at rest, 0.4 beside a busy program
 CROWDED = 0.2
 

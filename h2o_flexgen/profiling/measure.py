@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -12,17 +12,19 @@ from zlib import crc32
 
 import torch
 
+from h2o_flexgen.engine.model import prepare_loops
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.rates import KernelRates
-from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device
-from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen.machine import memory
+from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.profiling.compute import CUDA, Scale, measure_compute
 from h2o_flexgen.profiling.links import measure_links
 from h2o_flexgen.profiling.machine import CROWDED, crowding, here, keep, kept_file, mount_point, read_kept, scheduled
-from h2o_flexgen.progress import bar
+from h2o_flexgen.storage.disk import default_root
+from h2o_flexgen.utils.progress import bar
 
 log = logging.getLogger(__name__)
 
@@ -158,3 +160,29 @@ def medians(passes: list):
     if is_dataclass(first):
         return type(first)(**medians([vars(found) for found in passes]))
     return median(passes)
+
+
+def this_machine(
+    device_name: str,
+    dtype: str,
+    offload_dir: str | None,
+    declared: str | None,
+    compute: str = "exact",
+    quantised: bool = False,
+) -> Profile:
+    """This machine's rates as they were measured, now if they never were, and its memory as it is now; `dtype` and
+    `compute` as for `LLM`, for weights of the type `declared`, some of which may be `quantised`."""
+    from transformers import AutoTokenizer  # noqa: F401  a job holds it
+
+    device = Device(device_name)
+    root = Path(offload_dir) if offload_dir else default_root()
+    if device.is_cuda:
+        device.start(None)
+    job = job_dtype(device, dtype, declared, compute=compute)
+    prepare_loops(job, quantised, compute)
+    baseline = memory.baseline()
+    profile = load_or_measure(device, job, root)
+    ram = memory.ram_in_all()
+    gpu = device.free_bytes() + device.workspace_bytes if device.is_cuda else ram
+    available = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}
+    return replace(profile, memory=available, baseline_bytes=baseline, workspace_bytes=device.workspace_bytes)

@@ -12,10 +12,10 @@ import torch
 from cli_tools import TINY, last_line, write_model
 from safetensors.torch import load_file, save_file
 
-from h2o_flexgen import analyse
 from h2o_flexgen.analysis import plot
+from h2o_flexgen.commands import analyse
 from h2o_flexgen.jobs.input import builtin_text
-from h2o_flexgen.offload import memory
+from h2o_flexgen.machine import memory
 
 pytest_plugins = ["cli_tools"]
 

@@ -13,7 +13,7 @@ from h2o_flexgen import LLM, KVBudget, Policy
 from h2o_flexgen.analysis.simulation import masked_logprobs, simulate
 from h2o_flexgen.kv_cache import RULES, make_rule, rule_for
 from h2o_flexgen.kv_cache.fixed_rule import FixedRule
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.planning.workload import Workload
 
 #: one query head per KV head and several, RoPE for whole heads and for parts
 MODELS = ("opt", "llama", "llama_groups_of_3_wide_heads_linear", "gpt_neox")
@@ -49,7 +49,7 @@ def dropping(monkeypatch):
 def rule_of(model, text, heavy=3, recent=4, count=2):
     """As the engine has it for windows of LENGTH tokens."""
     workload = Workload((PROMPT,) * count, LENGTH - PROMPT)
-    return rule_for(KVBudget.from_size(heavy, recent, text), workload, model.spec)
+    return rule_for(KVBudget.from_size(heavy, recent, text), workload.longest, workload.gen_len, model.spec)
 
 
 @pytest.mark.parametrize("rule", RULES)

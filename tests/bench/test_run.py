@@ -22,7 +22,7 @@ from bench.systems.flexgen import numpy_weights
 from bench.systems.ours import lowest_tier
 from bench.systems.zero_inference import zero_settings
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.flex_opt import make_parser
+from h2o_flexgen.commands.generate import make_parser
 from h2o_flexgen.models.registry import named_config
 
 NAME = "opt-1.3b 64+256"

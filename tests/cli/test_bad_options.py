@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from cli_tools import ON_GPU, SHORT, percent, write_prompts
 
-from h2o_flexgen import cli as cli_module
-from h2o_flexgen import flex_opt
+from h2o_flexgen.commands import generate
+from h2o_flexgen.commands import options as cli_module
 from h2o_flexgen.policy import Policy
 
 pytest_plugins = ["cli_tools"]
@@ -220,6 +220,6 @@ def test_policy_files(refused, model, tmp_path, text, say):
 
 
 def test_arguments_in_messages_become_options():
-    parser = flex_opt.make_parser()
+    parser = generate.make_parser()
     named = cli_module.name_options("`gpu_mem` and `dtype`, not `kv_budget`; gpu_mem of no backticks; `x y`", parser)
     assert named == "--gpu-mem and --dtype, not kv_budget; gpu_mem of no backticks; `x y`"

@@ -7,7 +7,7 @@ import json
 import pytest
 from cli_tools import FP32, ON_CPU, ON_DISK, ON_GPU, percent, read_rows, wide, write_model, write_rows
 
-from h2o_flexgen import flex_opt
+from h2o_flexgen.commands import generate
 from h2o_flexgen.policy import GIB, Policy
 
 pytest_plugins = ["cli_tools"]
@@ -85,9 +85,9 @@ def test_the_report_for_people_says_the_same(cli, model, tmp_path):
     assert "3 prompts of up to 10 tokens, 5 tokens each" in out
     assert "2 heavy + 2 recent" in out
     assert "percent 0 0 0 0 0 0" in out
-    assert f"15 tokens, {flex_opt.rate(found['total']['tokens_per_s'])} tokens/s" in out
+    assert f"15 tokens, {generate.rate(found['total']['tokens_per_s'])} tokens/s" in out
     for phase in ("prefill", "decode"):
-        assert f"{found[phase]['seconds']:.2f} s, {flex_opt.rate(found[phase]['tokens_per_s'])} tokens/s" in out
+        assert f"{found[phase]['seconds']:.2f} s, {generate.rate(found[phase]['tokens_per_s'])} tokens/s" in out
     assert "disk to cpu" in out and "planned" in out
     assert all(len(line) < 140 and line == line.rstrip() and "\r" not in line for line in out.splitlines())
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from cli_tools import environment
 
-from h2o_flexgen import __version__, cli
-from h2o_flexgen.main import COMMANDS, main
+from h2o_flexgen import __version__
+from h2o_flexgen.commands import options
+from h2o_flexgen.commands.main import COMMANDS, main
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]], ids=["alone", "--help", "-h"])
@@ -83,8 +84,8 @@ def no_memory_in_python(args) -> None:
 
 @pytest.mark.parametrize("run", [no_memory_in_torch, no_memory_in_python])
 def test_a_lack_of_memory_is_one_line(run, capsys):
-    parser = cli.Parser("x", "y")
-    assert cli.main(parser, run, []) == 2
+    parser = options.Parser("x", "y")
+    assert options.main(parser, run, []) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: out of memory: ") and err.count("\n") == 1
 
@@ -94,4 +95,4 @@ def test_another_error_at_run_time_is_a_bug(capsys):
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        cli.main(cli.Parser("x", "y"), run, [])
+        options.main(options.Parser("x", "y"), run, [])

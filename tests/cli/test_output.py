@@ -13,8 +13,8 @@ from cli_tools import environment
 
 import h2o_flexgen
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen import cli as cli_module
-from h2o_flexgen.main import COMMANDS
+from h2o_flexgen.commands import options as cli_module
+from h2o_flexgen.commands.main import COMMANDS
 
 pytest_plugins = ["cli_tools"]
 
@@ -43,7 +43,7 @@ def test_a_job_by_the_library_says_nothing_on_stdout(model, capfd):
 
 def test_a_command_shows_warnings_once_and_plain(capsys):
     def run(args):
-        logging.getLogger("h2o_flexgen.offload.disk").warning("the disk is nearly %s", "full")
+        logging.getLogger("h2o_flexgen.storage.disk").warning("the disk is nearly %s", "full")
 
     for _ in range(2):
         cli_module.main(cli_module.Parser("x", "y"), run, [])

@@ -10,10 +10,10 @@ import pytest
 from cli_tools import TINY, wide, write_model
 from machines import KERNELS, laptop
 
-from h2o_flexgen import flex_opt, plan
+from h2o_flexgen.commands import generate, plan
 from h2o_flexgen.kernels.int8 import may_tile
 from h2o_flexgen.kernels.rates import ROWS
-from h2o_flexgen.offload import memory
+from h2o_flexgen.machine import memory
 from h2o_flexgen.policy import GIB
 
 pytest_plugins = ["cli_tools"]
@@ -153,6 +153,6 @@ def test_what_cannot_be_planned(planned, options, message):
 
 def test_generate_and_plan_take_the_same_options():
     """But for those of prompts' texts and outputs, and a policy file."""
-    ours, theirs = ({*p.make_parser()._option_string_actions} for p in (plan, flex_opt))
+    ours, theirs = ({*p.make_parser()._option_string_actions} for p in (plan, generate))
     assert ours - theirs == {"-o", "--output", "--json"}
     assert {"--gpu-mem", "--percent", "--hh-ratio", "--path", "--hardware"} <= ours & theirs

@@ -9,9 +9,10 @@ import pytest
 from cli_tools import TINY, write_model
 from machines import ROOT, T4, laptop
 
-from h2o_flexgen import KVBudget, flex_opt, policy_search
-from h2o_flexgen.cli import make_budget, make_policy
-from h2o_flexgen.planning.profile import Profile
+from h2o_flexgen import KVBudget
+from h2o_flexgen.commands import generate, search
+from h2o_flexgen.commands.options import make_budget, make_policy
+from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.policy import GIB, Policy, given_policy
 
 pytest_plugins = ["cli_tools"]
@@ -42,7 +43,7 @@ def find(capsys, hardware):
         if "--hardware" not in argv:
             argv += ["--hardware", str(hardware)]
         capsys.readouterr()
-        code = policy_search.main(argv)
+        code = search.main(argv)
         return code, *capsys.readouterr()
 
     return run
@@ -80,7 +81,7 @@ def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
     result = json.loads(find(*JOB, "--hh-size", 5, "--gpu-mem", 2, "--json")[1])
     words = shlex.split(result["command"])
     assert words[:2] == ["h2o-flexgen", "generate"]
-    args = flex_opt.make_parser().parse_args(words[2:])
+    args = generate.make_parser().parse_args(words[2:])
     assert make_policy(args, None) == Policy.from_dict(result["policy"])
     assert make_budget(args) == KVBudget.from_size(5)
     assert args.device == "cpu"  # the profile's, whatever this machine has
@@ -246,7 +247,7 @@ def test_kept_policies_are_what_the_search_gives_today(path, capsys):
     assert words[:3] == ["python", "-m", "h2o_flexgen.policy_search"]
     args = [str(ROOT / word) if word.startswith("policies/") else word for word in words[3:]]
     if path in KEPT[2::5]:  # of each model, length and cache one at least: a search takes seconds
-        assert policy_search.main([*args, "--json"]) == 0
+        assert search.main([*args, "--json"]) == 0
         now = json.loads(capsys.readouterr().out)
         assert now["kv_budget"] == kept["kv_budget"]
         # two policies may cost the same: what counts is that neither is better
@@ -254,7 +255,7 @@ def test_kept_policies_are_what_the_search_gives_today(path, capsys):
     policy = kept["policy"]
     given = ["--gpu-batch-size", policy["gpu_batch_size"], "--num-gpu-batches", policy["num_gpu_batches"]]
     given += ["--percent", *policy["percent"], f"--{'' if policy['cpu_cache_compute'] else 'no-'}cpu-cache-compute"]
-    assert policy_search.main([*args, *map(str, given), "--json"]) == 0
+    assert search.main([*args, *map(str, given), "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["policy"] == kept["policy"] and alone["memory_bytes"] == kept["memory_bytes"]
     assert alone["predicted"] == pytest.approx(kept["predicted"])

@@ -12,7 +12,8 @@ import pytest
 from cli_tools import FP32, environment, last_line, read_until, write_rows
 from machines import laptop
 
-from h2o_flexgen import LLM, plan, quality
+from h2o_flexgen import LLM
+from h2o_flexgen.commands import plan, quality
 
 pytest_plugins = ["cli_tools"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from cli_tools import FP32, environment, write_rows
 
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.jobs.job import Job
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
-from h2o_flexgen.main import main
 
 pytest_plugins = ["cli_tools"]
 
@@ -137,6 +137,8 @@ def test_of_what_is_no_output_file(status, out, tmp_path):
 
 
 def test_it_does_not_import_torch(out):
-    code = "import sys; from h2o_flexgen.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from h2o_flexgen.commands.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code, "status", out], env=environment())
     assert done.returncode == 0

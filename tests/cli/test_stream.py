@@ -8,7 +8,8 @@ import pytest
 from cli_tools import FP32, write_model, write_rows
 from zoo import CONFIGS
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, stream
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen.commands import stream
 
 pytest_plugins = ["cli_tools"]
 

@@ -9,7 +9,7 @@ import subprocess
 
 from cli_tools import FP32, command, environment, start
 
-from h2o_flexgen.files import check_writable
+from h2o_flexgen.utils.files import check_writable
 
 pytest_plugins = ["cli_tools"]
 

@@ -34,7 +34,7 @@ def test_nothing_fits_at_all(refused, model):
 
 
 def test_a_plan_that_does_not_fit_the_ram(refused, model, monkeypatch):
-    from h2o_flexgen.offload import memory
+    from h2o_flexgen.machine import memory
 
     monkeypatch.setattr(memory, "ram_in_all", lambda: 2 << 20)
     job = ("--prompt-len", "60", "--gen-len", "2", "--gpu-batch-size", "512")
@@ -119,7 +119,7 @@ def test_a_small_disk(refused, model, small_disk, monkeypatch):
     job = ("--model", model, "--prompt-len", "40", "--gen-len", "8", "--gpu-batch-size", "256", *percent(ON_DISK))
     message = refused(*job, "--offload-dir", small_disk)
     assert "disk tier" in message
-    monkeypatch.setattr("h2o_flexgen.offload.memory.disk_free", lambda folder: 1 << 40)
+    monkeypatch.setattr("h2o_flexgen.machine.memory.disk_free", lambda folder: 1 << 40)
     message = refused(*job, "--offload-dir", small_disk, early=False)
     assert "No space left" in message
     assert list(small_disk.iterdir()) == []

@@ -6,8 +6,9 @@ import pytest
 import torch
 import zoo
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, sizes
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine import prefixes, sampling
+from h2o_flexgen.kv_cache import full as full_cache
 
 ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
 MIXED = (33, 33, 33, 33, 33, 33)
@@ -65,7 +66,7 @@ POLICIES = {
 def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, n, policy):
     """With H2O and with a full cache in turns."""
     policy, (token, overlap, budget) = POLICIES[policy], [(7, True, (4, 4)), (0, False, None)][n % 2]
-    monkeypatch.setattr(sizes, "SEGMENT", 4)
+    monkeypatch.setattr(full_cache, "SEGMENT", 4)
     model = poisoned(token)
     prompts = healthy_prompts(model, token, LENGTHS, 18, budget)
     bad = {1: 16, 4: 3, 7: 0, 8: 9}  # prompt: where the token stands
@@ -91,7 +92,7 @@ def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, n, policy)
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=["gpu", "cpu", "disk"])
 def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypatch, percent):
     """What it leaves in its place must not reach who comes next to it, nor those beside it."""
-    monkeypatch.setattr(sizes, "SEGMENT", 4)
+    monkeypatch.setattr(full_cache, "SEGMENT", 4)
     model = poisoned(7)
     prompts = healthy_prompts(model, 7, [20, 19, 9, 8], 18, None)
     real = sampling.sample
@@ -115,7 +116,7 @@ def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypa
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_shared_beginning_that_overflows_fails_its_rows_and_no_others(poisoned, monkeypatch, policy):
     """And of rows behind a sound one, those that overflow themselves."""
-    monkeypatch.setattr(sizes, "SEGMENT", 4)
+    monkeypatch.setattr(full_cache, "SEGMENT", 4)
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 4)
     monkeypatch.setattr(prefixes, "LEAST_TOKENS", 1)
     model, outputs = poisoned(7), [3, 12, 7, 12, 2, 9]

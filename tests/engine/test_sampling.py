@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen import SamplingParams, UserError
 from h2o_flexgen.engine.sampling import sample
-from h2o_flexgen.sizes import SAMPLE_ROWS
+from h2o_flexgen.planning.workload import SAMPLE_ROWS
 
 V = 12
 

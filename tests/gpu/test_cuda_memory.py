@@ -12,8 +12,8 @@ import zoo
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.offload import memory
-from h2o_flexgen.offload.device import Device
+from h2o_flexgen.machine import memory
+from h2o_flexgen.machine.device import Device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

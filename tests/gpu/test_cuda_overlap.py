@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from h2o_flexgen import LLM, Policy, SamplingParams, hardware
+from h2o_flexgen import LLM, Policy, SamplingParams
+from h2o_flexgen.commands import hardware
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import zoo
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, sizes
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen.kv_cache import full as full_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -19,7 +20,7 @@ GEN = 24
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
-    monkeypatch.setattr(sizes, "SEGMENT", 8)
+    monkeypatch.setattr(full_cache, "SEGMENT", 8)
 
 
 POLICIES = {

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from h2o_flexgen.offload.device import Device, copy, finish
-from h2o_flexgen.offload.queues import StagingBuffers, TransferQueue
+from h2o_flexgen.machine.device import Device, copy, finish
+from h2o_flexgen.storage.queues import StagingBuffers, TransferQueue
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

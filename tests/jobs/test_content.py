@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 from cli_tools import write_rows
 
+from h2o_flexgen.commands.stream import read_turns
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import read_rows
-from h2o_flexgen.stream import read_turns
 
 LINES = "\n".join(
     json.dumps({"prompt": text}, ensure_ascii=False) for text in ("grüße", "你好 😀", "a\u2028b")

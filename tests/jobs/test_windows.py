@@ -24,7 +24,7 @@ from h2o_flexgen.jobs import content, input, manifest, output, resume
 from h2o_flexgen.jobs.content import Content
 from h2o_flexgen.jobs.job import Job
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.planning.workload import Workload
 
 pytest_plugins = ["cli_tools"]
 

@@ -18,7 +18,7 @@ from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import int8_linear, int8_linears
 from h2o_flexgen.kernels.rates import ROWS
 
-tiles4 = pytest.importorskip("h2o_flexgen.loops.tiles4")
+tiles4 = pytest.importorskip("h2o_flexgen.compiled.tiles4")
 pytestmark = pytest.mark.usefixtures("fast_blocks")
 FORMATS = [GGUF["Q4_0"], GGUF["Q4_1"], Int4(32), Int4(64)]
 every_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.group}")
@@ -99,7 +99,7 @@ def test_layers_of_all_kinds_share_the_threads(monkeypatch):
     ]
     layers.insert(3, (int8.Int8Weight(codes, torch.rand(90)), None))
     expected = [int8_linear(x, *layer, kernel="tiled") for layer in layers]
-    monkeypatch.setattr("h2o_flexgen.loops.threads.SMALL", -1)
+    monkeypatch.setattr("h2o_flexgen.compiled.threads.SMALL", -1)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
         assert all(map(torch.equal, int8_linears(x, layers, kernel="tiled"), expected))

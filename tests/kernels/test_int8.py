@@ -16,8 +16,8 @@ from machines import kernels
 from h2o_flexgen.formats import GGUF, Int4, Int8
 from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import FEW, TIMES, Int8Weight, int8_linear
+from h2o_flexgen.kernels.linear import slice_rows
 from h2o_flexgen.kernels.rates import ROWS
-from h2o_flexgen.sizes import slice_rows
 
 WIDTH, OUT = 200, 90
 
@@ -84,7 +84,7 @@ def test_layers_share_the_threads(monkeypatch):
     sizes, x = (90, 4, 3, 300, 5), activations(width=192)
     layers = [(weights(out, 192)[1], torch.randn(out) if out % 2 else None) for out in sizes]
     expected = [int8_linear(x, *layer) for layer in layers]
-    monkeypatch.setattr("h2o_flexgen.loops.threads.SMALL", -1)
+    monkeypatch.setattr("h2o_flexgen.compiled.threads.SMALL", -1)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
         found = int8.int8_linears(x, layers, kernel="tiled")
@@ -113,11 +113,11 @@ def test_every_kernel_gives_the_same_to_the_bit(kernel, width, monkeypatch):
 def test_tiles_are_the_same_in_any_codes(codes, rows, width, out, monkeypatch):
     """In each of three threads, with outputs and rows left over and several blocks of the weight; without instructions
     for `uint8` those of others do its work."""
-    tiles = pytest.importorskip("h2o_flexgen.loops.tiles")
+    tiles = pytest.importorskip("h2o_flexgen.compiled.tiles")
     (_, weight), x, bias = weights(out, width), activations(rows, width), torch.randn(out)
     expected = int8_linear(x, weight, bias)
     monkeypatch.setattr(tiles, "CODES", np.dtype(codes))
-    monkeypatch.setattr("h2o_flexgen.loops.threads.SMALL", -1)
+    monkeypatch.setattr("h2o_flexgen.compiled.threads.SMALL", -1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert int8.may_tile(weight.codes.shape)
     assert torch.equal(int8_linear(x, weight, bias, kernel="tiled"), expected)
@@ -126,7 +126,7 @@ def test_tiles_are_the_same_in_any_codes(codes, rows, width, out, monkeypatch):
 @pytest.mark.parametrize("codes", ["int16", "uint8"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_tiles_add_up_the_largest_codes(codes, sign, monkeypatch):
-    tiles = pytest.importorskip("h2o_flexgen.loops.tiles")
+    tiles = pytest.importorskip("h2o_flexgen.compiled.tiles")
     monkeypatch.setattr(tiles, "CODES", np.dtype(codes))
     x, weight = torch.full((5, 16384), sign * 127).to(torch.int8), torch.full((6, 16384), 127, dtype=torch.int8)
     out = torch.empty(5, 6, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_tiles_add_up_the_largest_codes(codes, sign, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_tiles_are_compiled_before_they_are_used(dtype):
-    tiles = pytest.importorskip("h2o_flexgen.loops.tiles")
+    tiles = pytest.importorskip("h2o_flexgen.compiled.tiles")
     int8.prepare(dtype)
     known = len(tiles.multiply.signatures)
     int8_linear(activations(width=192).to(dtype), weights(width=192)[1], kernel="tiled")
@@ -208,9 +208,9 @@ def test_linear_takes_such_a_weight():
 def test_the_rates_choose_the_kernel_by_rows():
     rates = kernels()
     fast, slow = {n: 2e12 for n in ROWS}, {n: 1e12 if n < 100 else 3e12 for n in ROWS}
-    rates.linear["int8"] = {"native": slow, "turned": fast}
+    rates.linear["int8"] = {"native": slow, "transposed": fast}
     linear.use(rates)
-    assert [linear._chosen_int8(rows) for rows in (1, 30, 128, 2000)] == ["turned"] * 2 + ["native"] * 2
+    assert [linear._chosen_int8(rows) for rows in (1, 30, 128, 2000)] == ["transposed"] * 2 + ["native"] * 2
 
 
 def test_packing_is_chosen_by_the_rates():

@@ -87,7 +87,7 @@ def test_packed_matrices_count_for_the_type():
 
 def test_attention_is_slow_in_a_type_unless_clearly_faster_than_fp32():
     found = replace(kernels(), attention={"float32": 1e11, "bfloat16": 1.05e11, "float16": 2e11})
-    assert [found.is_slow(t) for t in ("float32", "bfloat16", "float16")] == [False, True, False]
+    assert [found.prefers_fp32(t) for t in ("float32", "bfloat16", "float16")] == [False, True, False]
 
 
 @given(measured)

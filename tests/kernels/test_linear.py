@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import kernels
 
+from h2o_flexgen.compiled import threads
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kernels import attention, exact, int8, linear, timing
 from h2o_flexgen.kernels.rates import KernelRates
-from h2o_flexgen.loops import threads
 
 pytest_plugins = ["cli_tools"]
 
@@ -193,9 +193,9 @@ def test_a_kernel_that_is_far_too_slow_is_not_timed_with_more_rows(small_matrice
         time.sleep(0.3 if len(codes) >= 32 else 0)
         return int8.native(codes, weight)
 
-    monkeypatch.setitem(int8.SUMS, "turned", slow)
+    monkeypatch.setitem(int8.SUMS, "transposed", slow)
     monkeypatch.setattr(timing, "INT8_SHAPE", (32, 32))
-    rates = linear.measure().linear["int8"]["turned"]
+    rates = linear.measure().linear["int8"]["transposed"]
     assert max(called) == 32 and rates[32] == rates[128] == rates[512]
 
 
@@ -217,7 +217,7 @@ def test_fp32_needs_no_measuring(monkeypatch):
     linear.use(None)
     x = torch.ones(2, 4)
     linear.linear(x, x)
-    assert not linear.is_slow(x) and not linear.packs(torch.float32)
+    assert not linear.prefers_fp32(x) and not linear.packs(torch.float32)
 
 
 # packed
@@ -246,7 +246,7 @@ def test_a_packed_matrix_gives_the_matmul(rows, out, width, bias, dtype):
 def test_only_matrices_that_stay_and_are_multiplied_are_packed(model, monkeypatch, percent, dtype, packs):
     """Those of decoder layers that are resident: not the table of words, whose rows are looked up."""
     from h2o_flexgen import LLM, Policy
-    from h2o_flexgen.offload import weights
+    from h2o_flexgen.storage import weights
 
     linear.use(kernels(packed=("bfloat16",)))
     packed = []

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.compression import DIVISORS, cache_format
+from h2o_flexgen.compiled import threads
+from h2o_flexgen.formats.forms import DIVISORS, cache_format
 from h2o_flexgen.kernels import attention, rowwise
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.loops import threads
 
 pytestmark = pytest.mark.skipif(threads.compiled() is None, reason="without numba")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import quantised
 
-from h2o_flexgen import sizes
-from h2o_flexgen.compression import cache_format
 from h2o_flexgen.formats import KVFormat
+from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, KVLayout
+from h2o_flexgen.kv_cache import full as full_cache
 from h2o_flexgen.kv_cache.rule import Rows
-from h2o_flexgen.offload.wal import file_bytes
-from h2o_flexgen.sizes import PAGE
+from h2o_flexgen.machine.pages import PAGE
+from h2o_flexgen.storage.wal import file_bytes
 
 #: metadata and growth of a cache with a fixed number of slots
 FIXED = HeavyHitterCache.metadata, HeavyHitterCache.growth
@@ -40,7 +40,7 @@ def test_every_token_is_attended_to_and_nothing_else(kind, B, KV, group, D, segm
     q, k, v = (torch.randn(B, H, T + steps, D, generator=generator) for H in heads)
     rule = FullCache()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "SEGMENT", segment)
+        patch.setattr(full_cache, "SEGMENT", segment)
         layout = KVLayout(B, KV, rule.segments(T, steps + 1), D, cache_format(kind, torch.float32, D))
         assert layout.slots == T + steps
         cache = layout.view(torch.zeros(layout.kv_bytes, dtype=torch.uint8))
@@ -71,9 +71,9 @@ def test_slots_are_those_of_the_text_without_its_last_token(prompt, gen):
     segments = FullCache().segments(prompt, gen)
     assert sum(segments) == prompt + gen - 1
     assert segments[0] == prompt
-    assert all(0 < s <= sizes.LARGEST_SEGMENT for s in segments[1:])
+    assert all(0 < s <= full_cache.LARGEST_SEGMENT for s in segments[1:])
     for n, size in enumerate(segments[1:], 1):
-        assert size <= max(sizes.SEGMENT, sum(segments[:n]) / 8), "too much of it is empty at first"
+        assert size <= max(full_cache.SEGMENT, sum(segments[:n]) / 8), "too much of it is empty at first"
     assert len(segments) < 32
 
 

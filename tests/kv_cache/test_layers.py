@@ -10,13 +10,13 @@ from analysis_tools import resident
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, cli
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.analysis.calibration import Probe, Watched
 from h2o_flexgen.analysis.simulation import MaskedCache
+from h2o_flexgen.commands import options
 from h2o_flexgen.kv_cache import check_rule, rule_for
 from h2o_flexgen.kv_cache.layers import LayerLosses
 from h2o_flexgen.models.spec import ModelSpec, Rope
-from h2o_flexgen.sizes import Workload
 
 pytest_plugins = ["cli_tools"]
 
@@ -55,7 +55,7 @@ def test_calibration_keeps_what_the_rule_keeps(tiny):
     ids = torch.tensor(tiny().prompts([length] * 2))
     for text in ("h2o", "decayed:decay=0.5", "snapkv:window=4", "smoothed:decay=0.9"):
         budget = KVBudget.from_size(8, 8, text)
-        rule = rule_for(budget, Workload((64,), length - 64), model.spec)
+        rule = rule_for(budget, 64, length - 64, model.spec)
         cache, attention = MaskedCache(rule, length), Watched()
         positions = torch.arange(length).expand(ids.shape)
         hidden = model.embed(ids, positions)
@@ -92,7 +92,7 @@ def test_with_rolling_positions_the_largest_layer_leaves_room(tmp_path):
     spec = ModelSpec("llama", **sizes, rope=Rope("default", 1e4, 8, 64))
     budget = KVBudget(hh_size=20, recent_size=20, rule=f"h2o:layers={path}", position_rolling=True)
     with pytest.raises(UserError, match="slots leave no room"):
-        rule_for(budget, Workload((100,), 60), spec)
+        rule_for(budget, 100, 60, spec)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text):
 def test_a_file_of_another_model_or_rule_is_a_warning(tmp_path, capsys, measured, says):
     path = tmp_path / "layers.json"
     path.write_text(json.dumps({"budgets": BUDGETS, "losses": [FLAT, STEEP]} | measured))
-    cli.check_model(None, f"mean:layers={path}", "m", "")
+    options.check_model(None, f"mean:layers={path}", "m", "")
     assert capsys.readouterr().err == says
 
 
 def test_calibrate_writes_what_generate_takes(texts, tmp_path, capsys):
     text, path = tmp_path / "text.txt", tmp_path / "layers.json"
     text.write_text("to be or not to be, that is the question. " * 200)
-    from h2o_flexgen import calibrate
+    from h2o_flexgen.commands import calibrate
 
     options = [str(text), "--model", str(texts), "--windows", "1", "--window", "64", "--output", str(path)]
     assert calibrate.main(options) == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.compression import cache_format
 from h2o_flexgen.formats import KVFormat
+from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
 
 FORMS = [KVFormat.dense(torch.float32), KVFormat.dense(torch.bfloat16)]

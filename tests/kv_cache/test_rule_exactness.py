@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import H2O, quantised
 from oracle import make_rule as oracle_rule
 
-from h2o_flexgen.compression import cache_format
+from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kv_cache import RULES, HeavyHitterCache, KVLayout, make_rule
 from h2o_flexgen.kv_cache.full import FullCache
 from h2o_flexgen.kv_cache.rule import Rows

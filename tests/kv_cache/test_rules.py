@@ -11,11 +11,12 @@ import zoo
 from cli_tools import SHORT
 from machines import T4, laptop, planner_of
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError, sizes
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.kv_cache import RULES, make_rule
+from h2o_flexgen.kv_cache import full as full_cache
 from h2o_flexgen.planning.memory import Resources
+from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS
-from h2o_flexgen.sizes import Workload
 
 pytest_plugins = ["cli_tools"]
 
@@ -55,7 +56,7 @@ def assert_tokens_of_the_oracle(model: zoo.Tiny, placement: str, texts: list[str
 @pytest.mark.parametrize("name, placement, texts", CASES, ids=[f"{name}-{place}" for name, place, _ in CASES])
 def test_tokens_are_those_of_the_oracle(tiny, monkeypatch, name, placement, texts):
     """With one query head per KV head and with more, wherever the cache lives."""
-    monkeypatch.setattr(sizes, "SEGMENT", 4)  # a cache that grows is compacted several times
+    monkeypatch.setattr(full_cache, "SEGMENT", 4)  # a cache that grows is compacted several times
     assert_tokens_of_the_oracle(tiny(name), placement, texts)
 
 

@@ -15,7 +15,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.folder import is_whole, weight_files
 from h2o_flexgen.models.registry import read_spec
 from h2o_flexgen.models.source import find_model
-from h2o_flexgen.offload.checkpoint import Checkpoint
+from h2o_flexgen.storage.checkpoint import Checkpoint
 
 pytest_plugins = ["cli_tools"]
 

@@ -31,7 +31,7 @@ from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.rope import frequencies
 from h2o_flexgen.models.source import find_model
 from h2o_flexgen.planning.shapes import ModelData
-from h2o_flexgen.sizes import Workload
+from h2o_flexgen.planning.workload import Workload
 
 pytest_plugins = ["cli_tools"]
 

@@ -11,12 +11,12 @@ import pytest
 from cli_tools import CHAT_TEMPLATE, SHORT, TINY, read_rows, write_prompts
 from hub_server import COMMIT, Hub
 
-from h2o_flexgen import plan
+from h2o_flexgen.commands import plan
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.forecast import find
 from h2o_flexgen.jobs.settings import changes
 from h2o_flexgen.models import hub as hub_module
 from h2o_flexgen.models import source
+from h2o_flexgen.models.inspect import find
 from h2o_flexgen.models.repository import Repository, repository, with_revision
 
 pytest_plugins = ["cli_tools"]

@@ -11,8 +11,8 @@ import torch
 from cli_tools import FP32, ON_CPU, ON_DISK, ON_GPU, SHORT, cut, percent, tiny_state, to_bin, write_model
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.checkpoint import Checkpoint
-from h2o_flexgen.offload.disk import File
+from h2o_flexgen.storage.checkpoint import Checkpoint
+from h2o_flexgen.storage.disk import File
 
 pytest_plugins = ["cli_tools"]
 

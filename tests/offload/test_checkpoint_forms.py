@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense
-from h2o_flexgen.offload import convert, stored
-from h2o_flexgen.offload.checkpoint import Checkpoint
-from h2o_flexgen.offload.disk import DiskIO
+from h2o_flexgen.storage import convert, stored
+from h2o_flexgen.storage.checkpoint import Checkpoint
+from h2o_flexgen.storage.disk import DiskIO
 
 pytest_plugins = ["cli_tools"]
 

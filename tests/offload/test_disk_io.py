@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import PREFETCH, READ, WRITE, DiskIO, File, OffloadFolder, RequestQueue, wait
+from h2o_flexgen.machine.device import Device
+from h2o_flexgen.storage.disk import PREFETCH, READ, WRITE, DiskIO, File, OffloadFolder, RequestQueue, wait
 
 PAGE = 4096
 SIZE = 10 * PAGE + 123

@@ -11,14 +11,14 @@ from random import Random
 import pytest
 import torch
 
-from h2o_flexgen.compression import cache_format
 from h2o_flexgen.formats import KVFormat
+from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.offload.device import Device, host_memory
-from h2o_flexgen.offload.kv_store import KVStore, Occupied
-from h2o_flexgen.offload.transport import Transport
-from h2o_flexgen.sizes import KV_BUFFERS, PAGE
+from h2o_flexgen.machine.device import Device, host_memory
+from h2o_flexgen.machine.pages import PAGE
+from h2o_flexgen.storage.kv_store import KV_BUFFERS, KVStore, Occupied
+from h2o_flexgen.storage.transport import Transport
 
 BLOCKS, SLOTS, HELD = 8, 16, 4
 LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, form=KVFormat.dense(torch.float32))

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen import llm as llm_module
-from h2o_flexgen.offload import memory, stored, transport
-from h2o_flexgen.offload.device import Device, host_memory
-from h2o_flexgen.offload.queues import TransferQueue
+from h2o_flexgen.machine import memory
+from h2o_flexgen.machine.device import Device, host_memory
+from h2o_flexgen.storage import stored, transport
+from h2o_flexgen.storage.queues import TransferQueue
 
 _lock = threading.RLock()
 _thread = threading.local()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.offload import memory
+from h2o_flexgen.machine import memory
 
 GIB = 1 << 30
 #: what cgroup v1 says instead of "no limit"

@@ -11,8 +11,8 @@ from cli_tools import ON_DISK, PROMPTS
 
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import cache_root
-from h2o_flexgen.offload.disk import OffloadFolder, default_root
+from h2o_flexgen.storage.disk import OffloadFolder, default_root
+from h2o_flexgen.utils.files import cache_root
 
 pytest_plugins = ["cli_tools"]
 

@@ -12,14 +12,13 @@ from cli_tools import PROMPTS
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.engine.step import Walk
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.offload.activations import ActivationStore
-from h2o_flexgen.offload.device import Device
-from h2o_flexgen.offload.disk import DiskIO, File, wait
-from h2o_flexgen.offload.kv_store import KVStore
-from h2o_flexgen.offload.queues import TransferQueue
-from h2o_flexgen.offload.transport import Transport
-from h2o_flexgen.offload.weights import WeightStore
-from h2o_flexgen.sizes import WRITE_BACKS
+from h2o_flexgen.machine.device import Device
+from h2o_flexgen.storage.activations import WRITE_BACKS, ActivationStore
+from h2o_flexgen.storage.disk import DiskIO, File, wait
+from h2o_flexgen.storage.kv_store import KVStore
+from h2o_flexgen.storage.queues import TransferQueue
+from h2o_flexgen.storage.transport import Transport
+from h2o_flexgen.storage.weights import WeightStore
 
 pytest_plugins = ["cli_tools"]
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.compression import cache_format
+from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kv_cache import HeavyHitterCache, KVLayout
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.offload.device import host_memory
-from h2o_flexgen.offload.disk import DiskIO, File
-from h2o_flexgen.offload.wal import LoggedBlock, file_bytes
-from h2o_flexgen.sizes import PAGE
+from h2o_flexgen.machine.device import host_memory
+from h2o_flexgen.machine.pages import PAGE
+from h2o_flexgen.storage.disk import DiskIO, File
+from h2o_flexgen.storage.wal import LoggedBlock, file_bytes
 
 HEADS, HEAD_DIM = 2, 4
 OFFSET = 3 * PAGE

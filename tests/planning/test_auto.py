@@ -11,9 +11,9 @@ from machines import ROOT, laptop
 from h2o_flexgen import LLM, KVBudget, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import FullCache
-from h2o_flexgen.offload import memory
+from h2o_flexgen.machine import memory
+from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import Policy
-from h2o_flexgen.sizes import Workload
 
 pytest_plugins = ["cli_tools"]
 

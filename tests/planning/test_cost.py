@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import T4, laptop, percents, planner_of, search
 
-from h2o_flexgen.compression import compressed
+from h2o_flexgen.formats.forms import compressed
+from h2o_flexgen.machine.profile import Link, between
 from h2o_flexgen.models.registry import family, named_spec
 from h2o_flexgen.planning.memory import Resources, plan_policy
 from h2o_flexgen.planning.planner import Planner
-from h2o_flexgen.planning.profile import Link, between
 from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.planning.traffic import Offloaded, weights_beside
+from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import KVBudget, Policy
-from h2o_flexgen.sizes import Workload
 
 ALL_GPU = (100, 0, 100, 0, 100, 0)
 NO_LIMITS = Resources(dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 50))

@@ -15,9 +15,10 @@ from h2o_flexgen.engine.scheduler import micro_batch
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, SnapKVCache, ValueNormCache
 from h2o_flexgen.planning.memory import Resources
+from h2o_flexgen.planning.workload import GROUP_ROWS, Workload, batch_sizes, matmul_groups, matmul_rows, micro_tokens
 from h2o_flexgen.planning.workspace import chunk_bytes, prefill_workspace
 from h2o_flexgen.policy import TIERS
-from h2o_flexgen.sizes import GROUP_ROWS, WRITE_BACKS, Workload, batch_sizes, matmul_groups, matmul_rows, micro_tokens
+from h2o_flexgen.storage.activations import WRITE_BACKS
 
 NO_LIMITS = Resources(dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60))
 #: of each kind: one that grows, two sizes of budget, more metadata, one that cuts the prompt and then grows

@@ -11,8 +11,8 @@ from machines import laptop, planner_of
 
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.occupancy import expected, stretches
+from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS, Policy
-from h2o_flexgen.sizes import Workload
 
 NO_LIMITS = Resources(dict.fromkeys((*TIERS, "ram"), 1 << 50))
 

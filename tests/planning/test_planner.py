@@ -12,8 +12,8 @@ from h2o_flexgen.kv_cache import FullCache
 from h2o_flexgen.planning.budget import largest_free
 from h2o_flexgen.planning.memory import Resources, decode_rows
 from h2o_flexgen.planning.planner import Planner, check_cpu_cap
+from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import GIB, TIERS, KVBudget, Policy
-from h2o_flexgen.sizes import Workload
 
 MODEL, JOB = "opt-1.3b", Workload((128,) * 40, 16)
 RESIDENT = (100, 0, 100, 0, 100, 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from machines import KERNELS, laptop
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.planning.profile import Profile, between
+from h2o_flexgen.machine.profile import Profile, between
 
 
 @pytest.mark.parametrize("kernels", [None, KERNELS])

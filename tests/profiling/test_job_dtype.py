@@ -11,7 +11,7 @@ from machines import kernels, laptop
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.rates import ROWS
-from h2o_flexgen.offload.device import Device
+from h2o_flexgen.machine.device import Device
 from h2o_flexgen.profiling import machine, measure
 
 CPU = Device("cpu")

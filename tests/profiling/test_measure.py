@@ -11,16 +11,16 @@ import pytest
 import torch
 from machines import KERNELS, kernels, laptop
 
-from h2o_flexgen import hardware as command
+from h2o_flexgen.commands import hardware as command
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.files import cache_root
 from h2o_flexgen.kernels import linear
-from h2o_flexgen.offload.device import Device
-from h2o_flexgen.planning.profile import Link, Profile
+from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.profile import Link, Profile
 from h2o_flexgen.profiling import compute, machine
 from h2o_flexgen.profiling import measure as hardware
 from h2o_flexgen.profiling.compute import Scale
 from h2o_flexgen.profiling.machine import crowding, scheduled
+from h2o_flexgen.utils.files import cache_root
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

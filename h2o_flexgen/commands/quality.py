@@ -1,0 +1,308 @@
+"""Command line: measure what KV budgets cost in quality, on your own texts.
+
+h2o-flexgen quality book.txt --kv-rule h2o --kv-rule mean --output quality.json --plot frontier.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from h2o_flexgen.commands import options
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.policy import DEFAULT_RULE, MIB
+from h2o_flexgen.utils.files import rounded, to_json, write_text
+
+#: options that LLM takes as they are
+PASSED = "model device dtype compress_weight compute path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
+#: packages whose versions stand in the results of some tasks
+MORE_PACKAGES = {"summarize": ("rouge", "rouge-score"), "compare": ("sacrebleu",)}
+
+
+class Default(NamedTuple):
+    """What a task does where the options say nothing else."""
+
+    gen_len: int
+    rules: tuple[str, ...]
+    ratios: tuple[float, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+TASKS = {
+    "perplexity": Default(512, (DEFAULT_RULE, "sinks"), ratios=(0.1, 0.2, 0.4, 0.8)),
+    "summarize": Default(128, (DEFAULT_RULE,), sizes=(64, 128, 256, 512, 1024)),
+    "compare": Default(128, (DEFAULT_RULE, "recent"), ratios=(0.4,)),
+}
+
+#: of passages and of texts that are drawn
+PROMPT_LEN = 512
+WINDOWS = 8
+TEMPERATURE = 0.8
+
+
+def make_parser(prog: str = "python -m h2o_flexgen.commands.quality") -> argparse.ArgumentParser:
+    parser = options.Parser(prog, "Measure what KV budgets cost in quality, on your own texts.")
+    add = parser.add_argument_group("what is measured").add_argument
+    rows = 'JSON lines {"prompt", "completion"} or {"text"} in a file that ends in .jsonl'
+    add("texts", nargs="*", metavar="FILE", help=f"texts, or {rows} (default: Python's language reference)")
+    tasks = "perplexity (default), or summarize: summaries of the rows' articles, by ROUGE"
+    add("--task", choices=("perplexity", "summarize"), help=tasks)
+    add("--compare", metavar="PROMPT", help="show what follows this text, or the text in this file, instead")
+    add("--prompt-len", type=options.count, help=f"tokens of a passage that are its prompt (default: {PROMPT_LEN})")
+    add("--gen-len", type=options.count, help="tokens behind it, at most (default: 512 are scored, or 128 generated)")
+    add("--windows", type=options.count, help=f"passages of a text, at even distances (default: up to {WINDOWS})")
+    add("--samples", type=int, default=0, help="for --compare: texts to draw for each setting, for self-BLEU")
+    add("--temperature", type=options.amount, help=f"of those texts (default: {TEMPERATURE})")
+
+    add = parser.add_argument_group("settings: each rule with each budget, and the full cache").add_argument
+    rule = f"a cache rule; may be given several times (default: {DEFAULT_RULE}, and sinks or recent tokens beside it)"
+    add("--kv-rule", action="append", metavar="NAME", help=rule)
+    add("--ratios", type=float, nargs="+", metavar="R", help="slots as fractions of the longest prompt")
+    add("--sizes", type=int, nargs="+", metavar="N", help="slots")
+    formats = "formats of the cache, each with each budget and the full cache (default: none, floats)"
+    add("--compress-cache", nargs="+", choices=("none", "int8", "int4"), default=["none"], help=formats)
+    add("--hh-share", type=float, default=0.5, help="part of the slots that is for heavy hitters (default: 0.5)")
+
+    add = parser.add_argument_group("output").add_argument
+    add("-o", "--output", metavar="FILE", help="write the result as JSON, for generate --max-loss --quality FILE")
+    add("--plot", metavar="FILE", help="draw bytes against loss into this PNG")
+
+    add = parser.add_argument_group("model and machine").add_argument
+    options.add_model_options(add)
+    add("--path", help="folder of the weights, if it is not the model's")
+    options.add_machine_options(add)
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.compare is not None:
+        if args.task is not None:
+            raise UserError("--compare is a task of its own: leave --task out")
+        args.task = "compare"
+    args.task = args.task or "perplexity"
+    check(args)
+    settings = settings_of(args)
+    sources = sources_of(args)
+
+    from h2o_flexgen.evaluation.origin import origin
+    from h2o_flexgen.llm import LLM
+
+    arguments = {name: getattr(args, name) for name in PASSED}
+    with LLM(progress=False, **arguments) as llm:
+        workload, rows = begin(args, llm, sources, settings)
+        result = origin(args, MORE_PACKAGES.get(args.task, ())) | {"workload": workload, "rows": []}
+        try:
+            for row in rows:
+                result["rows"].append(row)
+        finally:  # what was measured before an interrupt or an error counts
+            if result["rows"]:
+                finish(args, result)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError for options that contradict each other, and for files and packages that are not to be had."""
+    if args.task == "compare" and args.texts:
+        raise UserError("--compare brings its own text: leave the files out")
+    if args.task == "summarize" and not args.texts:
+        raise UserError('--task summarize needs a file of JSON lines {"article", "summary_gt"}')
+    if args.plot is not None and args.task != "perplexity":
+        raise UserError("--plot draws perplexities: leave it out here")
+    if args.samples != 0 and (args.task != "compare" or args.samples < 2):
+        raise UserError("--samples is for --compare, 2 or more")
+    if args.task != "perplexity" and not (args.prompt_len is None and args.windows is None):
+        raise UserError("--prompt-len and --windows cut texts whose perplexity is measured: leave them out here")
+    if args.gen_len == 1:
+        raise UserError("--gen-len must be 2 or more: of one token nothing is evicted")
+    if args.temperature is not None and not args.samples:
+        raise UserError("--temperature is of --samples: give them too")
+    options.check_files(args, reads=("hardware",), writes=("output", "plot"))
+    options.check_not_written(args, args.texts, ("output", "plot"))
+
+    from h2o_flexgen.evaluation import extras, figure, summaries
+
+    if args.plot is not None:
+        figure.check_package()
+    if args.task == "summarize":
+        summaries.check_packages()
+    if args.samples:
+        extras.need("sacrebleu", "sacrebleu", "self-BLEU")
+
+
+def settings_of(args: argparse.Namespace) -> list:
+    """The settings to measure."""
+    from h2o_flexgen.evaluation.settings import make_settings
+    from h2o_flexgen.kv_cache import check_rule
+
+    default = TASKS[args.task]
+    args.gen_len = args.gen_len or default.gen_len
+    args.prompt_len = args.prompt_len or PROMPT_LEN
+    args.windows = args.windows or WINDOWS
+    args.temperature = TEMPERATURE if args.temperature is None else args.temperature
+    rules = args.kv_rule or default.rules
+    for rule in rules:
+        check_rule(rule)
+    ratios = args.ratios or ()
+    sizes = args.sizes or ()
+    if not ratios and not sizes:
+        ratios = default.ratios
+        sizes = default.sizes
+    formats = [None if kind == "none" else kind for kind in dict.fromkeys(args.compress_cache)]
+    return make_settings(rules, ratios, sizes, args.hh_share, formats)
+
+
+def sources_of(args: argparse.Namespace) -> list:
+    """What the files hold, or the text of --compare."""
+    from h2o_flexgen.evaluation.passages import Source, builtin_source, read_source
+
+    if args.task != "compare":
+        return [read_source(path) for path in args.texts] or [builtin_source()]
+    found = read_source(args.compare) if os.path.exists(args.compare) else Source("--compare", text=args.compare)
+    if found.text is None:
+        raise UserError("--compare takes one text: not JSON lines")
+    return [found]
+
+
+def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple[dict, Iterator[dict]]:
+    """What is measured, in words, and the rows of results, which come as they are measured.
+
+    Raises:
+        UserError: nothing can be measured with this model and these texts.
+    """
+    from h2o_flexgen.evaluation import compare, perplexity, summaries
+    from h2o_flexgen.evaluation.passages import passages_of
+    from h2o_flexgen.evaluation.settings import allowed
+    from h2o_flexgen.formats import dtype_name
+
+    if args.task == "compare":
+        items = [llm.admit(sources[0].text, args.gen_len)]
+        errors = []
+        lengths = [len(items[0])]
+        measure = lambda: compare.measure(llm, items[0], settings, args.gen_len, args.samples, args.temperature)
+    elif args.task == "summarize":
+        items, errors = gathered(summaries.articles_of(source, llm, args.gen_len) for source in sources)
+        lengths = [len(item.prompt) for item in items]
+        measure = lambda: summaries.measure(llm, items, settings)
+    else:
+        lens = (args.prompt_len, args.gen_len, args.windows)
+        items, errors = gathered(passages_of(source, llm.model, *lens) for source in sources)
+        lengths = [item.prompt_len for item in items]
+        measure = lambda: perplexity.measure(llm, items, settings)
+    count = len(settings)
+    is_strict = args.kv_rule is not None
+    settings = allowed(settings, max(lengths), args.gen_len, llm.model.spec, is_strict)
+    if len(settings) < count:
+        print(f"{count - len(settings)} settings left out: too few slots for what the rule protects", file=sys.stderr)
+    if errors:
+        print(f"{len(errors)} rows cannot be measured; {errors[0]}", file=sys.stderr)
+    workload = {
+        "task": args.task,
+        "model": llm.model.name,
+        "model_revision": llm.model.revision,
+        "dtype": dtype_name(llm.dtype),
+        "compress_weight": llm.model.compress_weight,
+        "compute": llm.model.compute,
+        "texts": [os.path.basename(source.name) for source in sources],
+        "passages": len(items),
+        "prompt_len": max(lengths),
+        "gen_len": args.gen_len,
+        "hh_share": args.hh_share,
+    }
+    return workload, measure()
+
+
+def gathered(found: Iterator[tuple[list, list[str]]]) -> tuple[list, list[str]]:
+    """Items and errors of all sources. Raises UserError if there are no items."""
+    lists = list(found)
+    items = [item for found_items, _ in lists for item in found_items]
+    errors = [error for _, found_errors in lists for error in found_errors]
+    if not items:
+        raise UserError(f"none of the {len(errors)} rows can be measured; {errors[0]}")
+    return items, errors
+
+
+def finish(args: argparse.Namespace, result: dict) -> None:
+    """Show the result, and write its files."""
+    try:
+        w = result["workload"]
+        texts = f"{w['passages']} {'article' if args.task == 'summarize' else 'passage'}(s) of {', '.join(w['texts'])}"
+        lengths = f"prompts of up to {w['prompt_len']} tokens, up to {w['gen_len']} behind each"
+        options.say(f"{w['model']} in {w['dtype']}, {texts}: {lengths}\n")
+        options.say(SHOW[args.task](result["rows"]))
+    finally:
+        if args.output is not None:
+            write_text("--output", args.output, to_json(rounded(result)) + "\n")
+        if args.plot is not None:
+            from h2o_flexgen.evaluation.figure import draw
+
+            draw(result, args.plot)
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    """Columns for people: the first to the left, the others to the right."""
+    lines = [header, *lines]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+
+    def aligned(line: list[str]) -> str:
+        first, *others = zip(line, widths)
+        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+
+    return "\n".join(map(aligned, lines))
+
+
+def budget_text(row: dict) -> list[str]:
+    """Rule and format, slots, slots over the longest prompt, and bytes."""
+    nbytes = f"{row['kv_bytes'] / MIB:.2f} MiB"
+    rule = row["rule"] + (f" {row['compress_cache']}" if row["compress_cache"] else "")
+    if row["slots"] is None:
+        return [rule, "all", "", nbytes]
+    share = f"{row['hh_ratio'] + row['recent_ratio']:.3g}"
+    return [rule, f"{row['heavy']} + {row['recent']}", share, nbytes]
+
+
+#: of `budget_text`
+BUDGET = ["rule", "slots", "of the prompt", "KV cache of a sequence"]
+
+
+def show_perplexity(rows: list[dict]) -> str:
+    header = [*BUDGET, "perplexity", "rise", "agreement"]
+    numbers = [[f"{r['perplexity']:.2f}", f"{r['rise']:+.1%}", f"{r['agreement']:.1%}"] for r in rows]
+    return table(header, [budget_text(row) + found for row, found in zip(rows, numbers)])
+
+
+def show_summaries(rows: list[dict]) -> str:
+    """ROUGE-1, 2 and L by both packages, against the references and against the summaries of the full cache."""
+    names = [f"{package} {n}" for package in ("rouge", "rouge-score") for n in "12L"]
+    lines = []
+    for row in rows:
+        for against, found in row["rouge"].items():
+            if found is not None and not (against == "full_cache" and row is rows[0]):
+                numbers = [f"{100 * found[package][n]:.1f}" for package in ("rouge", "rouge-score") for n in "12l"]
+                lines.append([*budget_text(row), against.replace("_", " "), *numbers])
+    return table([*BUDGET, "against", *names], lines)
+
+
+def show_compared(rows: list[dict]) -> str:
+    """The text of each setting under a line that says which it is."""
+    parts = []
+    for row in rows:
+        rule, slots, _, nbytes = budget_text(row)
+        line = f"--- {rule}, {slots} slots, {nbytes}"
+        if row["self_bleu"] is not None:
+            line += f", self-BLEU {row['self_bleu']:.2f} of {len(row['samples'])} samples"
+        parts.append(f"{line}\n{row['text'].strip()}\n")
+    return "\n".join(parts)
+
+
+SHOW = {"perplexity": show_perplexity, "summarize": show_summaries, "compare": show_compared}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code, as `options.main` says."""
+    return options.main(make_parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""A model by its config alone: nothing is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from h2o_flexgen.formats import Format, dtype_name
+from h2o_flexgen.formats.forms import compressed
+from h2o_flexgen.models.folder import weight_files
+from h2o_flexgen.models.gguf import in_place, is_gguf
+from h2o_flexgen.models.hub import commit, downloaded
+from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.repository import repository
+from h2o_flexgen.models.source import DUMMY, dummy_dtype, find_model, model_name
+from h2o_flexgen.models.spec import ModelSpec
+from h2o_flexgen.models.tokenizer import load_tokenizer
+
+
+class Found(NamedTuple):
+    """A model without its weights.
+
+    Attributes:
+        name: for people.
+        declared: the type that the weights are in, or None where the config does not say.
+        gguf: the file that they come from, if it is a GGUF file.
+        to_fetch: they are not on this machine yet.
+        tokenizer: None too where the config was not read, as the sizes are built in.
+        revision: the commit of a repository on the hub; None for other models, and for one of which nothing is here.
+    """
+
+    name: str
+    spec: ModelSpec
+    declared: str | None
+    is_dummy: bool = False
+    gguf: Path | None = None
+    to_fetch: bool = False
+    tokenizer: object = None
+    revision: str | None = None
+
+    def stored(self, dtype: str) -> str:
+        """The type in the checkpoint, for a job that computes in `dtype`."""
+        if self.is_dummy:
+            return dtype_name(dummy_dtype(getattr(torch, dtype)))
+        if self.gguf:
+            return self.declared or dtype
+        return self.declared or "float32"  # as transformers reads a config without a type
+
+    def formats(self, compress_weight: str | None) -> tuple[dict[str, Format], int]:
+        """Of the matrices that are quantised, and the bytes of the copy that this takes; the argument as for `LLM`.
+        Raises UserError for one that the model cannot have."""
+        layers = family(self.spec.model_type).tensors(self.spec)
+        if compress_weight is not None:
+            shapes = [layer.shapes for layer in layers]
+            found = compressed(compress_weight, shapes)
+            sizes = {
+                name: form.nbytes(layer[name]) for layer in shapes for name, form in found.items() if name in layer
+            }
+            return found, 0 if self.is_dummy else sum(sizes.values())
+        found = in_place(self.gguf, layers) if self.gguf else {}
+        return {name: form for name, (*_, form) in found.items()}, 0
+
+
+def find(model: str | None, path: str | None = None) -> Found:
+    """A model as `LLM` finds it. Of one on the hub only the config and the tokenizer are fetched, and nothing if its
+    sizes are built in. Raises UserError if there is none."""
+    if path == DUMMY:
+        return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True, to_fetch=False)
+    if path is None and model is not None and not os.path.exists(os.path.expanduser(model)):
+        spec = named_spec(model)
+        if spec is not None:
+            folder = downloaded(repository(model))
+            revision = folder and commit(folder)
+            return Found(model, spec, named_dtype(model), to_fetch=folder is None, revision=revision)
+    weights, folder = find_model(model, path, weights=False)
+    spec = read_spec(folder)
+    declared = stored_dtype(folder)
+    tokenizer = load_tokenizer(folder)
+    name = model_name(model, path, weights)
+    to_fetch = not is_gguf(weights) and not weight_files(weights)
+    gguf = weights if is_gguf(weights) else None
+    return Found(name, spec, declared, False, gguf, to_fetch, tokenizer, commit(weights))

@@ -1,0 +1,99 @@
+"""What a job asks for, and how its rows are cut into batches. Pure Python, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from h2o_flexgen.policy import Policy
+
+#: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
+TOKEN = 72
+#: and of one of a prompt
+PROMPT_TOKEN = 36
+#: rows of a job that are read ahead at least, and at least so many times the places of a block
+WINDOW = 4096
+WINDOW_BLOCKS = 4
+#: rows that go through the head at once, and of their logits those that are turned into tokens at once
+HEAD_ROWS = 128
+SAMPLE_ROWS = 16
+#: rows that go through the matmuls of a decode step together, if their batches are smaller: the rate of a matmul grows
+#: up to about this many (docs/benchmarks/engine_gemm.json)
+GROUP_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a job asks for.
+
+    Attributes:
+        prompt_lens: tokens of each prompt, the longest first.
+        gen_len: the most tokens of an output; with 1 nothing is decoded.
+        cached_len: tokens that the caches hold already when a prompt comes; 0 but for streams.
+        mean_len: tokens of the average output, as far as is known; None: all are as long as they may be.
+        path: the most tokens that prompts have in common; shared: tokens of all prompts that are computed with another.
+        output_tokens: the most of all outputs together; None where that is not known.
+        window: rows that are in memory at once; None: all of them, and their outputs to the end.
+    """
+
+    prompt_lens: Sequence[int]
+    gen_len: int
+    cached_len: int = 0
+    mean_len: float | None = None
+    path: int = 0
+    shared: int = 0
+    output_tokens: int | None = None
+    window: int | None = None
+
+    @property
+    def longest(self) -> int:
+        return int(self.prompt_lens[0])
+
+    @property
+    def output_bytes(self) -> int:
+        """RAM for the outputs, and for prompts that are read while the job runs."""
+        rows = len(self.prompt_lens)
+        if self.window is None:
+            return TOKEN * rows * self.gen_len
+        rows = min(rows, self.window)
+        return rows * self.longest * PROMPT_TOKEN + TOKEN * max(1, rows // WINDOW_BLOCKS) * self.gen_len
+
+
+def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
+    """Sequences per batch of the first, largest block."""
+    left = min(num_prompts, policy.block_size)
+    sizes = []
+    while left > 0:
+        sizes.append(min(left, policy.gpu_batch_size))
+        left -= sizes[-1]
+    return sizes
+
+
+def micro_tokens(prefill_tokens: int, longest: int, batch: int) -> int:
+    """The most tokens, padding included, of a prefill micro-batch of prompts of up to `longest` tokens; a single
+    sequence may exceed `prefill_tokens`."""
+    return max(longest, min(prefill_tokens, batch * longest))
+
+
+def matmul_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Which batches go through the matmuls of a decode step together: (begin, end) of each group, of one batch or of at
+    most GROUP_ROWS sequences. A larger group saves less compute than it costs: fewer KV blocks are staged beside it.
+
+    Args:
+        sizes: sequences of each batch.
+    """
+    groups = []
+    rows = 0
+    for n, size in enumerate(sizes):
+        if groups and rows + size <= GROUP_ROWS:
+            groups[-1] = groups[-1][0], n + 1
+            rows += size
+        else:
+            groups.append((n, n + 1))
+            rows = size
+    return groups
+
+
+def matmul_rows(sizes: Sequence[int]) -> list[int]:
+    """Sequences of each group."""
+    return [sum(sizes[begin:end]) for begin, end in matmul_groups(sizes)]

@@ -1,0 +1,218 @@
+"""The weights of a model: safetensors and GGUF's blocks are read in place, other files are converted once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Container, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import Dense, Format, Quantised, convert
+from h2o_flexgen.machine.device import as_numpy
+from h2o_flexgen.models.folder import describe_choice, describe_unreadable, weight_files
+from h2o_flexgen.models.gguf import in_place, is_gguf
+from h2o_flexgen.models.gguf_file import parts
+from h2o_flexgen.models.spec import Layer
+from h2o_flexgen.policy import gib
+from h2o_flexgen.storage.convert import bins_to_safetensors, gguf_to_safetensors, made_once
+from h2o_flexgen.storage.disk import DiskIO, File, wait
+from h2o_flexgen.storage.stored import Stored, parts_of, rows_of
+
+#: names that safetensors has for the dtypes of weights
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoint:
+    """The tensors of a model. Methods take full names, such as "model.decoder.layers.0.fc1.weight".
+
+    Args:
+        path: a folder, or a GGUF file.
+        layers, dtype: as for `convert.gguf_to_safetensors`.
+
+    Attributes:
+        tensors: by their names in the files.
+        files: those of the model.
+        copy_bytes: of a copy in the cache folder that `compress` has made.
+
+    Raises:
+        UserError: no weights, or a file that is missing, cut short, or of another format.
+    """
+
+    def __init__(self, path: Path, layers: Seq[Layer] = (), dtype: torch.dtype = torch.float32, progress: bool = True):
+        self.path = path
+        self.copy_bytes = 0
+        self.tensors: dict[str, Stored] = {}
+        if is_gguf(path):
+            self.files = parts(path)
+            self._add_gguf(layers, dtype, progress)
+            return
+        self.files = _weight_files(path)
+        is_bin = self.files[0].suffix == ".bin"
+        for file in bins_to_safetensors(self.files, layers, progress) if is_bin else self.files:
+            self.add_file(file)
+
+    def _add_gguf(self, layers: Seq[Layer], dtype: torch.dtype, progress: bool) -> None:
+        """Matrices in blocks are read in place, all others from a copy."""
+        in_file = in_place(self.path, layers)
+        others = [_without(layer, in_file) for layer in layers]
+        for file in gguf_to_safetensors(self.path, others, dtype, progress):
+            self.add_file(file)
+        paths = {path for path, *_ in in_file.values()}
+        files = {path: File(path) for path in paths}
+        for name, (file, offset, shape, form) in in_file.items():
+            self.tensors[name] = Stored(files[file], offset, shape, form)
+
+    def compress(self, formats: dict[str, Format], disk_mem: int | None, progress: bool) -> None:
+        """Take the tensors in these formats, from a copy in the cache folder, which is made if there is none.
+
+        Args:
+            disk_mem: the most bytes of the copy, which the plan of a job counts.
+
+        Raises:
+            UserError: NaN or infinite elements, or no room.
+        """
+        shapes = {name: self.find(name).shape for name in formats}
+        sizes = {name: form.nbytes(shapes[name]) for name, form in formats.items()}
+        total = sum(sizes.values())
+        if disk_mem is not None and total > disk_mem:
+            raise UserError(f"the weights in fewer bits take {gib(total)} on disk, and `disk_mem` is {gib(disk_mem)}")
+        io = DiskIO()
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, form in formats.items():
+                buffer = torch.empty(sizes[name], dtype=torch.uint8)
+                form.encode_parts(shapes[name], _decoded_parts(self.find(name), io), buffer)
+                if not form.view(buffer, shapes[name]).is_finite():
+                    raise UserError(
+                        f"the weights {name!r} hold NaN or infinite numbers, or some too large for {form.name}: is the "
+                        "checkpoint broken?"
+                    )
+                yield name, buffer
+
+        try:
+            # another config, or floats of another type that a GGUF file was converted to, make another copy
+            made = [(name, shapes[name], form, self.find(name).format) for name, form in formats.items()]
+            files = made_once(self.files, f"weights as {made}", tensors, len(formats), total, progress)
+        finally:
+            io.close()
+        copied = {}
+        for file in files:
+            copied |= tensors_of(file)
+        for name, form in formats.items():
+            stored = copied.get(name)
+            if stored is None or (stored.shape, stored.format) != ((sizes[name],), "U8"):
+                raise UserError(f"the copy {files[0].parent} lacks the weights {name!r}: delete it")
+            self.tensors[name] = replace(stored, shape=shapes[name], format=form)
+        self.copy_bytes = total
+
+    def add_file(self, path: Path) -> None:
+        self.tensors |= tensors_of(path)
+
+    def find(self, name: str) -> Stored | None:
+        """The tensor of a full name, of which a checkpoint saved from an inner module lacks up to two leading parts."""
+        modules = name.split(".")
+        for missing in range(min(3, len(modules) - 1)):  # a module and its parameter stay
+            if stored := self.tensors.get(".".join(modules[missing:])):
+                return stored
+        return None
+
+    def check(self, needed: dict[str, tuple[int, ...]]) -> None:
+        """Raises UserError unless the checkpoint has every tensor in its shape."""
+        for name, shape in needed.items():
+            stored = self.find(name)
+            if stored is None:
+                problem = f"no tensor {name!r}"
+            elif isinstance(stored.format, str):
+                problem = f"{name!r} in {stored.format}: only float weights can be used"
+            elif stored.shape != shape:
+                problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
+            else:
+                continue
+            raise UserError(f"the checkpoint {self.path} has {problem}")
+
+    def check_tied(self, embedding: str, head: str) -> None:
+        """Raises UserError if a head that the config ties to the embedding is a tensor of its own, which transformers
+        would not tie."""
+        words = self.find(embedding)
+        own = self.tensors.get(head)
+        if own is not None and not words.equals(own):
+            raise UserError(
+                f"the checkpoint {self.path} has a head {head!r} that is not its embedding, though the config ties "
+                "them: set tie_word_embeddings to false in its config.json"
+            )
+
+    def format(self, name: str) -> Format:
+        return self.find(name).format
+
+    def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
+        """Where the tensors are on disk: nothing is copied."""
+        return {name: self.find(name) for name in names}
+
+    def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
+        """Fill `out` (contiguous, of the same shape, any float dtype or the format that is stored, on any device)."""
+        stored = self.find(name)
+        flat = out.raw if isinstance(out, Quantised) else out.view(-1)
+        if flat.dtype == stored.dtype and flat.device.type == "cpu":
+            wait(io.read(stored.file, as_numpy(flat), stored.offset))
+            return
+        for at, part in parts_of(stored, io):
+            convert(flat[at : at + len(part)], part)
+
+
+def tensors_of(path: Path) -> dict[str, Stored]:
+    """Those of a safetensors file, by name. Raises UserError if it is not whole."""
+    file = File(path)  # a regular one
+    try:
+        with safe_open(path, "numpy"):
+            pass  # it has checked the header, and that the file is as long as the header says
+        length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
+        header = json.loads(os.pread(file.fd, length, 8))
+    except (SafetensorError, OSError) as e:
+        raise UserError(f"{path} is no whole safetensors file ({e}): if it was cut short, download it again") from None
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        dtype = entry["dtype"]
+        form = Dense(DTYPES[dtype]) if dtype in DTYPES else dtype
+        found[name] = Stored(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), form)
+    return found
+
+
+def _without(layer: Layer, names: Container[str]) -> Layer:
+    return Layer({name: (name, shape) for name, shape in layer.shapes.items() if name not in names})
+
+
+def _decoded_parts(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
+    """As `rows_of`, in fp32."""
+    for begin, rows in rows_of(stored, io):
+        if isinstance(rows, Quantised):
+            out = torch.empty(rows.shape)
+            rows.decode(out)
+            yield begin, out
+        else:
+            yield begin, rows.float()
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The files of a model in a folder."""
+    files = weight_files(path)
+    if not files:
+        expected = "expected model.safetensors, its shards, pytorch_model.bin or one .gguf file"
+        raise UserError(f"no weights in {path}: {expected}{describe_unreadable(path)}")
+    for file in files:
+        if not os.path.isfile(file):
+            what = "no regular file" if os.path.exists(file) else "missing"
+            raise UserError(f"the shard {file} is {what}; download it again")
+    if choice := describe_choice(path):
+        log.warning("%s", choice)
+    return files

@@ -1,0 +1,115 @@
+"""Conversion into safetensors, which can be streamed, of `.bin` checkpoints and GGUF files: once, a part at a time."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.formats import dtype_name
+from h2o_flexgen.models.gguf import GGUFFile
+from h2o_flexgen.models.gguf_file import parts
+from h2o_flexgen.models.spec import Layer
+from h2o_flexgen.policy import gib
+from h2o_flexgen.utils.copies import converted
+from h2o_flexgen.utils.files import OTHER_HOME, cache_root
+from h2o_flexgen.utils.progress import bar
+
+#: bytes of a converted file, and so about those of RAM that the conversion takes; its last tensor may exceed them
+CONVERTED_BYTES = 1 << 27
+
+
+def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype, progress: bool) -> list[Path]:
+    """Safetensors copies of a GGUF file's tensors, made once and kept under the cache folder.
+
+    Args:
+        layers: the tensors that are wanted.
+        dtype: of those that are quantised in the file.
+
+    Raises:
+        UserError: as `GGUFFile`, or no space.
+    """
+    shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
+    needed = sum(map(prod, shapes.values())) * dtype.itemsize
+    tensors = lambda: GGUFFile(file).checkpoint_tensors(layers, dtype)  # noqa: E731  opened when it is needed
+    kind = f"weights in {dtype_name(dtype)}: {shapes}"  # another config asks for other ones
+    return made_once(parts(file), kind, tensors, len(shapes), needed, progress)
+
+
+def bins_to_safetensors(files: list[Path], layers: Sequence[Layer], progress: bool) -> list[Path]:
+    """Safetensors copies of `.bin` shards, likewise. Pickled code never runs. Raises UserError for a shard that is not
+    whole, or no space."""
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for file in files:
+            for name, tensor in load_bin(file).items():
+                yield name, tensor.clone()  # tensors that share memory, as a tied head does, cannot be saved
+
+    needed = sum(file.stat().st_size for file in files)
+    return made_once(files, "weights", tensors, sum(len(layer.shapes) for layer in layers), needed, progress)
+
+
+def made_once(
+    files: list[Path],
+    kind: str,
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]],
+    count: int,
+    needed: int,
+    progress: bool,
+) -> list[Path]:
+    """The files that hold what `tensors` gives, about `count` tensors and `needed` bytes."""
+
+    def make(folder: Path) -> None:
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise UserError(
+                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} are free: "
+                f"{OTHER_HOME}"
+            )
+        with bar(desc=f"converting {files[0].name}", total=count, unit="tensors", show=progress) as shown:
+            _save(tensors(), folder, shown)
+
+    try:
+        folder = converted(files, kind, make)
+    except (OSError, SafetensorError) as e:
+        cause = (isinstance(e, OSError) and e.strerror) or reason(e)
+        raise UserError(f"cannot convert {files[0]} into {cache_root()}: {cause}; {OTHER_HOME}") from None
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path, shown) -> None:
+    """Write (name, tensor) into files of about CONVERTED_BYTES; `shown` counts them."""
+    from safetensors.torch import save_file
+
+    part: dict[str, Tensor] = {}
+    nbytes = 0
+    files = 0
+    for name, tensor in tensors:
+        part[name] = tensor.contiguous()
+        nbytes += tensor.nbytes
+        shown.update(1)
+        if nbytes >= CONVERTED_BYTES:
+            save_file(part, folder / f"{files:05}.safetensors")
+            part.clear()
+            nbytes = 0
+            files += 1
+    if part:
+        save_file(part, folder / f"{files:05}.safetensors")
+
+
+def load_bin(shard: Path) -> dict[str, Tensor]:
+    """The tensors of a `.bin` file, mapped if it can be. Raises UserError if it is not whole or holds anything else."""
+    try:  # what torch saved before 1.6 is no zip file, and cannot be mapped
+        state = torch.load(shard, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(shard))
+    except Exception as e:
+        raise UserError(f"cannot load {shard}: {reason(e)}; is it whole? Download it again") from None
+    if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
+        raise UserError(f"{shard} does not hold a dict of tensors")
+    return state

@@ -1,0 +1,368 @@
+"""The KV cache of a block of sequences. The cache of each (layer, batch), a KV block, is resident on one tier:
+
+    gpu   used where it is
+    cpu   staged on the device for a step; the new token and the scores are written back after it, and sequences that
+          have come to a place
+    disk  as cpu, from and to a file with a write-ahead log (`offload.wal`)
+
+Scores and positions of a block on disk stay in RAM: two percent of the block, and every step changes all of them.
+Where the compute device is the CPU they are never staged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
+from h2o_flexgen.machine.device import finish
+from h2o_flexgen.machine.pages import aligned
+from h2o_flexgen.policy import TIERS
+from h2o_flexgen.storage.queues import StagingBuffers
+from h2o_flexgen.storage.transport import Transport
+from h2o_flexgen.storage.wal import LoggedBlock, file_bytes, slots_bytes
+
+#: the most KV blocks that are staged on the device at once
+KV_BUFFERS = 3
+
+Key = tuple[int, int]
+
+
+class Occupied(NamedTuple):
+    """The places of a KV block after a step.
+
+    Attributes:
+        cached_len: slots in use, of the longest text.
+        places: to which a sequence has come in this step; count: in use, which are the first ones.
+    """
+
+    cached_len: int
+    places: list[int]
+    count: int
+
+
+class KVBytes(NamedTuple):
+    """The bytes that a KVStore allocates; the memory plan counts with the same ones."""
+
+    tiers: dict[str, int]  # of all blocks; scores, and the slots of logs, are in RAM unless the block is on the device
+    count: int  # staging buffers, and host buffers
+    staging: int  # of each staging buffer on the device
+    meta: int  # (CUDA) of the scores and positions beside it
+    host: int  # (CUDA) of each buffer in RAM that a block is read into from disk
+    write: int  # (CUDA) of the buffer in RAM from which a block is written to disk
+    row: int  # of the buffer in RAM for the token that a step writes back
+
+
+def kv_bytes(layouts: dict[Key, KVLayout], tiers: dict[Key, str], overlap: bool, cuda: bool) -> KVBytes:
+    """`layouts` and `tiers` as for `KVStore`."""
+    alike = {id(layout): layout for layout in layouts.values()}  # few: thousands of layouts take long to compare
+    counts = Counter((id(layouts[key]), tier) for key, tier in tiers.items())
+    blocks = [(alike[n], tier, count) for (n, tier), count in counts.items()]
+    total = dict.fromkeys(TIERS, 0)
+    for layout, tier, count in blocks:
+        total[tier] += count * (file_bytes(layout) if tier == "disk" else layout.kv_bytes)
+        total["gpu" if tier == "gpu" else "cpu"] += count * layout.meta_bytes
+        total["cpu"] += count * slots_bytes(layout) if tier == "disk" else 0
+    staged = [layout for layout, tier, _ in blocks if tier != "gpu"]
+    on_disk = [layout for layout, tier, _ in blocks if tier == "disk"]
+    kv = aligned(max((x.kv_bytes for x in staged), default=0))
+    file = max(map(file_bytes, on_disk), default=0)
+    return KVBytes(
+        tiers=total,
+        count=kv_buffers(overlap, bool(on_disk)),
+        staging=kv if cuda else max(kv, file),
+        meta=max((x.meta_bytes for x in staged), default=0) if cuda else 0,
+        host=file if cuda else 0,
+        write=aligned(max((x.kv_bytes for x in on_disk), default=0)) if cuda else 0,
+        row=aligned(max((x.row_bytes for x in staged), default=0)),
+    )
+
+
+@dataclass
+class _KVBlock:
+    tier: str
+    kv: Tensor | None = None  # on the tiers gpu and cpu
+    meta: Tensor | None = None
+    disk: LoggedBlock | None = None
+    layout: KVLayout | None = None
+    tensors: KVTensors | None = None  # of a block that was used where it is
+    staged: int | None = None  # its staging buffer
+    loading: Future | None = None  # the transfer to it that was prefetched
+    loaded: int = 0  # bytes of K and V that it brings
+    stored: Future | None = None  # the last write-back
+
+
+class KVStore:
+    """The caches of every (layer, batch).
+
+    Args:
+        layouts: the largest of every (layer, batch).
+        tiers: of every (layer, batch).
+        cpu_compute: blocks on the cpu tier are used where they are.
+
+    Attributes:
+        file: of the blocks on disk, or None.
+        blocks: by (layer, batch).
+        storing: write-backs of decode steps, the oldest first.
+    """
+
+    def __init__(
+        self, transport: Transport, layouts: dict[Key, KVLayout], tiers: dict[Key, str], cpu_compute: bool = False
+    ):
+        self.transport = transport
+        self.device = transport.device
+        self.cpu_compute = cpu_compute
+        self._load_queue = transport.queues["cache"]
+        self._store_queue = transport.queues["store"]
+        self.storing: deque[Future] = deque()
+        device = self.device
+        sizes = kv_bytes(layouts, tiers, transport.overlap, device.is_cuda)
+        self.file = transport.file("kv_cache", sizes.tiers["disk"])
+        self.blocks = {key: _KVBlock(tier) for key, tier in tiers.items()}
+        self._allocate(layouts)
+        self._staging = StagingBuffers(device, sizes.staging, sizes.count)
+        self._host = self._staging.buffers  # what a block on disk is read into
+        if device.is_cuda:
+            self._meta = device.buffers([sizes.meta] * sizes.count)
+            self._host = [device.host_buffer(sizes.host) for _ in range(sizes.count)]
+            self._write_host = device.host_buffer(sizes.write)
+        self._host_free = [None] * sizes.count  # events
+        self._row = device.host_buffer(sizes.row)
+
+    def _allocate(self, layouts: dict[Key, KVLayout]) -> None:
+        """Room for each block on its tier."""
+        on_gpu = [layouts[key] for key, block in self.blocks.items() if block.tier == "gpu"]
+        buffers = iter(self.device.buffers([n for x in on_gpu for n in (x.kv_bytes, x.meta_bytes)]))
+        offset = 0
+        for key, block in self.blocks.items():
+            layout = layouts[key]
+            if block.tier == "gpu":
+                block.kv = next(buffers)
+                block.meta = next(buffers)
+                continue
+            block.meta = self.device.host_buffer(layout.meta_bytes)
+            if block.tier == "cpu":
+                block.kv = self.device.host_buffer(layout.kv_bytes)
+            else:
+                block.disk = LoggedBlock(self.transport.io, self.file, offset)
+                offset += file_bytes(layout)
+
+    def begin(self, layouts: dict[Key, KVLayout]) -> None:
+        """Start with caches that hold nothing, whose layouts may be smaller than the buffers were made for. Transfers
+        of what the blocks held before end first: they go by the old layouts."""
+        for key, layout in layouts.items():
+            block = self.blocks[key]
+            self.drop(*key)
+            self._finish(block)
+            block.layout = layout
+            block.tensors = None
+            if block.tier == "cpu":  # what prefill does not fill: a NaN that is left in an empty slot would spread
+                block.kv[layout.used_bytes(1) :].zero_()
+            elif block.tier == "disk":
+                block.disk.begin(layout)
+
+    def is_staged(self, layer: int, batch: int, is_new: bool = False) -> bool:
+        """Whether the block is used in a staging buffer on the device; `is_new`: while it is filled for the first
+        time."""
+        tier = self.blocks[layer, batch].tier
+        return tier == "disk" or (tier == "cpu" and (is_new or not self.cpu_compute))
+
+    def blank(self, layer: int, batch: int) -> KVTensors:
+        """A cache on the device to be filled; `store_all` writes it back."""
+        block = self.blocks[layer, batch]
+        if block.tier == "gpu":
+            return self._in_place(block)
+        block.staged, last_job = self._staging.take()
+        self.device.stall_on(last_job, "cache")
+        return self._view(block)
+
+    def store_all(self, layer: int, batch: int, cached_len: int, slots: Tensor | None = None) -> None:
+        """Write back a cache of `blank` or `get` with `cached_len` slots in use: all of it, or of a block on disk what its
+        log and the newest token, in `slots`, have changed."""
+        block = self.blocks[layer, batch]
+        if block.staged is None:  # it is used where it is
+            return
+        index = block.staged
+        block.staged = None
+        part = (
+            slice(0, block.layout.used_bytes(cached_len)) if block.disk is None else block.disk.dirty(cached_len, slots)
+        )
+        computed = self.device.record()
+        block.stored = self._store_queue.submit(lambda: self.store_block(block, index, part), after=computed)
+        self._staging.give_back(index, block.stored)
+
+    def prefetch(self, layer: int, batch: int, cached_len: int) -> bool:
+        """Start to stage a block with `cached_len` slots in use, as far as is known. False if that is not possible yet: no staging buffer is free, the block has one already, or there is no overlap."""
+        block = self.blocks[layer, batch]
+        if not self.transport.overlap or not self._staging.any_free or block.staged is not None:
+            return False
+        self._fetch(block, cached_len)
+        return True
+
+    def _fetch(self, block: _KVBlock, cached_len: int) -> None:
+        block.staged, last_job = self._staging.take()
+        block.loaded = block.layout.used_bytes(cached_len)
+        block.loading = self._load_queue.submit(lambda: self.load_block(block, last_job))
+
+    def get(self, layer: int, batch: int, cached_len: int) -> KVTensors:
+        """A block on the device, to be changed in place, with `cached_len` slots in use then; compute waits until it is
+        loaded."""
+        block = self.blocks[layer, batch]
+        if not self.is_staged(layer, batch):
+            self.device.stall_on(block.stored, "cache")  # of prefill, if the block is used on the cpu tier
+            block.stored = None
+            return self._in_place(block)
+        self.device.hold_back(self.storing, len(self._staging.buffers), "cache")
+        if block.loading is None:
+            self._fetch(block, cached_len)
+        self.device.stall_on(block.loading, "cache")
+        block.loading = None
+        self._staging.buffers[block.staged][block.loaded : block.layout.used_bytes(cached_len)].zero_()
+        return self._view(block)
+
+    def store_step(
+        self, layer: int, batch: int, cache: KVTensors, slots: Tensor, rows: list[int], after: Occupied
+    ) -> None:
+        """Write back what a step changed in the `cache` of `get`: the scores, the new token of the sequences `rows` in
+        `slots` (rows, H), and whole sequences that have come to a place."""
+        if not self.is_staged(layer, batch):
+            return
+        cached_len, places, count = after
+        B = len(cache.k[0])
+        if len(rows) < B:  # of the others one that stays as it is, in a segment that changes anyway
+            slots = slots[:1].repeat(B, 1).index_copy_(0, torch.tensor(rows, device=slots.device), slots)
+        block = self.blocks[layer, batch]
+        if block.disk is not None and (2 * len(places) > count or block.disk.is_due(cached_len)):
+            self.store_all(layer, batch, cached_len, None if places else slots)
+            return
+        index = block.staged
+        block.staged = None
+        token = cache.token(slots)
+        computed = self.device.record()
+        scores = None
+        if places:
+            scores = self._store_queue.submit(lambda: self.store_rows(block, index, after), after=computed)
+        elif self.device.is_cuda:  # a job of its own: the buffer is free while the token is still being written
+            scores = self._store_queue.submit(lambda: self.store_scores(block, index), after=computed)
+        self._staging.give_back(index, scores)
+        block.stored = self._store_queue.submit(lambda: self.store_token(block, scores, slots, token), after=computed)
+        self.storing.append(block.stored)
+
+    def load_block(self, block: _KVBlock, last_job: Future | None) -> None:
+        """Fill the block's staging buffer, which `last_job` has used before."""
+        used = block.loaded
+        source = block.kv
+        index = block.staged
+        self.device.wait_for(block.stored)
+        if not self.device.is_cuda:  # the disk reads into the staging buffer
+            self.device.wait_for(last_job)
+        if block.disk is not None:
+            finish(self._host_free[index])
+            source = self._host[index]
+            block.disk.read(source.numpy(), used)
+        self.device.wait_for(last_job)
+        if self.device.is_cuda:
+            meta_bytes = block.layout.meta_bytes
+            self.transport.to_gpu(self._meta[index][:meta_bytes], block.meta[:meta_bytes])
+        if source is not self._staging.buffers[index]:
+            self.transport.to_gpu(self._staging.buffers[index][:used], source[:used])
+            self._host_free[index] = self.device.record()
+
+    def store_block(self, block: _KVBlock, index: int, part: slice) -> None:
+        """Write a part of a staged block, and its scores, back."""
+        self.store_scores(block, index)
+        kv = self._in_ram(block, index, [(part.start, part.stop)])
+        if block.disk is not None:
+            block.disk.compact(kv.numpy(), part)
+
+    def store_rows(self, block: _KVBlock, index: int, after: Occupied) -> None:
+        """Write the sequences that have come to a place of a staged block back, and its scores."""
+        self.store_scores(block, index)
+        layout = block.layout
+        used = layout.used_bytes(after.cached_len)
+        if block.disk is None:
+            whole = [span for place in after.places for span in layout.row_spans(place, layout.kv_bytes)]
+            spans = [span for span in whole if span[1] <= used]
+            for begin, end in whole:
+                if end > used:  # it was not staged, and a NaN that is left in an empty slot would spread
+                    block.kv[begin:end].zero_()
+        else:
+            spans = block.disk.changed(after.places, after.count, used)
+        kv = self._in_ram(block, index, spans)
+        if block.disk is not None:
+            block.disk.write(kv.numpy(), spans)
+
+    def _in_ram(self, block: _KVBlock, index: int, spans: list[tuple[int, int]]) -> Tensor:
+        """The bytes from begin to end of these parts of a staged block, in RAM: in their place there, or where the disk
+        takes them."""
+        kv = self._staging.buffers[index]
+        if block.disk is not None and not self.device.is_cuda:
+            return kv
+        ram = block.kv if block.disk is None else self._write_host
+        for begin, end in spans:
+            self.transport.to_cpu(ram[begin:end], kv[begin:end])
+        finish(self.device.record())
+        return ram
+
+    def store_scores(self, block: _KVBlock, index: int) -> None:
+        """Write back scores and positions; without CUDA they are changed where they are."""
+        if self.device.is_cuda:
+            meta_bytes = block.layout.meta_bytes
+            self.transport.to_cpu(block.meta[:meta_bytes], self._meta[index][:meta_bytes])
+
+    def store_token(self, block: _KVBlock, scores: Future | None, slots: Tensor, token: tuple[Tensor, Tensor]) -> None:
+        """Write back the token of a decode step, K and V (B, H, W) each."""
+        if scores is not None:
+            scores.result()  # their error is the block's error too
+        layout = block.layout
+        row = self._row[: layout.row_bytes]
+        sizes = [x.nbytes for x in token]
+        for target, source in zip(row.split(sizes), token):
+            self.transport.to_cpu(target, source.view(torch.uint8).view(-1))
+        slots = slots.to("cpu").numpy()
+        finish(self.device.record())
+        if block.disk is None:
+            layout.put(block.kv[: layout.kv_bytes].numpy(), row.numpy()[None], slots[None])
+        else:
+            block.disk.append(self._row[: aligned(layout.row_bytes)].numpy(), slots)
+
+    def _in_place(self, block: _KVBlock) -> KVTensors:
+        block.tensors = block.tensors or block.layout.view(block.kv, block.meta)
+        return block.tensors
+
+    def _view(self, block: _KVBlock) -> KVTensors:
+        meta = self._meta[block.staged] if self.device.is_cuda else block.meta
+        return block.layout.view(self._staging.buffers[block.staged], meta)
+
+    def drop(self, layer: int, batch: int) -> None:
+        """Give up a block that was prefetched for a step that will not be computed."""
+        block = self.blocks[layer, batch]
+        if block.loading is not None:
+            # `exception` waits: no read may go on into a buffer that another block takes
+            self._staging.give_back(block.staged, None if block.loading.exception() else block.loading)
+            block.staged = block.loading = None
+
+    def drain(self) -> None:
+        """Wait for all transfers and raise what failed."""
+        self.storing.clear()
+        for block in self.blocks.values():
+            self._finish(block)
+
+    def _finish(self, block: _KVBlock) -> None:
+        """Wait for the last write-back of a block."""
+        if block.stored is not None:
+            finish(block.stored.result())
+            block.stored = None
+
+
+def kv_buffers(overlap: bool, on_disk: bool) -> int:
+    """Staging buffers for KV blocks: one in use, one being loaded or written back; with blocks on disk one more, so
+    that the disk has something to read during the matmuls of a layer, which use none."""
+    if not overlap:
+        return 1
+    return KV_BUFFERS if on_disk else 2

@@ -1,0 +1,78 @@
+"""The ways between the tiers: requests to the disk, transfer queues, and the files of what is offloaded."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from torch import Tensor
+
+from h2o_flexgen.machine.device import Device, copy
+from h2o_flexgen.storage.disk import DiskIO, File, OffloadFolder
+from h2o_flexgen.storage.kv_store import KV_BUFFERS
+from h2o_flexgen.storage.queues import TransferQueue
+
+#: threads of each transfer queue
+WORKERS = {"weights": 1, "cache": KV_BUFFERS, "activations": 1, "store": 1}
+
+
+class Transport:
+    """What the stores of one device share.
+
+    Args:
+        offload_root: folder for the files of what is offloaded.
+        overlap: transfers run beside compute.
+
+    Attributes:
+        io: reads and writes files.
+        queues: "weights", "cache" and "activations" move data to the device, "store" moves it back.
+    """
+
+    def __init__(self, device: Device, offload_root: Path, overlap: bool = True):
+        self.device = device
+        self.offload_root = offload_root
+        self.overlap = overlap
+        self.io = DiskIO()
+        self.queues = {name: TransferQueue(device, name, overlap, count) for name, count in WORKERS.items()}
+        self._folder: OffloadFolder | None = None
+        self._copied = {"cpu_to_gpu": 0, "gpu_to_cpu": 0}
+        self._lock = threading.Lock()
+
+    def to_gpu(self, dst: Tensor, src: Tensor) -> None:
+        """Copy from RAM to the device, on the current stream."""
+        copy(dst, src)
+        self.count("cpu_to_gpu", dst.nbytes)
+
+    def to_cpu(self, dst: Tensor, src: Tensor) -> None:
+        """Copy from the device to RAM, on the current stream."""
+        copy(dst, src)
+        self.count("gpu_to_cpu", dst.nbytes)
+
+    def count(self, link: str, nbytes: int) -> None:
+        """Count bytes that were copied from "cpu_to_gpu" or from "gpu_to_cpu"."""
+        with self._lock:
+            self._copied[link] += nbytes
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes moved between the tiers so far, by link."""
+        return {"disk_to_cpu": self.io.read_bytes, **self._copied, "cpu_to_disk": self.io.written_bytes}
+
+    def file(self, name: str, nbytes: int) -> File | None:
+        """A new file of `nbytes` in the offload folder, None for 0. Raises UserError if there is no space for it."""
+        if nbytes == 0:
+            return None
+        if self._folder is None:
+            self._folder = OffloadFolder(self.offload_root)
+        return self._folder.file(name, nbytes)
+
+    def disk_bytes(self) -> int:
+        """Bytes of the files in the offload folder."""
+        return 0 if self._folder is None else self._folder.size()
+
+    def close(self) -> None:
+        """Wait for the transfers that run, drop those that wait, and remove the files."""
+        for queue in self.queues.values():
+            queue.close()
+        self.io.close()
+        if self._folder is not None:
+            self._folder.close()

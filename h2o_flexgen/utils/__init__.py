@@ -1,0 +1,1 @@
+"""Files, signals, progress bars: what any program needs, and nothing of models."""
