@@ -182,8 +182,8 @@ class KVStore:
         return self._view(block)
 
     def store_all(self, layer: int, batch: int, cached_len: int, slots: Tensor | None = None) -> None:
-        """Write back a cache of `blank` or `get` with `cached_len` slots in use: all of it, or of a block on disk what its
-        log and the newest token, in `slots`, have changed."""
+        """Write back a cache of `blank` or `get` with `cached_len` slots in use: all of it, or of a block on disk what
+        its log and the newest token, in `slots`, have changed."""
         block = self.blocks[layer, batch]
         if block.staged is None:  # it is used where it is
             return
@@ -197,7 +197,8 @@ class KVStore:
         self._staging.give_back(index, block.stored)
 
     def prefetch(self, layer: int, batch: int, cached_len: int) -> bool:
-        """Start to stage a block with `cached_len` slots in use, as far as is known. False if that is not possible yet: no staging buffer is free, the block has one already, or there is no overlap."""
+        """Start to stage a block with `cached_len` slots in use, as far as is known. False if that is not possible yet:
+        no staging buffer is free, the block has one already, or there is no overlap."""
         block = self.blocks[layer, batch]
         if not self.transport.overlap or not self._staging.any_free or block.staged is not None:
             return False

@@ -57,13 +57,13 @@ class LoggedBlock:
         self._row_bytes = aligned(layout.row_bytes)
 
     def is_due(self, cached_len: int) -> bool:
-        """Whether the next step, which leaves `cached_len` slots in use, must compact the block instead of appending."""
+        """Whether the next step, which leaves `cached_len` slots in use, compacts the block instead of appending."""
         # behind the last segment no other begins: its rows may stay in the log
         return self.rows == len(self._slots) or cached_len in self.layout.ends[:-1]
 
     def dirty(self, cached_len: int, slots: Tensor | None = None) -> slice:
-        """The bytes that `compact` has to write with `cached_len` slots in use. `slots`: of the newest token, if all others are
-        in the file; None if nothing is."""
+        """The bytes that `compact` has to write with `cached_len` slots in use. `slots`: of the newest token, if all
+        others are in the file; None if nothing is."""
         begin = 0
         if slots is not None and self.layout.growth == "append":  # then they are on the CPU
             logged = self._slots[: self.rows]
