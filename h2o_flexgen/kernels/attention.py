@@ -18,8 +18,9 @@ from h2o_flexgen.compiled import threads
 from h2o_flexgen.compiled.threads import float_array
 from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.linear import prefers_fp32
-from h2o_flexgen.kernels.rowwise import WIDENED_ELEMENTS
 
+#: elements that are widened to fp32, or rotated, at once: of K where positions roll, of hidden states in a norm
+WIDENED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 #: attention over prompts: probabilities held at once (what stays in a CPU's cache, or fills a GPU), and queries
 #: of one chunk; measured on 2 cores, prompts of 64 to 2048 tokens: with 128 queries, which waste few pairs, up to a
 #: quarter less time than with 256, and at 2048 tokens up to a sixth more; on CUDA not measured

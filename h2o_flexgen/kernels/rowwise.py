@@ -10,10 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.compiled import threads
 from h2o_flexgen.compiled.threads import float_array, in_threads
-from h2o_flexgen.kernels.attention import by_loops
-
-#: elements that are widened to fp32, or rotated, at once: of K where positions roll, of hidden states in a norm
-WIDENED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
+from h2o_flexgen.kernels.attention import WIDENED_ELEMENTS, by_loops
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -24,7 +24,7 @@ from h2o_flexgen.planning.traffic import Flows, Offloaded, Traffic, weights_besi
 from h2o_flexgen.planning.workload import GROUP_ROWS, HEAD_ROWS, batch_sizes, matmul_rows
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.storage.disk import requests
-from h2o_flexgen.storage.kv_store import KV_BUFFERS
+from h2o_flexgen.storage.queues import KV_BUFFERS
 from h2o_flexgen.storage.wal import wal_rows
 
 #: the batches of a block: sequences, and tokens of the longest prompt

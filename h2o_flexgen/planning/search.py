@@ -30,8 +30,7 @@ from h2o_flexgen.planning.traffic import Flows, Offloaded
 from h2o_flexgen.planning.workload import Workload, batch_sizes, micro_tokens
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import KINDS, TIERS, Policy
-from h2o_flexgen.storage.kv_store import kv_buffers
-from h2o_flexgen.storage.queues import double_buffers
+from h2o_flexgen.storage.queues import double_buffers, kv_buffers
 from h2o_flexgen.storage.wal import wal_rows
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)

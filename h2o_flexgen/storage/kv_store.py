@@ -23,12 +23,9 @@ from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
 from h2o_flexgen.machine.device import finish
 from h2o_flexgen.machine.pages import aligned
 from h2o_flexgen.policy import TIERS
-from h2o_flexgen.storage.queues import StagingBuffers
+from h2o_flexgen.storage.queues import StagingBuffers, kv_buffers
 from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.storage.wal import LoggedBlock, file_bytes, slots_bytes
-
-#: the most KV blocks that are staged on the device at once
-KV_BUFFERS = 3
 
 Key = tuple[int, int]
 
@@ -359,11 +356,3 @@ class KVStore:
         if block.stored is not None:
             finish(block.stored.result())
             block.stored = None
-
-
-def kv_buffers(overlap: bool, on_disk: bool) -> int:
-    """Staging buffers for KV blocks: one in use, one being loaded or written back; with blocks on disk one more, so
-    that the disk has something to read during the matmuls of a layer, which use none."""
-    if not overlap:
-        return 1
-    return KV_BUFFERS if on_disk else 2

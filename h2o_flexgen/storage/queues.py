@@ -10,6 +10,9 @@ import torch
 
 from h2o_flexgen.machine.device import Device, finish
 
+#: the most KV blocks that are staged on the device at once
+KV_BUFFERS = 3
+
 
 class TransferQueue:
     """Moves one kind of data in one direction, by threads of its own, on CUDA also a stream. Jobs start in order, up to
@@ -72,3 +75,11 @@ class StagingBuffers:
 def double_buffers(overlap: bool) -> int:
     """Staging buffers of weights and of activations: one is computed with while the other is filled."""
     return 2 if overlap else 1
+
+
+def kv_buffers(overlap: bool, on_disk: bool) -> int:
+    """Staging buffers for KV blocks: one in use, one being loaded or written back; with blocks on disk one more, so
+    that the disk has something to read during the matmuls of a layer, which use none."""
+    if not overlap:
+        return 1
+    return KV_BUFFERS if on_disk else 2

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from h2o_flexgen.machine.device import Device, copy
 from h2o_flexgen.storage.disk import DiskIO, File, OffloadFolder
-from h2o_flexgen.storage.kv_store import KV_BUFFERS
-from h2o_flexgen.storage.queues import TransferQueue
+from h2o_flexgen.storage.queues import KV_BUFFERS, TransferQueue
 
 #: threads of each transfer queue
 WORKERS = {"weights": 1, "cache": KV_BUFFERS, "activations": 1, "store": 1}

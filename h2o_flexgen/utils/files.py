@@ -129,16 +129,27 @@ def write_text(name: str, path: str, text: str) -> None:
         raise UserError(f"cannot write {name} {path}: {e.strerror}") from None
 
 
-def to_json(data, indent: int = 0, width: int = 110) -> str:
-    """JSON in which whatever fits on a line stands on one."""
+def to_json(data, indent: int = 0, width: int = 120) -> str:
+    """JSON with one line for whatever fits on a line; plain values that follow each other share lines."""
     flat = json.dumps(data)
     if not isinstance(data, (dict, list)) or len(flat) + indent <= width:
         return flat
+    is_dict = isinstance(data, dict)
+    names = [f"{json.dumps(key)}: " for key in data] if is_dict else [""] * len(data)
+    values = list(data.values()) if is_dict else data
+    lines: list[str] = []
+    shares = False
+    for name, value in zip(names, values):
+        item = name + to_json(value, indent + 1, width)
+        is_plain = not isinstance(value, (dict, list))
+        if shares and is_plain and indent + len(lines[-1]) + len(item) + 4 <= width:
+            lines[-1] += f", {item}"
+        else:
+            lines.append(item)
+        shares = is_plain
     pad = "\n" + " " * (indent + 1)
-    if isinstance(data, dict):
-        parts = [f"{json.dumps(key)}: {to_json(value, indent + 1, width)}" for key, value in data.items()]
-        return "{" + pad + f",{pad}".join(parts) + f"{pad[:-1]}}}"
-    return "[" + pad + f",{pad}".join(to_json(value, indent + 1, width) for value in data) + f"{pad[:-1]}]"
+    first, last = flat[0], flat[-1]
+    return f"{first}{pad}{f',{pad}'.join(lines)}{pad[:-1]}{last}"
 
 
 def rounded(data, digits: int = 6):

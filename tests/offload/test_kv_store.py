@@ -17,7 +17,8 @@ from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.machine.device import Device, host_memory
 from h2o_flexgen.machine.pages import PAGE
-from h2o_flexgen.storage.kv_store import KV_BUFFERS, KVStore, Occupied
+from h2o_flexgen.storage.kv_store import KVStore, Occupied
+from h2o_flexgen.storage.queues import KV_BUFFERS
 from h2o_flexgen.storage.transport import Transport
 
 BLOCKS, SLOTS, HELD = 8, 16, 4
