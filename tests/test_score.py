@@ -63,7 +63,7 @@ def test_tokens_behind_a_prompt_score_as_with_transformers(tiny, name, policy):
     texts = natural(model, LENGTHS)
     for output, text in zip(score(model, texts, PROMPT, **POLICIES[policy]), texts, strict=True):
         if len(text) <= PROMPT:
-            assert "none behind the first 8" in output.error and output.token_logprobs == []
+            assert "none to score after the first 8" in output.error and output.token_logprobs == []
             continue
         logprobs, greedy = expected(model, text)
         assert output.token_logprobs == pytest.approx(logprobs[PROMPT - 1 :], abs=1e-4)
@@ -146,7 +146,7 @@ def test_what_cannot_be_scored_stops_no_other_text(tiny):
     texts = [[5], [1, 2, 3], [], [7, 400], "no tokenizer", list(range(90)) * 2]
     outputs = score(model, texts)
     too_long = "the text has 180 tokens, more than the model's 128 positions"
-    says = ["none behind the first 1", None, "empty", "the vocabulary", "no tokenizer", too_long]
+    says = ["none to score after the first 1", None, "empty", "the vocabulary", "no tokenizer", too_long]
     for output, expects in zip(outputs, says, strict=True):
         assert (output.error is None) if expects is None else (expects in output.error)
     assert len(outputs[1].token_logprobs) == 2

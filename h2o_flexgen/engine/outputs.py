@@ -15,8 +15,9 @@ class CompletionOutput:
     """One generated text.
 
     Attributes:
-        text: what is before the stop string or the token that ended it.
-        token_ids: all tokens that were generated, those that ended it too; logprobs: one for each.
+        text: up to the stop string or the token that ended it.
+        token_ids: all generated tokens, including those that ended it.
+        logprobs: natural logarithm of the probability of each token.
         finish_reason: "length" or "stop" (an end-of-sequence token, one of `stop_token_ids`, or a stop string).
     """
 
@@ -29,11 +30,11 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The outcome of one prompt: one output, or `error`, which says why it could not be run or broke off.
+    """The outcome of one prompt: one output, or `error`, which says why it could not be run or was aborted.
 
     Attributes:
-        prompt: the text or the conversation as it was given; None for token ids.
-        prompt_token_ids: what the model got; of a conversation, with all that the chat template writes around it.
+        prompt: the text or the conversation as given; None for token ids.
+        prompt_token_ids: the input of the model, with everything that a chat template adds.
     """
 
     index: int
@@ -51,8 +52,8 @@ class ScoreOutput:
         index: place among the texts.
         token_ids: of the whole text.
         token_logprobs: natural logarithm of the probability of each scored token, the last ones of the text.
-        greedy_token_ids: the token that was the most likely in the place of each of them.
-        error: why the text could not be scored, and then there is nothing else; or None.
+        greedy_token_ids: the most likely token in the place of each of them.
+        error: why the text could not be scored, in which case the lists are empty; or None.
     """
 
     index: int
@@ -69,7 +70,7 @@ class ScoreOutput:
 
 
 def text_of(s: Sequence, tokenizer) -> str:
-    """What a sequence has generated, as text; empty without a tokenizer."""
+    """The output of a sequence as text; empty without a tokenizer."""
     if s.text is not None:
         return s.text
     shown = s.tokens[:-1] if s.finish_reason == "stop" else s.tokens
@@ -80,13 +81,22 @@ def completion(s: Sequence, tokenizer) -> CompletionOutput:
     return CompletionOutput(0, text_of(s, tokenizer), s.tokens, s.logprobs, s.finish_reason)
 
 
+def complete(output: RequestOutput, s: Sequence, tokenizer) -> RequestOutput:
+    """Fill in the output of a sequence that has ended."""
+    if s.finish_reason == "error":
+        output.error = "the model's hidden states overflowed for this prompt"
+    else:
+        output.outputs = [completion(s, tokenizer)]
+    return output
+
+
 class OutputCollector(Observer):
     """Completes the outputs of a job, and hands each on as soon as its row has ended.
 
     Args:
-        tokenizer: turns tokens into text; None for no text.
-        outputs: by index, of the prompts that have been read, with an error of every one that cannot be run.
-        on_output: gets every output.
+        tokenizer: turns tokens into text; None leaves texts empty.
+        outputs: by index, of the prompts that have been read; those that cannot be run have an error.
+        on_output: receives every output.
         keeps: outputs stay in `outputs`.
     """
 
@@ -109,12 +119,7 @@ class OutputCollector(Observer):
 
     def on_finished(self, rows: list[Sequence]) -> None:
         for s in rows:
-            output = self.outputs[s.index]
-            if s.finish_reason == "error":
-                output.error = "the model's hidden states overflowed for this prompt"
-            else:
-                output.outputs = [completion(s, self.tokenizer)]
-            self.hand_on(output)
+            self.hand_on(complete(self.outputs[s.index], s, self.tokenizer))
 
     def hand_on(self, output: RequestOutput) -> None:
         if not self.keeps:
@@ -127,9 +132,9 @@ class ScoreCollector(Observer):
     """Completes the outputs of texts that are scored, and hands each on as soon as its row has ended.
 
     Args:
-        outputs: by index, of every text of the job.
-        greedy_token_ids: by index, the most likely token in the place of each that is scored.
-        on_output: gets every output.
+        outputs: of every text of the job.
+        greedy_token_ids: by index of the text, the most likely token in the place of each scored one.
+        on_output: receives every output.
     """
 
     def __init__(

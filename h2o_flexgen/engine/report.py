@@ -1,4 +1,4 @@
-"""What is measured of a job, and the report of it."""
+"""The measurements of a job, and its report."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ PHASES = ("prefill", "decode")
 class Meter:
     """Seconds and bytes moved of each phase of a job.
 
-    Where rows prefill while others decode, their chunks are timed, and one that has both counts by its tokens. Waits
-    and all else are divided in proportion, and so are bytes.
+    Where some rows prefill while others decode, their chunks are timed; the time of a chunk that has both is split by
+    tokens. Waits, all other time and bytes are split in proportion.
 
     Attributes:
         passes: so far.
-        computed_tokens: of prompts; shared_tokens: those of rows that others had computed.
-        row_steps: tokens that rows were taken through one at a time.
-        lengths: tokens of the outputs of rows that have ended, in the order in which they began.
+        computed_tokens: of prompts.
+        shared_tokens: of prompts, which were computed with another one's.
+        row_steps: decode steps of rows.
+        lengths: output tokens of each row that has ended, in the order in which they began.
     """
 
     def __init__(self, transport: Transport):
@@ -38,11 +39,13 @@ class Meter:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.moved = {phase: dict.fromkeys(transport.moved_bytes(), 0.0) for phase in PHASES}
         self.passes = 0
-        self.computed_tokens = self.shared_tokens = self.row_steps = 0
+        self.computed_tokens = 0
+        self.shared_tokens = 0
+        self.row_steps = 0
         self.prompt_tokens = 0
         self.lengths = array("i")
-        self._chunks: list[tuple] = []  # (part of it that is prompts, begin, end)
-        self._prefill = 1.0  # the part of the last pass that was prefill
+        self._chunks: list[tuple] = []  # (prompt share, begin, end)
+        self._prefill = 1.0  # the fraction of the last pass that was prefill
 
     def start(self) -> None:
         self._since = self._device.mark()
@@ -50,31 +53,30 @@ class Meter:
 
     @contextmanager
     def chunk(self, chunk: Chunk) -> Iterator[None]:
-        """Inside, the chunk is taken through a layer."""
+        """Time a chunk in one stage."""
         begin = self._device.mark()
         yield
         self._chunks.append((chunk.prompt_share, begin, self._device.mark()))
 
     def end_pass(self, pass_: Pass) -> None:
         self.passes += 1
-        for piece in (piece for chunk in pass_.chunks for piece in chunk.pieces):
-            if piece.is_prompt:
-                self.computed_tokens += piece.size
-                self.shared_tokens += piece.shared * len(piece.places)
-            else:
+        for piece in pass_.pieces:
+            if not piece.is_prompt:
                 self.row_steps += piece.size
-            if piece.is_prompt and piece.places:
-                for s in piece.rows:
-                    s.rank = len(self.lengths)
-                    self.lengths.append(0)
-                self.prompt_tokens += sum(len(s.prompt) for s in piece.rows)
+                continue
+            self.computed_tokens += piece.size
+            self.shared_tokens += piece.shared * len(piece.places)
+            for s in piece.rows if piece.places else ():
+                s.rank = len(self.lengths)
+                self.lengths.append(0)
+                self.prompt_tokens += len(s.prompt)
         for s in pass_.rows:
             if s.finish_reason is not None:
                 self.lengths[s.rank] = len(s.tokens)
         self.stop()
 
     def stop(self) -> None:
-        """Count what was measured since the last pass began."""
+        """Add up what was measured since the last pass began."""
         spans = [(part, self._device.seconds_between(begin, end)) for part, begin, end in self._chunks]
         self._chunks.clear()
         since = self._since
@@ -93,8 +95,8 @@ class Meter:
 class Report:
     """The measurements of a job.
 
-    Loading is left out, as FlexGen counts it. The first token of each sequence comes from prefill: decode counts the
-    others, and prefill the tokens of the prompts.
+    Loading is left out, as in FlexGen. Prefill counts the tokens of the prompts; decode counts generated tokens but the
+    first one of each sequence, which comes from prefill.
     """
 
     model: str
@@ -115,10 +117,10 @@ class Report:
     stall_seconds: dict[str, float]  # that compute waited for "weights" and "cache"
     predicted: dict[str, float | str] | None = None  # by the cost model, if this machine has been measured
     weights: list[str] | None = None  # formats of the matrices, if some are quantised
-    compress_weight: str | None = None  # int8 or int4, if it was asked for
+    compress_weight: str | None = None  # int8 or int4, if given
     compress_cache: str | None = None
     compute: str | None = None  # of the matmuls; None: exact
-    in_blocks: bool | None = None  # in int8, whether weights in 4 bits are multiplied as they are stored
+    in_blocks: bool | None = None  # whether int8 matmuls read 4-bit weights as stored
     model_revision: str | None = None  # the commit of a model from the Hugging Face hub
 
     @classmethod
@@ -158,7 +160,7 @@ class Report:
             row_steps=meter.row_steps,
             stall_seconds={
                 "weights": stalls.get("weights", 0.0),
-                # hidden states share a transfer queue with the cache
+                # hidden states use the transfer queue of the cache
                 "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
             },
             predicted=job.predict and job.predict(meter.lengths).of_job(),
@@ -171,13 +173,13 @@ class Report:
         )
 
     def to_dict(self) -> dict:
-        """For JSON; some only where there is something to say."""
+        """As plain data for JSON, without optional fields that are None."""
         optional = "predicted weights compress_weight compress_cache compute in_blocks model_revision".split()
         return {name: value for name, value in asdict(self).items() if value is not None or name not in optional}
 
 
 def _peak_bytes(device: Device, cpu_pool: int, disk: int) -> dict[str, int]:
-    """Without CUDA the tiers gpu and cpu are one RAM, of which `cpu_pool` bytes are the tier cpu."""
+    """Peak bytes by tier. Without CUDA the tiers gpu and cpu share the RAM, of which `cpu_pool` bytes are the cpu's."""
     ram = memory.peak_resident()
     if device.is_cuda:
         return {"gpu": device.peak_bytes(), "cpu": ram, "disk": disk}

@@ -1,7 +1,7 @@
-"""What a row may say of its sampling, and what it may not: one table for plain rows and for requests.
+"""The keys of a row that control sampling, and those that are refused: one table for plain rows and for requests.
 
 A key that would change the answer and cannot be honoured is an error, under the names of OpenAI, vLLM, transformers,
-llama.cpp and others, whatever their case, hyphens and underscores. Other keys are labels of the user's.
+llama.cpp and others, whatever their case, hyphens and underscores. All other keys are the user's labels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 
 from h2o_flexgen.errors import UserError
 
-#: what a row may say of its sampling: the types of each
+#: keys that set a row's sampling: the types of each
 SAMPLING = {
     "max_tokens": int,
     "temperature": (int, float),
@@ -21,7 +21,7 @@ SAMPLING = {
     "stop_token_ids": list,
     "ignore_eos": bool,
 }
-#: what would change the answer and cannot be done: values that are harmless, beside empty ones
+#: keys that would change the answer and are not supported: values of each that are harmless, besides empty ones
 REFUSED = {
     # OpenAI
     "n": (1,),
@@ -118,7 +118,7 @@ REFUSED = {
     "candidate_count": (1,),
     "response_schema": (),
     "response_mime_type": ("text/plain",),
-    # ours, of a whole job
+    # ours, which hold for a whole job
     "kv_budget": (),
     "kv_rule": (),
     "hh_ratio": (),
@@ -126,7 +126,7 @@ REFUSED = {
     "recent_ratio": (),
     "recent_size": (),
 }
-#: other names for what a row may say
+#: other names of supported keys
 OTHER_NAMES = {
     "max_token": "max_tokens",
     "max_new_tokens": "max_tokens",
@@ -158,7 +158,7 @@ OTHER_NAMES = {
     "system": "messages",
     "system_prompt": "messages",
 }
-#: what a row or a request may say in all, besides "prompt"
+#: all supported keys of a row or a request, besides "prompt"
 HONOURED = SAMPLING.keys() | {
     "max_completion_tokens",
     "logprobs",
@@ -166,13 +166,13 @@ HONOURED = SAMPLING.keys() | {
     "prompt_token_ids",
     "messages",
 }
-#: names above that data sets have for columns of their own: labels in a plain row
+#: names above that are also common columns of data sets: labels in a plain row
 COLUMNS = {"echo", "suffix", "stopwords", "min_length", "max_length", "input_ids"}
-#: the same, but arguments of a chat where they stand beside messages
+#: the same, but arguments of a chat in a row with messages
 PROMPT_COLUMNS = {"audio", "documents", "functions", "verbosity"}
-#: objects in which other systems have what a row says of its sampling
+#: objects in which other systems keep the sampling of a row
 OBJECTS = {"options", "parameters"}
-#: names above whose false asks for something
+#: names above for which false is not harmless
 SWITCHES = {
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -184,7 +184,7 @@ SWITCHES = {
 
 
 class RowError(UserError):
-    """A row that cannot be run; `param` is what of it is to blame."""
+    """A row that cannot be run; `param`: the key at fault."""
 
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
@@ -195,18 +195,18 @@ def sampling(data: dict, is_body: bool = False) -> dict:
     """The `SamplingParams` that a plain row or the body of a request sets; null sets nothing.
 
     Raises:
-        RowError: a value of a wrong type, or something that would change the answer and cannot be done. Which values
-            are in range `SamplingParams` knows.
+        RowError: a value of a wrong type, or a key that would change the answer and is not supported. `SamplingParams`
+            itself checks ranges.
     """
     labels = set() if is_body else _labels(data)
     for name, value in data.items():
         if (known := known_name(name)) not in labels:
             _check_key(name, known, value)
     found = {name: data[name] for name in SAMPLING if data.get(name) is not None}
-    if data.get("max_completion_tokens") is not None:  # the newer name wins
+    if data.get("max_completion_tokens") is not None:  # the newer name takes precedence
         found["max_tokens"] = data["max_completion_tokens"]
     for name, value in found.items():
-        is_flag = isinstance(value, bool)  # which Python takes for a number
+        is_flag = isinstance(value, bool)  # an int to Python
         if not isinstance(value, SAMPLING[name]) or is_flag != (SAMPLING[name] is bool):
             raise RowError(f"{name} cannot be {short(value)}", name)
         if isinstance(value, int) and abs(value) >= 1 << 64:
@@ -215,12 +215,12 @@ def sampling(data: dict, is_body: bool = False) -> dict:
 
 
 def _labels(row: dict) -> set[str]:
-    """Names that mean nothing in a plain row."""
+    """Names above that are labels in this plain row."""
     return COLUMNS if row.get("messages") is not None else COLUMNS | PROMPT_COLUMNS
 
 
 def _check_key(name: str, known: str | None, value) -> None:
-    """Raises RowError if `name` is not honoured, and its value asks for something."""
+    """Raises RowError if `name` is not supported, and its value asks for something."""
     if name in OBJECTS and isinstance(value, dict):
         for inner in value:
             if known_name(inner) in SAMPLING.keys() | OTHER_NAMES.keys() and not is_empty(value[inner]):
@@ -234,7 +234,7 @@ def _check_key(name: str, known: str | None, value) -> None:
 
 
 def is_empty(value) -> bool:
-    """Whether a value asks for nothing, whatever its key: clients write out all they know."""
+    """Whether a value asks for nothing, whatever its key: some clients write out every key."""
     return value is None or value in ("", [], {})
 
 

@@ -17,7 +17,7 @@ from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.jobs import input as jobs_input
-from h2o_flexgen.jobs.job import Job, Run
+from h2o_flexgen.jobs.job import Job, JobWriter
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 from h2o_flexgen.jobs.output import OutputFile
 from h2o_flexgen.jobs.settings import fingerprint
@@ -136,7 +136,7 @@ def test_the_budget_auto_is_the_one_that_was_chosen_first(job, out):
 def test_a_job_that_is_done_computes_nothing(job, out, monkeypatch):
     assert job()[0] == 0
     before, stat = out.read_bytes(), out.stat()
-    monkeypatch.setattr(LLM, "_run", None)
+    monkeypatch.setattr(LLM, "run", None)
     code, err = job()
     assert code == 0
     assert "nothing to do: 5 of 6 rows are done, 1 failed, 0 are left" in err
@@ -361,14 +361,14 @@ def test_a_second_job_on_the_same_file_is_refused(job, out):
 
 def test_of_two_jobs_that_begin_at_once_one_is_refused(job, out, monkeypatch):
     """The other one begins while this one loads its weights."""
-    real = Run.on_begin
+    real = JobWriter.on_begin
 
     def on_begin(self):
-        monkeypatch.setattr(Run, "on_begin", real)
+        monkeypatch.setattr(JobWriter, "on_begin", real)
         assert job()[0] == 0
         real(self)
 
-    monkeypatch.setattr(Run, "on_begin", on_begin)
+    monkeypatch.setattr(JobWriter, "on_begin", on_begin)
     code, err = job()
     assert code == 2 and "another job" in last_line(err)
     assert len(read_rows(out)) == len(ROWS)

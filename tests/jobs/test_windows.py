@@ -21,6 +21,7 @@ from stub_engine import StubLLM
 
 from h2o_flexgen import SamplingParams, UserError
 from h2o_flexgen.jobs import content, input, manifest, output, resume
+from h2o_flexgen.jobs.admission import Admission
 from h2o_flexgen.jobs.content import Content
 from h2o_flexgen.jobs.job import Job
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
@@ -85,23 +86,24 @@ def test_stopped_anywhere_and_with_another_input_it_ends_as_if_never_stopped(llm
 
 def test_rows_are_read_as_the_engine_asks_and_written_once_a_pass(llm, tmp_path, monkeypatch):
     llm.window = 4
-    parse = input.parse_row
+    admitted = Admission.admitted
     flush = output.OutputFile.flush
     read = []
     on_disk = []
 
-    def noted(line: bytes, index: int, number: int) -> input.Row:
-        read.append(index)
-        return parse(line, index, number)
+    def noted(self):
+        for row in admitted(self):
+            read.append(row)
+            yield row
 
     def flushed(self) -> None:
         flush(self)
-        on_disk.append((read[-1] + 1, len(read_rows(tmp_path / "out.jsonl"))))
+        on_disk.append((len(read), len(read_rows(tmp_path / "out.jsonl"))))
 
-    monkeypatch.setattr(input, "parse_row", noted)
+    monkeypatch.setattr(Admission, "admitted", noted)
     monkeypatch.setattr(output.OutputFile, "flush", flushed)
     run(llm, tmp_path, [{"prompt_token_ids": [5]}] * 10)
-    assert on_disk == [(10, 0), (4, 4), (8, 8), (10, 10), (10, 10)]  # the first when it begins, the last when it ends
+    assert on_disk == [(0, 0), (4, 4), (8, 8), (10, 10), (10, 10)]  # the first when it begins, the last when it ends
 
 
 def test_rows_that_cannot_be_run_do_not_wait_in_memory(llm, tmp_path, monkeypatch):
@@ -115,35 +117,47 @@ def test_rows_that_cannot_be_run_do_not_wait_in_memory(llm, tmp_path, monkeypatc
 
 
 def test_the_engine_is_told_the_lengths_of_all_rows_that_run(llm, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(StubLLM, "generate", lambda self, *args, workload, **more: told.append(workload))
+    seen = []
+    monkeypatch.setattr(StubLLM, "run", lambda self, job, writer: seen.append(job.workload))
     with pytest.raises(AttributeError):  # the stub begins no job
         run(llm, tmp_path, many(20))
-    found = Workload(told[0].prompt_lens.tolist(), told[0].gen_len)
+    found = Workload(seen[0].prompt_lens.tolist(), seen[0].gen_len)
     assert found == Workload(sorted((1 + n % 4 for n in range(20) if n % 7 != 6), reverse=True), PARAMS.max_tokens)
 
 
 @pytest.mark.parametrize("change", ["edited", "cut", "appended"])
-def test_an_input_file_that_changes_while_the_job_runs(llm, tmp_path, monkeypatch, change):
-    """Lines behind the end are not read; anything else is an error, and the same command goes on with the new file."""
-    llm.window = 2
+def test_an_input_file_may_change_once_its_rows_are_admitted(llm, tmp_path, monkeypatch, change):
+    """The job runs the rows that it has read, and the next run those that are new."""
     rows = many(9)
     whole = run(llm, tmp_path, rows, out="whole.jsonl")
     new = {"edited": [*rows[:6], {"prompt_token_ids": [7]}, *rows[7:]], "cut": rows[:8], "appended": [*rows, rows[0]]}
-    generate = StubLLM.generate
+    real = StubLLM.run
 
-    def changed(self, *args, **more):
+    def changed(self, job, writer):
         write_rows(tmp_path / "in.jsonl", new[change])
-        return generate(self, *args, **more)
+        real(self, job, writer)
 
-    monkeypatch.setattr(StubLLM, "generate", changed)
-    if change == "appended":
+    with monkeypatch.context() as patch:
+        patch.setattr(StubLLM, "run", changed)
         assert run(llm, tmp_path, rows) == whole
-    else:
-        with pytest.raises(UserError, match="in.jsonl was changed while the job read it: .*; [1-8] of 9 rows are done"):
-            run(llm, tmp_path, [*rows[:6], {"prompt_token_ids": [8]}, *rows[7:]])
-    monkeypatch.undo()
     assert run(llm, tmp_path, new[change]) == run(llm, tmp_path, new[change], out="new.jsonl")
+
+
+@pytest.mark.parametrize("change", ["edited", "cut", "appended"])
+def test_an_input_file_that_changes_before_its_rows_are_admitted(llm, tmp_path, change):
+    """Appended lines are not read; anything else is an error."""
+    rows = many(9)
+    whole = run(llm, tmp_path, rows, out="whole.jsonl")
+    read = input.read_rows(str(write_rows(tmp_path / "in.jsonl", rows)))
+    new = {"edited": [*rows[:6], {"prompt_token_ids": [7]}, *rows[7:]], "cut": rows[:8], "appended": [*rows, rows[0]]}
+    write_rows(tmp_path / "in.jsonl", new[change])
+    with Job(str(tmp_path / "out.jsonl")) as job:
+        if change == "appended":
+            job.run(llm, read, PARAMS)
+            assert read_rows(tmp_path / "out.jsonl") == whole
+        else:
+            with pytest.raises(UserError, match="in.jsonl was changed while the job read it: start the job again"):
+                job.run(llm, read, PARAMS)
 
 
 def test_an_output_file_that_is_edited_while_the_job_begins(llm, tmp_path):
