@@ -34,10 +34,12 @@ PLACEMENTS = {
 @pytest.mark.parametrize("name", zoo.CONFIGS)
 def test_every_variant_gives_the_tokens_of_transformers_and_of_the_oracle(tiny, run, name):
     """With a full cache on one placement and with H2O on the other; of neighbouring variants on the other two."""
-    model, placements = tiny(name), list(PLACEMENTS.values())
+    model = tiny(name)
+    placements = list(PLACEMENTS.values())
     placements = placements if list(zoo.CONFIGS).index(name) % 2 else placements[::-1]
     prompts = model.clear_cut_prompts(LENGTHS[:5], 14, [(None, None), BUDGET])
-    full, kept = model.references(prompts, 14), model.references(prompts, 14, *BUDGET)
+    full = model.references(prompts, 14)
+    kept = model.references(prompts, 14, *BUDGET)
     outputs = run(model, prompts, 14, **placements[0])
     assert [o.token_ids for o in outputs] == [model.transformers(p, 14)[0] for p in prompts]
     assert_same(outputs, full)
@@ -117,7 +119,8 @@ def cases():
 
 @pytest.mark.parametrize("name, policy, overlap, cache", [*cases()])
 def test_tokens_do_not_depend_on_the_policy(tiny, run, name, policy, overlap, cache):
-    model, budget = tiny(name), BUDGETS[cache]
+    model = tiny(name)
+    budget = BUDGETS[cache]
     prompts = model.clear_cut_prompts(LENGTHS, LONG, [(None, None), BUDGET])
     outputs = run(model, prompts, LONG, budget, overlap=overlap, **POLICIES[policy])
     assert_same(outputs, model.references(prompts, LONG, *(budget or ())))
@@ -191,10 +194,12 @@ def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
     """With a short one of a prompt that fills the model's positions: its row runs beyond them, for its neighbours."""
     model = tiny(name)
     most = read_spec(model.folder).positions
-    lengths, outputs = (most - 2, 5, most - 5, 17, 1, 3, 9), (2, 30, 5, 1, 40, 30, 12)
+    lengths = (most - 2, 5, most - 5, 17, 1, 3, 9)
+    outputs = (2, 30, 5, 1, 40, 30, 12)
     prompts = [model.clear_cut_prompts([n], m, [budget or (None, None)])[0] for n, m in zip(lengths, outputs)]
     params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in outputs]
-    kv_budget, options = budget and KVBudget.from_size(*budget), dict(device="cpu", dtype="float32", progress=False)
+    kv_budget = budget and KVBudget.from_size(*budget)
+    options = dict(device="cpu", dtype="float32", progress=False)
     with LLM(str(model.folder), Policy(**{**PLACEMENTS[placement], "gpu_batch_size": 4}), kv_budget, **options) as llm:
         found = [o.outputs[0] for o in llm.generate(prompts, params)]
     assert_same(found, [model.reference(p, m, *(budget or ())) for p, m in zip(prompts, outputs)])
@@ -243,7 +248,8 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
     prompts = model.clear_cut_prompts(LENGTHS, 24, [budget])
     order = sorted(prompts, key=len, reverse=True)
     references = [model.reference(p, 24, *budget) for p in order]
-    layers, seen = model.hf.config.num_hidden_layers, []
+    layers = model.hf.config.num_hidden_layers
+    seen = []
     decode = FixedRule.decode
 
     def spy(self, cache, q, k, v, rows):
