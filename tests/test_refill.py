@@ -311,7 +311,7 @@ def test_texts_with_the_same_context_score_as_each_alone(tiny, placement, budget
 
 
 class Fails(Observer):
-    """Ends the job once `count` rows have ended."""
+    """Ends the job once `after` rows have ended."""
 
     def __init__(self, after: int):
         self.after = after

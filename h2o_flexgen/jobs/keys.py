@@ -21,66 +21,39 @@ SAMPLING = {
     "stop_token_ids": list,
     "ignore_eos": bool,
 }
-#: keys that would change the answer and are not supported: values of each that are harmless, besides empty ones
-REFUSED = {
-    # OpenAI
+#: keys that would change the answer and are not supported: of OpenAI, of vLLM and SGLang, of transformers, of llama.cpp,
+#: of Google, and ours, which hold for a whole job
+UNSUPPORTED = """
+stream echo suffix tools functions logit_bias audio reasoning_effort verbosity web_search_options
+bad_words allowed_token_ids logits_processors prompt_logprobs guided_json guided_regex guided_choice guided_grammar
+guided_decoding structured_outputs json_schema structural_tag ebnf stop_regex vllm_xargs lora_request
+include_stop_str_in_output truncate_prompt_tokens add_special_tokens continue_final_message chat_template documents
+prompt_embeds use_beam_search thinking_token_budget sampling_params extra_body
+max_time early_stopping bad_words_ids force_words_ids suppress_tokens begin_suppress_tokens sequence_bias
+forced_bos_token_id forced_eos_token_id generation_config
+grammar
+response_schema
+kv_budget kv_rule hh_ratio hh_size recent_ratio recent_size
+""".split()
+#: the same, with those that have harmless values besides empty ones
+REFUSED = dict.fromkeys(UNSUPPORTED, ()) | {
     "n": (1,),
     "best_of": (1,),
-    "stream": (),
-    "echo": (),
-    "suffix": (),
-    "tools": (),
     "tool_choice": ("none", "auto"),
-    "functions": (),
     "function_call": ("none", "auto"),
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
-    "logit_bias": (),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-    # vLLM, SGLang
     "repetition_penalty": (1,),
     "min_p": (0,),
     "min_tokens": (0,),
-    "bad_words": (),
-    "allowed_token_ids": (),
-    "logits_processors": (),
-    "prompt_logprobs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding": (),
-    "structured_outputs": (),
-    "json_schema": (),
-    "structural_tag": (),
-    "ebnf": (),
-    "stop_regex": (),
-    "vllm_xargs": (),
-    "lora_request": (),
-    "include_stop_str_in_output": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "add_special_tokens": (),
     "add_generation_prompt": (True,),
-    "continue_final_message": (),
-    "chat_template": (),
-    "documents": (),
-    "prompt_embeds": (),
-    "use_beam_search": (),
-    "thinking_token_budget": (),
-    "sampling_params": (),
-    "extra_body": (),
-    # transformers
     "num_beams": (1,),
     "num_beam_groups": (1,),
-    "max_time": (),
     "num_return_sequences": (1,),
     "min_length": (0,),
     "min_new_tokens": (0,),
@@ -88,21 +61,11 @@ REFUSED = {
     "encoder_repetition_penalty": (1,),
     "length_penalty": (1,),
     "diversity_penalty": (0,),
-    "early_stopping": (),
     "penalty_alpha": (0,),
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "guidance_scale": (1,),
-    "bad_words_ids": (),
-    "force_words_ids": (),
-    "suppress_tokens": (),
-    "begin_suppress_tokens": (),
-    "sequence_bias": (),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "generation_config": (),
-    # llama.cpp, Ollama, KoboldAI
     "repeat_penalty": (1,),
     "repeat_last_n": (0, 64),
     "rep_pen": (1,),
@@ -111,53 +74,26 @@ REFUSED = {
     "xtc_probability": (0,),
     "top_n_sigma": (-1,),
     "dynatemp_range": (0,),
-    "grammar": (),
     "mirostat": (0,),
     "tfs_z": (1,),
-    # Google
     "candidate_count": (1,),
-    "response_schema": (),
     "response_mime_type": ("text/plain",),
-    # ours, which hold for a whole job
-    "kv_budget": (),
-    "kv_rule": (),
-    "hh_ratio": (),
-    "hh_size": (),
-    "recent_ratio": (),
-    "recent_size": (),
 }
 #: other names of supported keys
-OTHER_NAMES = {
-    "max_token": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "max_tokens_to_sample": "max_tokens",
-    "max_gen_len": "max_tokens",
-    "max_gen_toks": "max_tokens",
-    "gen_len": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "do_sample": "temperature",
-    "stopwords": "stop",
-    "stop_words": "stop",
-    "stop_sequence": "stop",
-    "stop_sequences": "stop",
-    "stop_string": "stop",
-    "stop_strings": "stop",
-    "stop_token": "stop",
-    "stop_tokens": "stop",
-    "eos_token": "stop",
-    "stop_token_id": "stop_token_ids",
-    "eos_token_id": "stop_token_ids",
-    "eos_token_ids": "stop_token_ids",
-    "ignore_eos_token": "ignore_eos",
-    "random_seed": "seed",
-    "enable_thinking": "chat_template_kwargs",
-    "input_ids": "prompt_token_ids",
-    "system": "messages",
-    "system_prompt": "messages",
+ALIASES = {
+    "max_tokens": "max_token max_new_tokens max_length max_output_tokens max_tokens_to_sample max_gen_len max_gen_toks "
+    "gen_len n_predict num_predict",
+    "temperature": "do_sample",
+    "stop": "stopwords stop_words stop_sequence stop_sequences stop_string stop_strings stop_token stop_tokens "
+    "eos_token",
+    "stop_token_ids": "stop_token_id eos_token_id eos_token_ids",
+    "ignore_eos": "ignore_eos_token",
+    "seed": "random_seed",
+    "chat_template_kwargs": "enable_thinking",
+    "prompt_token_ids": "input_ids",
+    "messages": "system system_prompt",
 }
+OTHER_NAMES = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
 #: all supported keys of a row or a request, besides "prompt"
 HONOURED = SAMPLING.keys() | {
     "max_completion_tokens",

@@ -275,7 +275,7 @@ def shape(pass_: Pass) -> list:
 
 
 def test_rows_are_read_as_they_are_needed():
-    """Only few of thousands of prompts are in memory: those that wait, and one more, which shows that there are others."""
+    """Few of thousands of prompts are in memory: those that wait, and one more, which shows that there are others."""
     read = []
 
     def rows():
