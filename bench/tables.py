@@ -130,6 +130,15 @@ POLICIES = {
     "decode is bound by": "{bound_by}",
     "of that bound": "{share_of_bound:.0%}",
 }
+#: of README's table
+RESULTS_COLUMNS = {
+    "job": "{job}",
+    "memory": "{memory}",
+    "best other system": "{peer}",
+    "ours": "{exact}",
+    "ours, int8 matmuls or 4 bits": "{quantised}",
+    "gain": "{gain}",
+}
 #: factors that were aimed at: (row, system, over which other one, factor)
 AIMS = [
     ("opt-1.3b 64+256", "ours, H2O + int8", "ours, H2O", 2),
@@ -243,8 +252,36 @@ def aims(rows: list[dict]) -> str:
     return markdown(["job", "system", "over", "aim", "reached"], lines)
 
 
-OF_ALL_ROWS = {made.__name__: made for made in (throughput, throughput_details, throughput_ours, throughput_machines)}
-OF_ALL_ROWS["aims"] = aims
+def results(rows: list[dict]) -> str:
+    """What users get: two real jobs in rows/s, and the jobs of models larger than memory in tokens/s."""
+    found = []
+    data = stored("real_jobs")
+    ram = f"{data['machine']['ram_gib']:g} GiB, all fits"
+    for job, about in data["jobs"].items():
+        runs = {run["system"]: (run["rows_per_s"], "") for run in fastest(data, job)}
+        found.append(result_line(f"SmolLM2-135M: {about}", ram, "rows/s", runs))
+    for row in rows:
+        if row["job"]["device"] == "cpu" and row["job"]["cap_gib"]:
+            runs = {name: (rate, system) for name, (rate, system) in best(row).items()}
+            found.append(result_line(f"{job_text(row['job'])} tokens", cap_text(row["job"]), "tokens/s", runs))
+    return columns(found, RESULTS_COLUMNS)
+
+
+def result_line(job: str, memory: str, unit: str, rates: dict[str, tuple[float, str]]) -> dict:
+    """`rates`: {column: (rate, system)}; the best peer, the best of ours in floats, and the best with quantised matmuls
+    or cache."""
+    peer = max((rate, name) for name, (rate, _) in rates.items() if not is_ours(name))
+    exact = [rate for name, (rate, _) in rates.items() if name in ("ours", "ours, full cache", "ours, H2O")]
+    quantised = max(rate for name, (rate, _) in rates.items() if is_ours(name))
+    words = {"job": job, "memory": memory, "peer": f"{peer[0]:.2f} {unit} ({peer[1]})"}
+    words["exact"] = f"{max(exact):.2f}" if exact else "-"
+    return words | {"quantised": f"{quantised:.2f}", "gain": f"{quantised / peer[0]:.1f}x"}
+
+
+OF_ALL_ROWS = {
+    made.__name__: made
+    for made in (throughput, throughput_details, throughput_ours, throughput_machines, aims, results)
+}
 
 
 # one result each: its rows
@@ -415,16 +452,6 @@ def gains_of_real_jobs(data: dict) -> str:
     lines = [f"Rows/s of the fastest of ours over llama-server's: {', '.join(gains)}."] if gains else []
     lines += sorted({f"llama-server is that of {run['version']}." for run in data["runs"] if "version" in run})
     return "\n\n".join(lines)
-
-
-def real_jobs_rates(data: dict) -> str:
-    """Rows/s of llama-server and of ours, each at its best setting."""
-    lines = []
-    for job, about in data["jobs"].items():
-        rates = {run["system"]: run["rows_per_s"] for run in fastest(data, job)}
-        peer = rates.pop("llama-server")
-        lines.append([about, f"{peer:.2f}", *(f"{rate:.2f} ({rate / peer:.1f}x)" for rate in rates.values())])
-    return markdown(["job", "llama-server", *rates], lines)
 
 
 def settings_tried(data: dict) -> list[dict]:
@@ -669,7 +696,6 @@ TABLES = {
 TEXTS = {
     "headline": ("headline", headline),
     "opt-30b-searched": ("opt-30b-searched", command_line),
-    "real_jobs_rates": ("real_jobs", real_jobs_rates),  # beside it a link leads to the rest
 }
 
 
