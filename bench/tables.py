@@ -268,14 +268,13 @@ def results(rows: list[dict]) -> str:
 
 
 def result_line(job: str, memory: str, unit: str, rates: dict[str, tuple[float, str]]) -> dict:
-    """`rates`: {column: (rate, system)}; the best peer, the best of ours in floats, and the best with quantised matmuls
-    or cache."""
+    """`rates`: {column: (rate, system)}; of ours the best in floats, and the best with int8 matmuls or fewer bits."""
+    floats = ("ours", "ours, full cache", "ours, H2O")
     peer = max((rate, name) for name, (rate, _) in rates.items() if not is_ours(name))
-    exact = [rate for name, (rate, _) in rates.items() if name in ("ours", "ours, full cache", "ours, H2O")]
-    quantised = max(rate for name, (rate, _) in rates.items() if is_ours(name))
-    words = {"job": job, "memory": memory, "peer": f"{peer[0]:.2f} {unit} ({peer[1]})"}
-    words["exact"] = f"{max(exact):.2f}" if exact else "-"
-    return words | {"quantised": f"{quantised:.2f}", "gain": f"{quantised / peer[0]:.1f}x"}
+    exact = max((rates[name][0] for name in floats if name in rates), default=0.0)
+    quantised = max(rate for name, (rate, _) in rates.items() if is_ours(name) and name not in floats)
+    words = {"job": job, "memory": memory, "peer": f"{peer[0]:.2f} {unit} ({peer[1]})", "quantised": f"{quantised:.2f}"}
+    return words | {"exact": f"{exact:.2f}" if exact else "-", "gain": f"{max(exact, quantised) / peer[0]:.1f}x"}
 
 
 OF_ALL_ROWS = {
