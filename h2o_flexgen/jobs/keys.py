@@ -21,8 +21,8 @@ SAMPLING = {
     "stop_token_ids": list,
     "ignore_eos": bool,
 }
-#: keys that would change the answer and are not supported: of OpenAI, of vLLM and SGLang, of transformers, of llama.cpp,
-#: of Google, and ours, which hold for a whole job
+#: keys that would change the answer and are not supported: of OpenAI, of vLLM and SGLang, of transformers, of
+#: llama.cpp, of Google, and ours, which hold for a whole job
 UNSUPPORTED = """
 stream echo suffix tools functions logit_bias audio reasoning_effort verbosity web_search_options
 bad_words allowed_token_ids logits_processors prompt_logprobs guided_json guided_regex guided_choice guided_grammar
