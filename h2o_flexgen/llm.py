@@ -77,6 +77,8 @@ class LLM:
             (`kernels.int8`), which is faster and costs a little quality. None: as a policy file says, else "exact".
         in_blocks: with it, whether weights in 4 bits are multiplied as they are stored; None: as this CPU is faster.
         offload_dir: folder for the cache, hidden states and random weights on disk, in files without a name.
+        mem: the most bytes of RAM to use in all, of the process, the weights and everything else (default: all that is
+            free); on a machine with CUDA the host's. `gpu_mem` or `cpu_mem` beside it may set tighter limits.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, prefill_tokens, overlap, cpu_cache_compute: given ones are not searched by
             policy "auto".
@@ -113,6 +115,7 @@ class LLM:
         compute: str | None = None,
         in_blocks: bool | None = None,
         offload_dir: str | Path | None = None,
+        mem: int | None = None,
         gpu_mem: int | None = None,
         cpu_mem: int | None = None,
         disk_mem: int | None = None,
@@ -143,7 +146,7 @@ class LLM:
         profile = Profile.from_file(hardware) if isinstance(hardware, (str, Path)) else hardware
         limits = dict(overlap=overlap is not False, max_latency=max_latency, min_hh_ratio=min_hh_ratio, losses=losses)
         constraints = Constraints(gpu_batch_size, num_gpu_batches, cpu_cache_compute, prefill_tokens, **limits)
-        self.caps = dict(zip(TIERS, (gpu_mem, cpu_mem, disk_mem)))
+        self.caps = dict(zip((*TIERS, "ram"), (gpu_mem, cpu_mem, disk_mem, mem)))
         check_cpu_cap(self.caps, not cuda, self.policy == "auto")
         self.offload_root = Path(offload_dir) if offload_dir is not None else default_root()
         self.progress = progress
