@@ -21,7 +21,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from h2o_flexgen import LLM
-from h2o_flexgen.commands import options
+from h2o_flexgen.commands.main import execute
+from h2o_flexgen.commands.options import Parser
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.evaluation.passages import Passage, passages_of, read_source
 from h2o_flexgen.evaluation.settings import make_settings, measure_each
@@ -188,7 +189,7 @@ def perplexities(llm: LLM, passages: list[list[Passage]]) -> tuple[int, Callable
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = options.Parser("python -m bench.rule_ideas", "Measure ideas for cache rules.")
+    parser = Parser("python -m bench.rule_ideas", "Measure ideas for cache rules.")
     parser.add_argument("texts", nargs="+", metavar="TEXT")
     parser.add_argument("--slots", type=int, default=204)
     parser.add_argument("--windows", type=int, default=8)
@@ -198,4 +199,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(options.main(make_parser(), run, None))
+    sys.exit(execute(make_parser(), run))

@@ -13,7 +13,8 @@ from collections import defaultdict
 from statistics import median
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
-from h2o_flexgen.commands import options
+from h2o_flexgen.commands.main import execute
+from h2o_flexgen.commands.options import Parser
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import RULES
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = options.Parser("python -m bench.rule_steps", "Time a decode step with each cache rule.")
+    parser = Parser("python -m bench.rule_steps", "Time a decode step with each cache rule.")
     parser.add_argument("--slots", type=int, default=204)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", required=True)
@@ -50,4 +51,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(options.main(make_parser(), run, None))
+    sys.exit(execute(make_parser(), run))

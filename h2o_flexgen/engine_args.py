@@ -23,7 +23,7 @@ from h2o_flexgen.planning.losses import Losses
 from h2o_flexgen.planning.planner import Planner, check_cpu_cap
 from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.planning.shapes import ModelData
-from h2o_flexgen.policy import TIERS, KVBudget, Policy, given_policy
+from h2o_flexgen.policy import KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.measure import job_dtype, kept_profile, load_or_measure
 from h2o_flexgen.storage.disk import default_root
 
@@ -56,6 +56,8 @@ class EngineArgs:
             (`kernels.int8`), which is faster and costs a little quality. None: what a policy file says, else "exact".
         in_blocks: with "int8", whether 4-bit weights are multiplied as stored; None: whichever this CPU does faster.
         offload_dir: folder for the cache, hidden states and random weights on disk, in unnamed files.
+        mem: the most bytes of RAM to use in all, for the process, the weights and everything else (default: all that is
+            free); with CUDA, of the host's RAM. `gpu_mem` or `cpu_mem` may set tighter limits.
         gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
         gpu_batch_size, num_gpu_batches, prefill_tokens, overlap, cpu_cache_compute: policy "auto" does not search those
             that are given.
@@ -83,6 +85,7 @@ class EngineArgs:
     compute: str | None = None
     in_blocks: bool | None = None
     offload_dir: str | Path | None = None
+    mem: int | None = None
     gpu_mem: int | None = None
     cpu_mem: int | None = None
     disk_mem: int | None = None
@@ -117,11 +120,15 @@ class EngineArgs:
             min_hh_ratio=self.min_hh_ratio,
             losses=self.losses,
         )
-        self.caps = dict(zip(TIERS, (self.gpu_mem, self.cpu_mem, self.disk_mem)))
+        self.caps = {"gpu": self.gpu_mem, "cpu": self.cpu_mem, "disk": self.disk_mem, "ram": self.mem}
         self.model = with_revision(None if self.model is None else str(self.model), self.revision)
         self.offload_dir = default_root() if self.offload_dir is None else Path(self.offload_dir)
         self.chat_template_kwargs = checked_kwargs(self.chat_template_kwargs)
         self.observer = self.observer or Observer()
+
+    def check_caps(self, cuda: bool) -> None:
+        """Raises UserError for a limit that does nothing on such a device."""
+        check_cpu_cap(self.caps, not cuda, self.policy == "auto")
 
 
 class StoredModel(NamedTuple):
@@ -149,7 +156,7 @@ def load(args: EngineArgs, device: Device) -> LoadedModel:
     """
     if args.dtype != "auto":
         device.dtype(args.dtype)  # raises for one that is not known
-    check_cpu_cap(args.caps, not device.is_cuda, args.policy == "auto")
+    args.check_caps(device.is_cuda)
     model = load_model(
         args.model,
         args.path,

@@ -4,7 +4,7 @@
 class UserError(ValueError):
     """Something the user can put right: the message says in one line what it is and how.
 
-    Arguments of the library stand in backticks, as `gpu_mem`; a command line shows its options instead (`cli.main`).
+    Arguments of the library stand in backticks, as `gpu_mem`; a command shows its options instead (`commands.main`).
     """
 
 

@@ -158,7 +158,7 @@ def test_a_second_signal_ends_a_command_at_once(first, second):
     """Also while a disk hangs, or a library waits for its downloads."""
     code = f"""
 import signal
-from h2o_flexgen.interrupts import deferred, take_over
+from h2o_flexgen.utils.interrupts import deferred, take_over
 take_over()
 with deferred():
     signal.raise_signal({first})

@@ -494,7 +494,7 @@ def test_options_that_a_policy_sets_are_refused(tiny, given):
 def test_a_cap_of_the_cpu_tier_is_refused_where_a_search_would_not_use_it(tiny):
     folder = str(tiny().folder)
     for more in ({}, dict(gpu_mem=1 << 30)):
-        with pytest.raises(UserError, match="use `gpu_mem`"):
+        with pytest.raises(UserError, match="use `mem`"):
             LLM(folder, device="cpu", cpu_mem=1 << 30, **more)
     LLM(folder, device="cpu", cpu_mem=1 << 30, policy=Policy()).close()
 

@@ -16,7 +16,7 @@ from machines import ROOT, T4, laptop, planner_of
 from test_parity import BUDGET, LENGTHS, PLACEMENTS, assert_same
 
 from h2o_flexgen import LLM, KVBudget, UserError, kv_cache
-from h2o_flexgen.commands import search
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.models import registry
 from h2o_flexgen.planning.memory import Resources
@@ -146,11 +146,11 @@ def test_the_new_rule_is_an_option_that_reports_and_policy_files_keep(rule, cli,
 def test_the_search_hands_the_new_rule_on(rule, capsys, tmp_path):
     (tmp_path / "laptop.json").write_text(laptop().to_json())
     job = ("--model", "facebook/opt-1.3b", "--num-prompts", "8", "--hardware", str(tmp_path / "laptop.json"), "--json")
-    assert search.main([*job, "--hh-ratio", "0.2", "--kv-rule", "tova"]) == 0
+    assert main(["search", *job, "--hh-ratio", "0.2", "--kv-rule", "tova"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["kv_budget"]["rule"] == "tova"
     assert "--kv-rule tova" in result["command"]
-    assert search.main([*job, "--hh-ratio", "auto", "--kv-rule", "tova"]) == 2
+    assert main(["search", *job, "--hh-ratio", "auto", "--kv-rule", "tova"]) == 2
     assert "--hh-ratio auto is for --kv-rule smoothed" in capsys.readouterr().err
 
 

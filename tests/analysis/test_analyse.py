@@ -13,7 +13,7 @@ from cli_tools import TINY, last_line, write_model
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.analysis import plot
-from h2o_flexgen.commands import analyse
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.jobs.input import builtin_text
 from h2o_flexgen.machine import memory
 
@@ -35,7 +35,7 @@ def analysed(capfd):
 
     def run(*argv) -> tuple[int, str, str]:
         capfd.readouterr()
-        code = analyse.main([str(a) for a in argv])
+        code = main(["analyse", *map(str, argv)])
         return code, *capfd.readouterr()
 
     return run
@@ -59,7 +59,7 @@ def refused(analysed, monkeypatch):
 @pytest.fixture(scope="module")
 def result(texts, text, tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("result") / "analysis.json"
-    assert analyse.main([str(text), "--model", str(texts), *map(str, SHORT), "--output", str(path)]) == 0
+    assert main(["analyse", str(text), "--model", str(texts), *map(str, SHORT), "--output", str(path)]) == 0
     return json.loads(path.read_text())
 
 

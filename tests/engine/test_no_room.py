@@ -14,11 +14,12 @@ pytest_plugins = ["cli_tools"]
 @pytest.mark.parametrize(
     "where, cap, tier, advice",
     [
-        (ON_GPU, ("--gpu-mem", "0.0001"), "gpu tier", "--gpu-batch-size"),
+        (ON_GPU, ("--mem", "0.0001"), "RAM", "--gpu-batch-size"),
+        (ON_GPU, ("--gpu-mem", "0.0001"), "RAM", "--gpu-batch-size"),
         (ON_CPU, ("--cpu-mem", "0.00001"), "cpu tier", "batch sizes"),
         (ON_DISK, ("--disk-mem", "0.00001"), "disk tier", "--offload-dir"),
     ],
-    ids=["gpu", "cpu", "disk"],
+    ids=["mem", "gpu", "cpu", "disk"],
 )
 def test_a_plan_that_does_not_fit_a_tier(refused, model, where, cap, tier, advice):
     job = ("--prompt-len", "40", "--gen-len", "8", "--gpu-batch-size", "8")
@@ -30,7 +31,7 @@ def test_a_plan_that_does_not_fit_a_tier(refused, model, where, cap, tier, advic
 
 
 def test_nothing_fits_at_all(refused, model):
-    assert "tier" in refused("--model", model, *SHORT, "--gpu-mem", "0.0001", "--disk-mem", "0.00001")
+    assert "RAM is too small" in refused("--model", model, *SHORT, "--gpu-mem", "0.0001", "--disk-mem", "0.00001")
 
 
 def test_a_plan_that_does_not_fit_the_ram(refused, model, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from h2o_flexgen import LLM, Policy, SamplingParams
-from h2o_flexgen.commands import hardware
+from h2o_flexgen.commands.main import main
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -69,6 +69,6 @@ def test_with_overlap_copies_run_beside_kernels(tmp_path):
 @pytest.mark.gpu
 @needs_cuda
 def test_a_cuda_machine_can_be_measured(tmp_path):
-    assert hardware.main(["--device", "cuda", "-o", str(tmp_path / "profile.json")]) == 0
+    assert main(["hardware", "--device", "cuda", "-o", str(tmp_path / "profile.json")]) == 0
     found = json.loads((tmp_path / "profile.json").read_text())
     assert found["device"] == "cuda" and found["memory"]["gpu"] > 0

@@ -26,7 +26,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 from cli_tools import FP32, ON_DISK, TINY, last_line, percent, read_rows, write_model, write_rows  # noqa: E402
 
 from bench import common  # noqa: E402
-from h2o_flexgen.commands import generate  # noqa: E402
+from h2o_flexgen.commands.main import run_command  # noqa: E402
 from h2o_flexgen.jobs.resume import Done  # noqa: E402
 
 pytest_plugins = ["cli_tools"]
@@ -98,7 +98,7 @@ class Job:
         said = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), redirect_stdout(io.StringIO()):
             faults = Faults(patch, self.folder, fails, error)
-            code = generate.main([*map(str, self.argv), "--output-file", str(out)])
+            code = run_command("generate", [*map(str, self.argv), "--output-file", str(out)], "")
         assert not (self.folder / "offload").exists() or os.listdir(self.folder / "offload") == []
         return code, said.getvalue(), faults.calls
 

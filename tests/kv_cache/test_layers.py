@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.analysis.calibration import Probe, Watched
 from h2o_flexgen.analysis.simulation import MaskedCache
-from h2o_flexgen.commands import options
+from h2o_flexgen.commands.budget import check_model
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.kv_cache import check_rule, rule_for
 from h2o_flexgen.kv_cache.layers import LayerLosses
 from h2o_flexgen.models.spec import ModelSpec, Rope
@@ -124,20 +125,18 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text):
 def test_a_file_of_another_model_or_rule_is_a_warning(tmp_path, capsys, measured, says):
     path = tmp_path / "layers.json"
     path.write_text(json.dumps({"budgets": BUDGETS, "losses": [FLAT, STEEP]} | measured))
-    options.check_model(None, f"mean:layers={path}", "m", "")
+    check_model(None, f"mean:layers={path}", "m", "")
     assert capsys.readouterr().err == says
 
 
 def test_calibrate_writes_what_generate_takes(texts, tmp_path, capsys):
     text, path = tmp_path / "text.txt", tmp_path / "layers.json"
     text.write_text("to be or not to be, that is the question. " * 200)
-    from h2o_flexgen.commands import calibrate
-
     options = [str(text), "--model", str(texts), "--windows", "1", "--window", "64", "--output", str(path)]
-    assert calibrate.main(options) == 0
-    assert calibrate.main([*options[:-1], str(tmp_path / "b.json"), "--kv-rule", f"h2o:layers={path}"]) == 2
+    assert main(["calibrate", *options]) == 0
+    assert main(["calibrate", *options[:-1], str(tmp_path / "b.json"), "--kv-rule", f"h2o:layers={path}"]) == 2
     known = LayerLosses.from_file(str(path))
     assert known.losses and min(map(min, known.losses)) > -1e-6
     assert known.model == str(texts)
-    assert calibrate.main([*options[:-1], str(tmp_path / "c.json"), "--kv-rule", "vatp"]) == 2
+    assert main(["calibrate", *options[:-1], str(tmp_path / "c.json"), "--kv-rule", "vatp"]) == 2
     assert "take a larger --window than 64" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from cli_tools import CHAT_TEMPLATE, SHORT, TINY, read_rows, write_prompts
 from hub_server import COMMIT, Hub
 
-from h2o_flexgen.commands import plan
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.settings import changes
 from h2o_flexgen.models import hub as hub_module
@@ -92,7 +92,7 @@ def test_a_job_runs_a_model_of_the_hub_and_says_its_revision(hub, cli, model, tm
 def test_a_plan_fetches_the_config_alone_and_says_the_revision(hub, model, capsys):
     hub.repositories[NAME] = files_of(model)
     options = ("--prompt-len", "6", "--gen-len", "3", "--num-prompts", "2", "--json")
-    assert plan.main([f"https://huggingface.co/{NAME}/tree/v1.0", *options]) == 0
+    assert main(["plan", f"https://huggingface.co/{NAME}/tree/v1.0", *options]) == 0
     assert json.loads(capsys.readouterr().out)["model"]["revision"] == COMMIT
     assert hub.files_asked() == ["config.json"]
 

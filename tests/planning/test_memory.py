@@ -167,7 +167,7 @@ def test_a_fixed_budget_does_not_grow_with_the_output(sizes):
 @pytest.mark.parametrize(
     "cap, percent, name",
     [
-        (dict(gpu_mem=1 << 20), (100, 0, 100, 0, 100, 0), "the gpu tier"),
+        (dict(gpu_mem=1 << 20), (100, 0, 100, 0, 100, 0), "RAM"),
         (dict(cpu_mem=100), (0, 100, 0, 100, 0, 100), "the cpu tier"),
         (dict(disk_mem=100), (0, 0, 0, 0, 0, 0), "the disk tier"),
     ],

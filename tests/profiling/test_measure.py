@@ -11,7 +11,7 @@ import pytest
 import torch
 from machines import KERNELS, kernels, laptop
 
-from h2o_flexgen.commands import hardware as command
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.machine.device import Device
@@ -100,7 +100,7 @@ def quick(monkeypatch):
 def test_the_command_writes_a_profile(quick, tmp_path):
     out = tmp_path / "profile.json"
     options = ["--device", "cpu", "--dtype", "float32", "--offload-dir", str(tmp_path / "offload")]
-    assert command.main(["-o", str(out), *options]) == 0
+    assert main(["hardware", "-o", str(out), *options]) == 0
     assert Profile.from_file(out).dtype == "float32"
 
 
@@ -185,8 +185,8 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_errors_of_the_command_are_one_line(quick, tmp_path, capsys):
-    assert command.main(["--device", "abacus"]) == 2
+    assert main(["hardware", "--device", "abacus"]) == 2
     assert "unknown device" in capsys.readouterr().err
     options = ["--device", "cpu", "--dtype", "float32", "--offload-dir", str(tmp_path)]
-    assert command.main(["-o", "/nowhere/profile.json", *options]) == 2
+    assert main(["hardware", "-o", "/nowhere/profile.json", *options]) == 2
     assert "the folder /nowhere does not exist" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from zoo import CONFIGS
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.commands import stream
+from h2o_flexgen.commands.main import main
 
 pytest_plugins = ["cli_tools"]
 
@@ -23,7 +24,7 @@ def streamed(capfd, tmp_path, monkeypatch):
 
     def run(*argv) -> tuple[int, str, str]:
         capfd.readouterr()
-        code = stream.main([str(a) for a in (*FP32, *argv)])
+        code = main(["stream", *map(str, (*FP32, *argv))])
         return code, *capfd.readouterr()
 
     return run

@@ -77,10 +77,8 @@ def test_of_a_job_whose_clock_was_wrong(status, out, start):
     path.write_text(json.dumps(manifest))
     keep(out, 0, 1)
     with Job(str(out)):
-        assert status(out)[1] == (
-            "runs: 2 of 5 rows are done, 0 failed, 3 are left; this machine's clock was set meanwhile: how fast is not "
-            "known\n"
-        )
+        rows = "runs: 2 of 5 rows are done, 0 failed, 3 are left"
+        assert status(out)[1] == f"{rows}; this machine's clock was changed meanwhile: the speed is unknown\n"
 
 
 def test_of_a_job_on_a_machine_that_stays_in_1970(status, out):
@@ -121,9 +119,11 @@ def test_of_files_that_are_pipes(status, out, name):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the test must become another user")
 def test_of_a_folder_that_may_not_be_entered(out):
-    code = "import os, sys; from h2o_flexgen import status; os.setuid(54321); sys.exit(status.main(sys.argv[1:]))"
+    code = "import os, sys; from h2o_flexgen.commands.main import main; os.setuid(54321); sys.exit(main(sys.argv[1:]))"
     out.parent.chmod(0o700)
-    done = subprocess.run([sys.executable, "-c", code, out], env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "status", out], env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert done.stderr == f"error: cannot read {manifest_path(out)}: Permission denied\n"
 
@@ -131,7 +131,7 @@ def test_of_a_folder_that_may_not_be_entered(out):
 def test_of_what_is_no_output_file(status, out, tmp_path):
     for path in ("none.jsonl", "in.jsonl", "."):
         code, said, err = status(tmp_path / path)
-        assert code == 2 and said == "" and "is no output file of a job" in err
+        assert code == 2 and said == "" and "is not the output file of a job" in err
     manifest_path(out).write_text("garbage")
     assert "is damaged" in status(out)[2]
 

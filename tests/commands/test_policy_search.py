@@ -10,8 +10,10 @@ from cli_tools import TINY, write_model
 from machines import ROOT, T4, laptop
 
 from h2o_flexgen import KVBudget
-from h2o_flexgen.commands import generate, search
-from h2o_flexgen.commands.options import make_budget, make_policy
+from h2o_flexgen.commands import generate
+from h2o_flexgen.commands.budget import make_budget
+from h2o_flexgen.commands.main import main
+from h2o_flexgen.commands.options import make_policy
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.policy import GIB, Policy, given_policy
 
@@ -43,7 +45,7 @@ def find(capsys, hardware):
         if "--hardware" not in argv:
             argv += ["--hardware", str(hardware)]
         capsys.readouterr()
-        code = search.main(argv)
+        code = main(["search", *argv])
         return code, *capsys.readouterr()
 
     return run
@@ -73,7 +75,7 @@ def test_a_full_cache_has_no_budget(find):
 def test_what_it_prints_says_what_a_user_needs(find):
     code, out, _ = find(*JOB, "--gpu-mem", 2)
     assert code == 0
-    for word in ("policy", "prefill", "decode", "predicted", "bound by", "\ngpu  ", "\ndisk  ", "run it"):
+    for word in ("policy", "prefill", "decode", "predicted", "bound by", "\nRAM  ", "\ndisk  ", "run it"):
         assert word in out
 
 
@@ -81,7 +83,7 @@ def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
     result = json.loads(find(*JOB, "--hh-size", 5, "--gpu-mem", 2, "--json")[1])
     words = shlex.split(result["command"])
     assert words[:2] == ["h2o-flexgen", "generate"]
-    args = generate.make_parser().parse_args(words[2:])
+    args = generate.make_parser("x").parse_args(words[2:])
     assert make_policy(args, None) == Policy.from_dict(result["policy"])
     assert make_budget(args) == KVBudget.from_size(5)
     assert args.device == "cpu"  # the profile's, whatever this machine has
@@ -114,7 +116,7 @@ def test_a_given_policy_that_does_not_fit_is_predicted_and_refused(find):
     code, out, err = find(*JOB, *given)
     assert code == 2
     assert "predicted" in out
-    assert "gpu tier is too small" in err
+    assert "RAM is too small" in err
 
 
 def test_without_a_number_of_prompts_it_takes_the_largest_block(find):
@@ -151,7 +153,7 @@ def test_hh_ratio_auto_prints_the_trade(find, tmp_path):
         (("--hh-ratio", "auto", "--min-hh-ratio", 0.6), "--min-hh-ratio must lie in"),
         (("--percent", 1, 2, 3, 4, 5, 6, "--max-latency", 9), "--percent contradicts --max-latency"),
         (("--min-hh-ratio", 0.2), "--min-hh-ratio is the floor of --hh-ratio auto"),
-        (("--dtype", "float32"), "--device and --dtype are of this machine"),
+        (("--dtype", "float32"), "--device and --dtype are for this machine"),
         (("--compress-weight", "auto", "--max-loss", 1, "--quality", T4_FILE), "does not go with --quality"),
         (("--compute", "int8"), "add --compress-weight int8 or int4"),
         (("-o", "x.json", "--hardware", "./x.json"), "--hardware and --output name the same file"),
@@ -171,7 +173,7 @@ def test_what_a_careless_user_asks_for(find, options, message):
 def test_where_nothing_fits_it_says_how_large_the_model_is(find):
     code, out, err = find(*JOB, "--disk-mem", 0.1, "--gpu-mem", 1)
     assert code == 2
-    assert "1,316 M parameters" in out and "tier is too small" in err
+    assert "1,316 M parameters" in out and "is too small" in err
 
 
 def test_the_command_names_formats_and_matmuls(find):
@@ -247,7 +249,7 @@ def test_kept_policies_are_what_the_search_gives_today(path, capsys):
     assert words[:3] == ["python", "-m", "h2o_flexgen.policy_search"]
     args = [str(ROOT / word) if word.startswith("policies/") else word for word in words[3:]]
     if path in KEPT[2::5]:  # of each model, length and cache one at least: a search takes seconds
-        assert search.main([*args, "--json"]) == 0
+        assert main(["search", *args, "--json"]) == 0
         now = json.loads(capsys.readouterr().out)
         assert now["kv_budget"] == kept["kv_budget"]
         # two policies may cost the same: what counts is that neither is better
@@ -255,7 +257,7 @@ def test_kept_policies_are_what_the_search_gives_today(path, capsys):
     policy = kept["policy"]
     given = ["--gpu-batch-size", policy["gpu_batch_size"], "--num-gpu-batches", policy["num_gpu_batches"]]
     given += ["--percent", *policy["percent"], f"--{'' if policy['cpu_cache_compute'] else 'no-'}cpu-cache-compute"]
-    assert search.main([*args, *map(str, given), "--json"]) == 0
+    assert main(["search", *args, *map(str, given), "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["policy"] == kept["policy"] and alone["memory_bytes"] == kept["memory_bytes"]
     assert alone["predicted"] == pytest.approx(kept["predicted"])
