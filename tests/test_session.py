@@ -298,7 +298,7 @@ def test_conversations_side_by_side(demo):
         ("llama", dict(count=0), "`count` must be a whole number"),
         ("llama", dict(chunk=2.5), "`chunk` must be a whole number"),
         ("llama", dict(kv_budget=KVBudget.from_ratio(0.2)), "is in slots"),
-        ("llama", dict(kv_budget=KVBudget.from_size(8, rule="mean:layers=LAYERS")), "a stream has not"),
+        ("llama", dict(kv_budget=KVBudget.from_size(8, rule="mean:layers=LAYERS")), "which a stream lacks"),
         ("llama", dict(kv_budget=KVBudget.from_size(64)), "128 slots leave no room for new tokens in the model's 128"),
     ],
 )
