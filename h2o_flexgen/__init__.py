@@ -7,13 +7,13 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "LLM": "llm",
-    "CompletionOutput": "llm",
+    "CompletionOutput": "engine.outputs",
     "KVBudget": "policy",
     "Losses": "planning.losses",
     "Policy": "policy",
-    "RequestOutput": "llm",
+    "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.params",
-    "ScoreOutput": "llm",
+    "ScoreOutput": "engine.outputs",
     "Session": "session",
     "UserError": "errors",
 }

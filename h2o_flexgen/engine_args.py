@@ -105,21 +105,13 @@ class EngineArgs:
     def __post_init__(self):
         resolved = given_policy(self.policy, self.kv_budget, self.compress_cache, self.compress_weight, self.compute)
         self.policy, self.kv_budget, self.compress_cache, self.compress_weight, self.compute = resolved
-        searched = [f"`{name}`" for name in SEARCHED if getattr(self, name) is not None]
+        searched = {name: getattr(self, name) for name in SEARCHED if getattr(self, name) is not None}
         if self.policy != "auto" and searched:
-            raise UserError(f'{", ".join(searched)}: only for `policy` "auto", a policy has its own')
+            names = ", ".join(f"`{name}`" for name in searched)
+            raise UserError(f'{names}: only for `policy` "auto", a policy has its own')
         if isinstance(self.hardware, (str, Path)):
             self.hardware = Profile.from_file(self.hardware)
-        self.constraints = Constraints(
-            self.gpu_batch_size,
-            self.num_gpu_batches,
-            self.cpu_cache_compute,
-            self.prefill_tokens,
-            overlap=self.overlap is not False,
-            max_latency=self.max_latency,
-            min_hh_ratio=self.min_hh_ratio,
-            losses=self.losses,
-        )
+        self.constraints = Constraints(**searched, min_hh_ratio=self.min_hh_ratio, losses=self.losses)
         self.caps = {"gpu": self.gpu_mem, "cpu": self.cpu_mem, "disk": self.disk_mem, "ram": self.mem}
         self.model = with_revision(None if self.model is None else str(self.model), self.revision)
         self.offload_dir = default_root() if self.offload_dir is None else Path(self.offload_dir)
@@ -132,20 +124,13 @@ class EngineArgs:
 
 
 class StoredModel(NamedTuple):
-    """What the planner must know of a checkpoint.
-
-    Attributes:
-        dtype: name of the type of the matrices that `formats` does not name.
-        formats: of matrices, by name.
-        is_dummy: the weights are random, and written to disk first.
-        copy_bytes: of the copy that `compress_weight` makes in the cache folder.
-    """
+    """A checkpoint as the planner counts it."""
 
     spec: ModelSpec
-    dtype: str
-    formats: dict[str, Format]
-    is_dummy: bool
-    copy_bytes: int = 0
+    dtype: str  # name of the type of matrices that `formats` does not name
+    formats: dict[str, Format]  # of matrices, by name
+    is_dummy: bool  # the weights are random, and written to disk first
+    copy_bytes: int = 0  # of the copy that `compress_weight` makes in the cache folder
 
 
 def load(args: EngineArgs, device: Device) -> LoadedModel:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.messages import checked_kwargs, conversations_of
 from h2o_flexgen.engine.model import Prompt
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
-from h2o_flexgen.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, ScoreCollector, ScoreOutput
+from h2o_flexgen.engine.outputs import OutputCollector, RequestOutput, ScoreOutput, complete, complete_score
 from h2o_flexgen.engine.params import SamplingParams, list_of
 from h2o_flexgen.engine.requests import JobSpec, Requests, admit, list_each, read_each, to_score, workload_of
 from h2o_flexgen.engine.runner import Runner
@@ -28,8 +29,6 @@ from h2o_flexgen.session import Session, choose
 
 #: tokens of a stream that are read at once
 STREAM_CHUNK = 256
-
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "ScoreOutput"]
 
 
 class LLM:
@@ -148,9 +147,10 @@ class LLM:
         is_read_ahead = isinstance(prompts, Iterator) and on_output is not None
         each = (read_each if is_read_ahead else list_each)(prompts, sampling_params, keys)
         requests = Requests(self.model, each, self.position_rolling, skip_errors)
-        collector = OutputCollector(self.tokenizer, requests.outputs, on_output, keeps=not is_read_ahead)
+        finish = partial(complete, tokenizer=self.tokenizer)
+        collector = OutputCollector(requests.outputs, finish, on_output, keeps=not is_read_ahead)
         if is_read_ahead:
-            rows, workload = requests.read_ahead(longest_prompt, self._needs_longest)
+            rows, workload = requests.read_ahead(longest_prompt, self.kv_budget, self.compress_cache)
             requests.refused = collector.hand_on
         else:
             rows = list(requests)
@@ -212,7 +212,9 @@ class LLM:
         sequences, outputs, targets = to_score(self.model, texts, prompt_len, first_scored, self.position_rolling)
         if sequences:
             sink = TeacherForcing(targets)
-            collector = ScoreCollector(outputs, sink.greedy_token_ids, on_output)
+            scored = {s.index: outputs[s.index] for s in sequences}
+            finish = partial(complete_score, greedy_token_ids=sink.greedy_token_ids)
+            collector = OutputCollector(scored, finish, on_output)
             self._run(self._job(sequences, workload_of(sequences), sink), collector)
         return outputs
 
@@ -265,13 +267,6 @@ class LLM:
         self.report = {}
         self._run(job, writer)
 
-    @property
-    def _needs_longest(self) -> bool:
-        """Whether the slots of the KV cache depend on the longest prompt."""
-        budget = self.kv_budget
-        has_ratio = isinstance(budget, KVBudget) and (budget.hh_ratio, budget.recent_ratio) != (None, None)
-        return has_ratio or "auto" in (budget, self.compress_cache)
-
     def _job(self, rows: Iterable[Sequence], workload: Workload, sink: LogitsSink | None = None) -> JobSpec:
         return JobSpec(rows, workload, self.kv_budget, self.compress_cache, sink)
 
@@ -295,6 +290,6 @@ class LLM:
         window = max(workload.window or 1 << 62, WINDOW_BLOCKS * self.choice.policy.block_size)
         sink = job.sink or Sampler(self.eos_ids, self.tokenizer)
         try:
-            self.report = self.runner.run(self.choice, job.rows, sink, observers, window).to_dict()
+            self.report = self.runner.run(self.choice, job.rows, sink, observers, window)
         finally:
             bar.close()

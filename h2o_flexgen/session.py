@@ -7,12 +7,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import ceil
-from numbers import Integral
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.outputs import CompletionOutput, completion, text_of
-from h2o_flexgen.engine.params import SamplingParams, check_stop, params_of_each
+from h2o_flexgen.engine.params import SamplingParams, check_stop, params_of_each, whole_number
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.stop import PARTIAL
 from h2o_flexgen.engine.streams import StreamingSampler
@@ -251,9 +250,8 @@ def choose(
     """
     spec = planner.model.spec
     positions = spec.context
-    for name, value in (("count", count), ("chunk", chunk)):
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise UserError(f"`{name}` must be a whole number, 1 or more, not {value!r}")
+    count = whole_number("`count`", count, 1)
+    chunk = whole_number("`chunk`", chunk, 1)
     if kv_budget is None:
         if position_rolling:
             raise UserError("`position_rolling` needs a KV budget: a full cache ends with the model's positions")

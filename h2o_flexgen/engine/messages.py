@@ -37,10 +37,6 @@ def conversations_of(given: Seq[dict] | Seq[Seq[dict]], template_kwargs: dict) -
     return [Conversation(each, template_kwargs) if is_conversation(each) else UserError(what) for each in several]
 
 
-def messages_of(conversation: Conversation | Seq[dict]) -> Seq[dict]:
-    return conversation.messages if isinstance(conversation, Conversation) else conversation
-
-
 def content_text(content: str | list[dict] | None) -> str:
     """The content as one text, with a line for each part."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content or [])

@@ -69,6 +69,9 @@ class ScoreOutput:
         return [token == greedy for token, greedy in zip(scored, self.greedy_token_ids)]
 
 
+Output = RequestOutput | ScoreOutput
+
+
 def text_of(s: Sequence, tokenizer) -> str:
     """The output of a sequence as text; empty without a tokenizer."""
     if s.text is not None:
@@ -90,25 +93,29 @@ def complete(output: RequestOutput, s: Sequence, tokenizer) -> RequestOutput:
     return output
 
 
+def complete_score(output: ScoreOutput, s: Sequence, greedy_token_ids: dict[int, list[int]]) -> ScoreOutput:
+    """Fill in the output of a text that has been scored; `greedy_token_ids` by index of the text."""
+    if s.finish_reason == "error":
+        output.error = "the model's hidden states overflowed for this text"
+    else:
+        output.token_logprobs = s.logprobs
+        output.greedy_token_ids = greedy_token_ids[s.index]
+    return output
+
+
 class OutputCollector(Observer):
     """Completes the outputs of a job, and hands each on as soon as its row has ended.
 
     Args:
-        tokenizer: turns tokens into text; None leaves texts empty.
         outputs: by index, of the prompts that have been read; those that cannot be run have an error.
+        finish: fills in the output of a sequence that has ended.
         on_output: receives every output.
         keeps: outputs stay in `outputs`.
     """
 
-    def __init__(
-        self,
-        tokenizer,
-        outputs: dict[int, RequestOutput],
-        on_output: Callable[[RequestOutput], None] | None = None,
-        keeps: bool = True,
-    ):
-        self.tokenizer = tokenizer
+    def __init__(self, outputs: dict[int, Output], finish: Callable, on_output: Callable | None, keeps: bool = True):
         self.outputs = outputs
+        self.finish = finish
         self.on_output = on_output
         self.keeps = keeps
 
@@ -119,41 +126,10 @@ class OutputCollector(Observer):
 
     def on_finished(self, rows: list[Sequence]) -> None:
         for s in rows:
-            self.hand_on(complete(self.outputs[s.index], s, self.tokenizer))
+            self.hand_on(self.finish(self.outputs[s.index], s))
 
-    def hand_on(self, output: RequestOutput) -> None:
+    def hand_on(self, output: Output) -> None:
         if not self.keeps:
             del self.outputs[output.index]
         if self.on_output is not None:
             self.on_output(output)
-
-
-class ScoreCollector(Observer):
-    """Completes the outputs of texts that are scored, and hands each on as soon as its row has ended.
-
-    Args:
-        outputs: of every text of the job.
-        greedy_token_ids: by index of the text, the most likely token in the place of each scored one.
-        on_output: receives every output.
-    """
-
-    def __init__(
-        self,
-        outputs: list[ScoreOutput],
-        greedy_token_ids: dict[int, list[int]],
-        on_output: Callable[[ScoreOutput], None] | None = None,
-    ):
-        self.outputs = outputs
-        self.greedy_token_ids = greedy_token_ids
-        self.on_output = on_output
-
-    def on_finished(self, rows: list[Sequence]) -> None:
-        for s in rows:
-            output = self.outputs[s.index]
-            if s.finish_reason == "error":
-                output.error = "the model's hidden states overflowed for this text"
-            else:
-                output.token_logprobs = s.logprobs
-                output.greedy_token_ids = self.greedy_token_ids[s.index]
-            if self.on_output is not None:
-                self.on_output(output)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, count, islice, repeat
 
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.engine.messages import is_conversation, messages_of
+from h2o_flexgen.engine.messages import Conversation, is_conversation
 from h2o_flexgen.engine.model import LoadedModel, Prompt
 from h2o_flexgen.engine.outputs import RequestOutput, ScoreOutput
 from h2o_flexgen.engine.params import (
@@ -101,15 +101,18 @@ class Requests:
                 if self.refused is not None:
                     self.refused(output)
 
-    def read_ahead(self, longest: int | None, needs_longest: bool) -> tuple[Iterator[Sequence], Workload | None]:
+    def read_ahead(
+        self, longest: int | None, kv_budget: KVBudget | str | None, compress_cache: str | None
+    ) -> tuple[Iterator[Sequence], Workload | None]:
         """Rows that are read as they are asked for, and the workload of a job that runs a window of them at a time; no
         workload if none can be run. If there are more than a window, the first ones stand for all.
 
         Args:
             longest: tokens of the longest prompt, if that is known.
+            kv_budget, compress_cache: as for `LLM`.
 
         Raises:
-            UserError: it is not known, but the job `needs_longest`.
+            UserError: the longest prompt is not known, but the slots of the KV cache depend on it.
         """
         rows = iter(self)
         first = list(islice(rows, WINDOW))
@@ -117,7 +120,8 @@ class Requests:
         if workload is None:
             return rows, None
         if len(first) == WINDOW:
-            if longest is None and needs_longest:
+            has_ratio = isinstance(kv_budget, KVBudget) and (kv_budget.hh_ratio, kv_budget.recent_ratio) != (None, None)
+            if longest is None and (has_ratio or "auto" in (kv_budget, compress_cache)):
                 raise UserError(
                     "a KV budget that is a ratio, or auto, depends on the longest prompt, which an iterator does not "
                     "tell: give `longest_prompt`, or the budget in slots"
@@ -162,9 +166,9 @@ def read_each(prompts: Iterable[Prompt], params, keys) -> Iterator[tuple[Prompt,
 
 
 def _shown(prompt: Prompt) -> str | Seq[dict] | None:
-    if is_conversation(prompt):
-        return messages_of(prompt)
-    return prompt if isinstance(prompt, str) else None
+    if isinstance(prompt, Conversation):
+        return prompt.messages
+    return prompt if isinstance(prompt, str) or is_conversation(prompt) else None
 
 
 def to_score(

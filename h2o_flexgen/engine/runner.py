@@ -12,7 +12,7 @@ import torch
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
-from h2o_flexgen.engine.report import Meter, Report
+from h2o_flexgen.engine.report import Meter, report_of
 from h2o_flexgen.engine.scheduler import Scheduler
 from h2o_flexgen.engine.step import LogitsSink, Walk
 from h2o_flexgen.engine.stores import Stores
@@ -81,7 +81,7 @@ class Runner:
 
     def run(
         self, job: ExecutionPlan, rows: Iterable[Sequence], sink: LogitsSink, observer: Observer, window: int
-    ) -> Report:
+    ) -> dict:
         """Run all rows; returns the report of the job.
 
         Args:
@@ -130,7 +130,7 @@ class Runner:
 
     def _run(
         self, job: ExecutionPlan, rows: Iterable[Sequence], sink: LogitsSink, observer: Observer, window: int
-    ) -> Report:
+    ) -> dict:
         self._load_weights(job)
         stores = Stores(self.model, job, self.weights, self.transport)
         scheduler = scheduler_of(stores, rows, window)
@@ -161,7 +161,7 @@ class Runner:
             observer.on_finished(failed)
         stores.caches.drain()
         meter.stop()
-        report = Report.of(stores, meter)
+        report = report_of(stores, meter)
         stores.close()
         return report
 

@@ -35,48 +35,29 @@ grammar
 response_schema
 kv_budget kv_rule hh_ratio hh_size recent_ratio recent_size
 """.split()
-#: the same, with those that have harmless values besides empty ones
-REFUSED = dict.fromkeys(UNSUPPORTED, ()) | {
-    "n": (1,),
-    "best_of": (1,),
+#: the same, but harmless if they are 1
+OFF_AT_1 = """
+n best_of repetition_penalty num_beams num_beam_groups num_return_sequences encoder_repetition_penalty length_penalty
+typical_p guidance_scale repeat_penalty rep_pen tfs_z candidate_count
+""".split()
+#: or 0
+OFF_AT_0 = """
+top_logprobs frequency_penalty presence_penalty min_p min_tokens min_length min_new_tokens no_repeat_ngram_size
+diversity_penalty penalty_alpha epsilon_cutoff eta_cutoff freq_penalty dry_multiplier xtc_probability dynatemp_range
+mirostat
+""".split()
+#: values of all unsupported keys that are harmless, besides empty ones
+REFUSED = dict.fromkeys(UNSUPPORTED, ()) | dict.fromkeys(OFF_AT_1, (1,)) | dict.fromkeys(OFF_AT_0, (0,))
+REFUSED |= {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "diversity_penalty": (0,),
-    "penalty_alpha": (0,),
-    "typical_p": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "guidance_scale": (1,),
-    "repeat_penalty": (1,),
     "repeat_last_n": (0, 64),
-    "rep_pen": (1,),
-    "freq_penalty": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
     "top_n_sigma": (-1,),
-    "dynatemp_range": (0,),
-    "mirostat": (0,),
-    "tfs_z": (1,),
-    "candidate_count": (1,),
     "response_mime_type": ("text/plain",),
 }
 #: other names of supported keys
