@@ -180,7 +180,7 @@ class Session:
                 name = f"stream {row}" if self._is_list else "the stream"
                 raise UserError(
                     f"{name} would come to {length} tokens, more than the model's {self.most} positions: a session "
-                    "with `position_rolling` and a KV budget goes on"
+                    "with `position_rolling` and a KV budget has no limit"
                 )
 
     # output

@@ -303,7 +303,7 @@ def test_the_variables_of_the_template_in_python(agent, ids_of):
         ("enable_thinking=false", "must be a JSON object, not 'enable_thinking=false'"),
         ("[1]", "must be a JSON object"),
         ("null", "must be a JSON object"),
-        ('{"tokenize": false}', "tokenize is no variable of a chat template"),
+        ('{"tokenize": false}', "tokenize is not a variable of a chat template"),
     ],
 )
 def test_an_option_that_is_no_object_of_variables(refused, agent, value, say):

@@ -88,7 +88,7 @@ class ChatTemplate:
         """Warn about variables that the template does not read. Raises UserError for names that cannot be variables."""
         for name in template_kwargs.keys() - self._known:
             if name in self._reserved:
-                raise UserError(f"chat_template_kwargs: {name} is no variable of a chat template, leave it out")
+                raise UserError(f"chat_template_kwargs: {name} is not a variable of a chat template: leave it out")
             if not re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)):
                 log.warning("chat_template_kwargs: the model's chat template does not read %s", name)
             self._known.add(name)

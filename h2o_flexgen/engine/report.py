@@ -153,7 +153,7 @@ def _optional(stores: Stores, meter: Meter) -> dict:
 
 
 def _peak_bytes(device: Device, cpu_pool: int, disk: int) -> dict[str, int]:
-    """Peak bytes by tier. Without CUDA the tiers gpu and cpu share the RAM, of which `cpu_pool` bytes are the cpu's."""
+    """Peak bytes by tier. Without CUDA the tiers gpu and cpu share the RAM; `cpu_pool` bytes of it are the cpu tier."""
     ram = memory.peak_resident()
     if device.is_cuda:
         return {"gpu": device.peak_bytes(), "cpu": ram, "disk": disk}

@@ -6,7 +6,7 @@ in turn:
 
     hidden (N, E) -> q, k, v of all its tokens -> attention, piece by piece -> MLP -> hidden (N, E)
                                                   |
-                     prompts: read (behind their prefix), keep in their places of KV block (j, k)
+                     prompts: read (after their prefix), keep in their places of KV block (j, k)
                      decode step: append one token to KV block (j, k)
 
 A KV block is staged when the first piece of its batch attends, and written back after the last one.

@@ -118,7 +118,7 @@ class Job:
                 output file.
         """
         if self.output is not None:
-            raise UserError("this Job has run: make another one, which goes on")
+            raise UserError("this Job has run: make another one to resume")
         left = self._what_is_left(llm, rows, params, retry_errors) if self.before else all_of(len(rows))
         if self.before and not left.todo.any() and not left.dropped:
             put_in_order(self.path, lambda: map(itemgetter(1), self.done.lines(left)))
@@ -131,7 +131,7 @@ class Job:
             raise UserError(f"{e}; {self._progress(rows)}") from None
         except KeyboardInterrupt as e:
             if self.output is not None:
-                again = f"the same command goes on{', without restart' if self.restart else ''}"
+                again = f"the same command resumes the job{', without restart' if self.restart else ''}"
                 e.add_note(f"{self._progress(rows)}; {again}")
             raise
         self.output.finish()
@@ -158,7 +158,7 @@ class Job:
         failed = self.failures.count
         todo = int(left.todo.sum())
         done = f"{len(left.kept) - failed} of {len(rows)} rows are done, {failed} failed, {todo} are left"
-        log.warning("%s: %s%s", "goes on" if todo else "nothing to do", done, left.remarks and f"; {left.remarks}")
+        log.warning("%s: %s%s", "resuming" if todo else "nothing to do", done, left.remarks and f"; {left.remarks}")
         return left
 
 

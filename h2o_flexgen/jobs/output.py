@@ -83,7 +83,7 @@ class OutputFile:
             self.error = None
         except OSError as e:
             if self.error is None:
-                log.warning("cannot write %s: %s; the job goes on, its rows wait in memory", self.path, e.strerror)
+                log.warning("cannot write %s: %s; the job continues, its rows wait in memory", self.path, e.strerror)
             self.error = e
 
     def _noted(self, index: int, line: bytes) -> bytes:
@@ -100,12 +100,13 @@ class OutputFile:
         """
         self.flush()
         if self.error is not None:
+            count = self.written + len(self.waiting)
             raise UserError(
-                f"cannot write {self.path}: {self.error.strerror}; {self.written} of "
-                f"{self.written + len(self.waiting)} finished rows are in it: make room, and the same command goes on"
+                f"cannot write {self.path}: {self.error.strerror}; {self.written} of {count} finished rows are in it: make "
+                "room, then the same command resumes the job"
             )
         if os.fstat(self.file.fileno()).st_size != self.size:
-            raise UserError(f"`output_file` {self.path} was edited while the job ran: the same command goes on")
+            raise UserError(f"`output_file` {self.path} was edited while the job ran: the same command resumes the job")
         put_in_order(self.path, self._ordered)
 
     def _ordered(self) -> Iterator[bytes]:
@@ -302,7 +303,7 @@ def cannot_read(path: Path, error: OSError) -> UserError:
 
 def no_row(path: Path, number: int) -> UserError:
     advice = "remove the line to run its row again"
-    return UserError(f"`output_file` {path}: line {number} is no row of this job, or has been edited: {advice}")
+    return UserError(f"`output_file` {path}: line {number} is not a row of this job, or was edited: {advice}")
 
 
 @dataclass

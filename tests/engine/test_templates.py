@@ -250,7 +250,7 @@ def test_a_variable_may_change_how_content_is_read(texts):
     ["messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template"],
 )
 def test_a_name_that_cannot_be_a_variable_is_refused(render, name):
-    with pytest.raises(UserError, match=f"{name} is no variable of a chat template"):
+    with pytest.raises(UserError, match=f"{name} is not a variable of a chat template"):
         render(THINKS, [user("a")], {name: False})
 
 

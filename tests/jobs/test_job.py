@@ -89,7 +89,7 @@ def test_a_job_interrupted_at_any_row_resumes_to_the_same_file(job, out, tmp_pat
         assert code == 130 and "Traceback" not in err
         done = len(read_rows(out))
         assert done == stop
-        assert last_line(err) == f"interrupted: {done} of 6 rows are done; the same command goes on"
+        assert last_line(err) == f"interrupted: {done} of 6 rows are done; the same command resumes the job"
         code, err = job(*sampled, *budget)
         assert code == 0, err
         assert timeless(out) == whole, stop
@@ -151,7 +151,7 @@ def test_rows_that_are_new_or_changed_are_run_and_the_command_says_how_many(job,
     rows = [ROWS[0], {"prompt_token_ids": [99]}, *ROWS[2:]]
     code, err = job(rows=rows)
     assert code == 0
-    assert "goes on: 2 of 6 rows are done, 1 failed, 3 are left; 1 were changed and run again, 2 are new" in err
+    assert "resuming: 2 of 6 rows are done, 1 failed, 3 are left; 1 were changed and run again, 2 are new" in err
     assert job(rows=rows, out="whole.jsonl")[0] == 0
     assert timeless(out) == timeless(tmp_path / "whole.jsonl")
 
@@ -350,7 +350,7 @@ def test_a_line_that_is_not_a_row_of_the_job(job, out, line):
     edited = "".join(row + "\n" for row in [*lines[:2], line, *lines[3:]])
     out.write_text(edited)
     code, err = job()
-    assert code == 2 and "line 3 is no row of this job" in err and out.read_text() == edited
+    assert code == 2 and "line 3 is not a row of this job" in err and out.read_text() == edited
 
 
 def test_a_second_job_on_the_same_file_is_refused(job, out):

@@ -158,7 +158,7 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
     assert add(0) == [0]
     room[:] = [0, 7, 0]  # half of a row is written
     assert add(3) == add(2) == [0]
-    assert caplog.text.count("No space left on device; the job goes on") == 1
+    assert caplog.text.count("No space left on device; the job continues") == 1
     assert add(1) == [0, 3, 2, 1]
     file.finish()
     file.close()

@@ -251,7 +251,7 @@ def test_a_duplicate_row_is_found_among_those_with_its_hash(llm, tmp_path, weak_
     out = tmp_path / "out.jsonl"
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join([*lines, lines[5]]))
-    with pytest.raises(UserError, match="line 31 is no row of this job"):
+    with pytest.raises(UserError, match="line 31 is not a row of this job"):
         Job(str(out))
 
 
