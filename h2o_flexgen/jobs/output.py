@@ -102,8 +102,8 @@ class OutputFile:
         if self.error is not None:
             count = self.written + len(self.waiting)
             raise UserError(
-                f"cannot write {self.path}: {self.error.strerror}; {self.written} of {count} finished rows are in it: make "
-                "room, then the same command resumes the job"
+                f"cannot write {self.path}: {self.error.strerror}; {self.written} of {count} finished rows are in it: "
+                "make room, then the same command resumes the job"
             )
         if os.fstat(self.file.fileno()).st_size != self.size:
             raise UserError(f"`output_file` {self.path} was edited while the job ran: the same command resumes the job")
