@@ -171,7 +171,7 @@ def _open_locked(path: Path) -> BinaryIO:
         if not os.path.lexists(path) or not os.path.samestat(found, path.lstat()):
             raise BlockingIOError(errno.EAGAIN, "another process has just put it in place")
         if found.st_nlink > 1:
-            raise OSError(errno.EMLINK, f"{path}: it has another name too, by a hard link")
+            raise OSError(errno.EMLINK, f"{path}: it is a hard link to another file")
     except OSError:
         file.close()
         raise
