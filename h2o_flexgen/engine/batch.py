@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -210,17 +211,20 @@ class PromptPiece(Piece):
         return x if len(x) == self.size else x.index_select(0, self.at.to(x.device, non_blocking=True))
 
 
+class Home(NamedTuple):
+    """Where the hidden states of a chunk are kept between stages: among those of a batch, on their tier."""
+
+    batch: int
+    number: int  # of the chunk
+    before: int  # tokens of the chunks before it
+
+
 @dataclass
 class Chunk:
-    """Pieces whose tokens go through matmuls together.
-
-    Attributes:
-        home: (batch, number of the chunk, tokens before it) of hidden states that go to the tier of their batch between
-            stages; None for those that stay on the device.
-    """
+    """Pieces whose tokens go through matmuls together. `home`: None keeps hidden states on the device."""
 
     pieces: list[Piece]
-    home: tuple[int, int, int] | None = None
+    home: Home | None = None
 
     @cached_property
     def size(self) -> int:
@@ -262,7 +266,7 @@ def cut(pieces: Iterable[Piece], prefill_tokens: int) -> list[Chunk]:
     up to GROUP_ROWS, with which matmuls are about as fast as they get.
     """
     chunks: list[Chunk] = []
-    homes: dict[int, tuple[int, int]] = {}  # (chunks, their tokens) of each batch
+    homes: dict[int, Home] = {}  # of the next chunk of each batch
     for piece in pieces:
         joined = Chunk([*chunks[-1].pieces, piece]) if chunks else None
         if joined and joined.size <= (prefill_tokens if joined.is_prompts else GROUP_ROWS) and joined.is_joint:
@@ -272,7 +276,6 @@ def cut(pieces: Iterable[Piece], prefill_tokens: int) -> list[Chunk]:
     for chunk in chunks:
         if chunk.is_prompts:
             k = chunk.pieces[0].batch
-            number, before = homes.get(k, (0, 0))
-            chunk.home = (k, number, before)
-            homes[k] = (number + 1, before + chunk.size)
+            chunk.home = homes.get(k, Home(k, 0, 0))
+            homes[k] = Home(k, chunk.home.number + 1, chunk.home.before + chunk.size)
     return chunks

@@ -157,7 +157,7 @@ class Walk:
         """The hidden states (N, E) of chunk `n`, from the stage before."""
         if chunk.home is None:
             return self._hidden.pop(n)
-        hidden = self.stores.activations.get(*chunk.home[:2])
+        hidden = self.stores.activations.get(chunk.home.batch, chunk.home.number)
         self.prefetch.hidden(n, is_head)
         return hidden
 
@@ -166,8 +166,8 @@ class Walk:
         if chunk.home is None:
             self._hidden[n] = hidden
             return
-        k, number, before = chunk.home
-        self.stores.activations.put(k, number, before * self.token_bytes, hidden)
+        home = chunk.home
+        self.stores.activations.put(home.batch, home.number, home.before * self.token_bytes, hidden)
         self._trim_heap()
 
     def _trim_heap(self) -> None:

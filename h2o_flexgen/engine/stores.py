@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
+from typing import NamedTuple
 
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.scheduler import Pass
@@ -16,8 +17,13 @@ from h2o_flexgen.storage.kv_store import KVStore
 from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.storage.weights import WeightStore
 
-#: (layer, batch) that comes before every KV block
-BEFORE_ALL = (-1, 0)
+
+class Use(NamedTuple):
+    """A use of a KV block; uses sort in the order in which they happen."""
+
+    passes: int  # from now; 0 is the current pass
+    layer: int
+    batch: int
 
 
 class Stores:
@@ -91,7 +97,7 @@ class Prefetcher:
 
     def __init__(self, stores: Stores):
         self.stores = stores
-        self._blocks: deque[tuple[int, int, int]] = deque()  # (passes from now, layer, batch) of KV blocks to stage
+        self._uses: deque[Use] = deque()  # of KV blocks that must be staged
 
     def begin(self, pass_: Pass, cached_len: Callable[[int, int], int]) -> None:
         """Begin the next pass, and prefetch its first KV blocks. `cached_len`: slots of a KV block, by layer and batch,
@@ -99,7 +105,7 @@ class Prefetcher:
         self.pass_ = pass_
         self._cached_lens = cached_len
         self._homes = [chunk.home for chunk in pass_.chunks]
-        self._blocks.clear()
+        self._uses.clear()
         if not self.stores.has_cache:
             return
         caches = self.stores.caches
@@ -108,18 +114,18 @@ class Prefetcher:
         running = [] if pass_.is_last else [k for k, batch in batches.items() if not batch.will_end]
         new = [k for k, batch in batches.items() if batch.opens is not None]
         layers = range(self.stores.model.spec.layers)
-        self._blocks += [(0, j, k) for j in layers for k in batches if caches.is_staged(j, k, is_new=k in new)]
-        usable = {(j, k) for _, j, k in takewhile(self._is_loading, self._blocks)}
+        self._uses += [Use(0, j, k) for j in layers for k in batches if caches.is_staged(j, k, is_new=k in new)]
+        usable = {(use.layer, use.batch) for use in takewhile(self._is_loading, self._uses)}
         for key, block in caches.blocks.items():
             if block.loading is not None and key not in usable:  # its buffer is for those that are needed first
                 caches.drop(*key)
-        self._blocks += [(1, j, k) for j in layers for k in running if caches.is_staged(j, k)]
-        self.caches(*BEFORE_ALL)
+        self._uses += [Use(1, j, k) for j in layers for k in running if caches.is_staged(j, k)]
+        self.caches(-1, 0)  # from the beginning
 
-    def _is_loading(self, entry: tuple[int, int, int]) -> bool:
+    def _is_loading(self, use: Use) -> bool:
         """Whether a KV block of this pass was prefetched during the previous one."""
-        _, j, k = entry
-        return self.pass_.batches[k].opens is None and self.stores.caches.blocks[j, k].loading is not None
+        block = self.stores.caches.blocks[use.layer, use.batch]
+        return self.pass_.batches[use.batch].opens is None and block.loading is not None
 
     def weights(self, stage: int) -> None:
         """Those from a stage on, as far as the two staging buffers reach."""
@@ -133,24 +139,26 @@ class Prefetcher:
 
     def caches(self, j: int, k: int) -> None:
         """The KV blocks after that of layer j and batch k, which has been used, while staging buffers are free."""
-        while self._blocks:
-            passes, layer, batch = self._blocks[0]
-            if (passes, layer, batch) > (0, j, k) and not self._prefetched(passes, layer, batch, (j, k)):
+        used = Use(0, j, k)
+        while self._uses:
+            if self._uses[0] > used and not self._prefetched(self._uses[0], used):
                 return
-            self._blocks.popleft()
+            self._uses.popleft()
 
-    def _prefetched(self, passes: int, layer: int, batch: int, used: tuple[int, int]) -> bool:
-        caches = self.stores.caches
-        if passes and (layer, batch) > used:
+    def _prefetched(self, use: Use, used: Use) -> bool:
+        """Whether the transfer for a use has begun, after `used`."""
+        if use.passes and use > used._replace(passes=use.passes):  # this pass still needs the block
             return False
-        if not passes and self.pass_.batches[batch].opens is not None:  # it will need a staging buffer
+        if not use.passes and self.pass_.batches[use.batch].opens is not None:  # it will need a staging buffer
             return False
-        is_loading = not passes and self._is_loading((passes, layer, batch))
-        return is_loading or caches.prefetch(layer, batch, self._cached_lens(layer, batch) + passes)
+        if not use.passes and self._is_loading(use):
+            return True
+        cached_len = self._cached_lens(use.layer, use.batch) + use.passes
+        return self.stores.caches.prefetch(use.layer, use.batch, cached_len)
 
     def hidden(self, n: int, is_head: bool) -> None:
         """The hidden states that are needed after those of chunk n, if they have been stored already; after those of
         the last chunk the first ones of the next stage, unless this is the head."""
         homes = [home for home in self._homes[n + 1 :] if home] or [home for home in self._homes if home]
         if homes and (not is_head or any(self._homes[n + 1 :])):
-            self.stores.activations.prefetch(*homes[0][:2])
+            self.stores.activations.prefetch(homes[0].batch, homes[0].number)
