@@ -268,7 +268,7 @@ def test_the_variables_of_the_template(agent, job, ids_of):
     assert thinks != does_not
     assert [found[n]["token_ids"] for n in (0, 1, 3, 4)] == [thinks, does_not, thinks, thinks]
     assert found[2]["response"]["body"]["choices"][0]["message"]["content"] == found[8]["text"]
-    assert "no variable of a chat template" in found[5]["error"] and "must be an object" in found[6]["error"]
+    assert "not a variable of a chat template" in found[5]["error"] and "must be an object" in found[6]["error"]
     err = job(agent, rows, "--chat-template-kwargs", json.dumps(off), code=2)
     assert "--chat-template-kwargs None, now {'enable_thinking': False}" in err and "--restart" in err
     found = job(agent, rows, "--chat-template-kwargs", json.dumps(off), "--restart")
