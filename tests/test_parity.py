@@ -33,7 +33,7 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("name", zoo.CONFIGS)
 def test_every_variant_gives_the_tokens_of_transformers_and_of_the_oracle(tiny, run, name):
-    """With a full cache on one placement and with H2O on the other; of neighbouring variants on the other two."""
+    """With a full cache on one placement and H2O on the other, which alternate from variant to variant."""
     model = tiny(name)
     placements = list(PLACEMENTS.values())
     placements = placements if list(zoo.CONFIGS).index(name) % 2 else placements[::-1]
@@ -139,7 +139,7 @@ def test_layers_share_a_staging_buffer_beside_a_large_head(large_head, percent, 
     kv_budget = KVBudget.from_size(*budget) if budget else None
     policy = Policy(2, 2, percent, overlap)
     with LLM(str(large_head.folder), policy, kv_budget, device="cpu", dtype="float32", progress=False) as llm:
-        for _ in range(2):  # the second job begins with what the first one has left in the buffers
+        for _ in range(2):  # the second job begins with data that the first one left in the buffers
             outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
             assert_same([o.outputs[0] for o in outputs], large_head.references(prompts, 8, *(budget or ())))
         groups = llm.runner.weights.groups
@@ -161,7 +161,7 @@ EDGES += [(10, 11), (10, 12), (13, 20), (19, 20), (20, 20), (20, 21), (40, 40), 
 
 @pytest.mark.parametrize("n, budget", [*enumerate(EDGES)], ids=str)
 def test_budgets_at_their_edges(tiny, run, n, budget):
-    """Models and placements take turns."""
+    """Each with the next model and placement."""
     model = tiny(["one_layer", "llama_groups_of_3_wide_heads_linear", "gpt_neox"][n % 3])
     prompts = model.clear_cut_prompts(LENGTHS, 20, [budget])
     outputs = run(model, prompts, 20, budget, **PLACEMENTS[["ram", "disk"][n % 2]])
@@ -191,7 +191,7 @@ def test_prompts_that_just_fit_the_budget(tiny, run, name):
 @pytest.mark.parametrize("placement, budget", [("ram", None), ("disk", BUDGET)], ids=["full", "budget"])
 @pytest.mark.parametrize("name", [*zoo.FIRST.values(), "llama_groups_of_8_dynamic"])
 def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
-    """With a short one of a prompt that fills the model's positions: its row runs beyond them, for its neighbours."""
+    """Beside a prompt that fills the model's positions, and would run beyond them with its neighbours' lengths."""
     model = tiny(name)
     most = read_spec(model.folder).positions
     lengths = (most - 2, 5, most - 5, 17, 1, 3, 9)
@@ -217,7 +217,7 @@ def test_prompts_of_one_token(tiny, run, name, budget):
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize("name", zoo.BY_LENGTH)
 def test_rope_by_length_does_not_see_the_neighbours(tiny, run, name, budget):
-    """Texts that end before, at and behind the trained length, alone and beside a long one that starts behind it."""
+    """Texts that end before, at and after the trained length, alone and beside a long one that starts after it."""
     model = tiny(name)
     trained = 16
     lengths = [trained - 9, trained - 2, trained - 1, trained, trained + 1, 2 * trained]
@@ -228,7 +228,7 @@ def test_rope_by_length_does_not_see_the_neighbours(tiny, run, name, budget):
     assert_same(together, model.references(prompts, 8, *(budget or ())))
 
 
-# what is kept, not only what is said
+# kept positions
 
 
 @pytest.mark.parametrize(
@@ -266,6 +266,6 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
             new = len(prompt) + step - 1
             assert len(position[b]) == model.oracle.kv_heads
             for h, held in enumerate(position[b]):
-                # the token that must go leaves when the next one comes
+                # the token to evict leaves with the next step
                 expected = references[b].kept[step - 1][layer][h] | {new}
                 assert sorted(p for p in held if p >= 0) == sorted(expected), (step, layer, b, h)
