@@ -33,13 +33,11 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("name", zoo.CONFIGS)
 def test_every_variant_gives_the_tokens_of_transformers_and_of_the_oracle(tiny, run, name):
-    """With a full cache on one placement and H2O on the other, which alternate from variant to variant."""
-    model = tiny(name)
-    placements = list(PLACEMENTS.values())
+    """With a full cache on one placement and with H2O on the other; of neighbouring variants on the other two."""
+    model, placements = tiny(name), list(PLACEMENTS.values())
     placements = placements if list(zoo.CONFIGS).index(name) % 2 else placements[::-1]
     prompts = model.clear_cut_prompts(LENGTHS[:5], 14, [(None, None), BUDGET])
-    full = model.references(prompts, 14)
-    kept = model.references(prompts, 14, *BUDGET)
+    full, kept = model.references(prompts, 14), model.references(prompts, 14, *BUDGET)
     outputs = run(model, prompts, 14, **placements[0])
     assert [o.token_ids for o in outputs] == [model.transformers(p, 14)[0] for p in prompts]
     assert_same(outputs, full)
@@ -119,8 +117,7 @@ def cases():
 
 @pytest.mark.parametrize("name, policy, overlap, cache", [*cases()])
 def test_tokens_do_not_depend_on_the_policy(tiny, run, name, policy, overlap, cache):
-    model = tiny(name)
-    budget = BUDGETS[cache]
+    model, budget = tiny(name), BUDGETS[cache]
     prompts = model.clear_cut_prompts(LENGTHS, LONG, [(None, None), BUDGET])
     outputs = run(model, prompts, LONG, budget, overlap=overlap, **POLICIES[policy])
     assert_same(outputs, model.references(prompts, LONG, *(budget or ())))
@@ -139,7 +136,7 @@ def test_layers_share_a_staging_buffer_beside_a_large_head(large_head, percent, 
     kv_budget = KVBudget.from_size(*budget) if budget else None
     policy = Policy(2, 2, percent, overlap)
     with LLM(str(large_head.folder), policy, kv_budget, device="cpu", dtype="float32", progress=False) as llm:
-        for _ in range(2):  # the second job begins with data that the first one left in the buffers
+        for _ in range(2):  # the second job begins with what the first one has left in the buffers
             outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
             assert_same([o.outputs[0] for o in outputs], large_head.references(prompts, 8, *(budget or ())))
         groups = llm.runner.weights.groups
@@ -161,7 +158,7 @@ EDGES += [(10, 11), (10, 12), (13, 20), (19, 20), (20, 20), (20, 21), (40, 40), 
 
 @pytest.mark.parametrize("n, budget", [*enumerate(EDGES)], ids=str)
 def test_budgets_at_their_edges(tiny, run, n, budget):
-    """Each with the next model and placement."""
+    """Models and placements take turns."""
     model = tiny(["one_layer", "llama_groups_of_3_wide_heads_linear", "gpt_neox"][n % 3])
     prompts = model.clear_cut_prompts(LENGTHS, 20, [budget])
     outputs = run(model, prompts, 20, budget, **PLACEMENTS[["ram", "disk"][n % 2]])
@@ -191,15 +188,13 @@ def test_prompts_that_just_fit_the_budget(tiny, run, name):
 @pytest.mark.parametrize("placement, budget", [("ram", None), ("disk", BUDGET)], ids=["full", "budget"])
 @pytest.mark.parametrize("name", [*zoo.FIRST.values(), "llama_groups_of_8_dynamic"])
 def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
-    """Beside a prompt that fills the model's positions, and would run beyond them with its neighbours' lengths."""
+    """With a short one of a prompt that fills the model's positions: its row runs beyond them, for its neighbours."""
     model = tiny(name)
     most = read_spec(model.folder).positions
-    lengths = (most - 2, 5, most - 5, 17, 1, 3, 9)
-    outputs = (2, 30, 5, 1, 40, 30, 12)
+    lengths, outputs = (most - 2, 5, most - 5, 17, 1, 3, 9), (2, 30, 5, 1, 40, 30, 12)
     prompts = [model.clear_cut_prompts([n], m, [budget or (None, None)])[0] for n, m in zip(lengths, outputs)]
     params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in outputs]
-    kv_budget = budget and KVBudget.from_size(*budget)
-    options = dict(device="cpu", dtype="float32", progress=False)
+    kv_budget, options = budget and KVBudget.from_size(*budget), dict(device="cpu", dtype="float32", progress=False)
     with LLM(str(model.folder), Policy(**{**PLACEMENTS[placement], "gpu_batch_size": 4}), kv_budget, **options) as llm:
         found = [o.outputs[0] for o in llm.generate(prompts, params)]
     assert_same(found, [model.reference(p, m, *(budget or ())) for p, m in zip(prompts, outputs)])
@@ -217,7 +212,7 @@ def test_prompts_of_one_token(tiny, run, name, budget):
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize("name", zoo.BY_LENGTH)
 def test_rope_by_length_does_not_see_the_neighbours(tiny, run, name, budget):
-    """Texts that end before, at and after the trained length, alone and beside a long one that starts after it."""
+    """Texts that end before, at and behind the trained length, alone and beside a long one that starts behind it."""
     model = tiny(name)
     trained = 16
     lengths = [trained - 9, trained - 2, trained - 1, trained, trained + 1, 2 * trained]
@@ -228,7 +223,7 @@ def test_rope_by_length_does_not_see_the_neighbours(tiny, run, name, budget):
     assert_same(together, model.references(prompts, 8, *(budget or ())))
 
 
-# kept positions
+# what is kept, not only what is said
 
 
 @pytest.mark.parametrize(
@@ -248,8 +243,7 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
     prompts = model.clear_cut_prompts(LENGTHS, 24, [budget])
     order = sorted(prompts, key=len, reverse=True)
     references = [model.reference(p, 24, *budget) for p in order]
-    layers = model.hf.config.num_hidden_layers
-    seen = []
+    layers, seen = model.hf.config.num_hidden_layers, []
     decode = FixedRule.decode
 
     def spy(self, cache, q, k, v, rows):
@@ -266,6 +260,6 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
             new = len(prompt) + step - 1
             assert len(position[b]) == model.oracle.kv_heads
             for h, held in enumerate(position[b]):
-                # the token to evict leaves with the next step
+                # the token that must go leaves when the next one comes
                 expected = references[b].kept[step - 1][layer][h] | {new}
                 assert sorted(p for p in held if p >= 0) == sorted(expected), (step, layer, b, h)
