@@ -66,7 +66,7 @@ class Expected:
 
     @classmethod
     def clear(cls, model, chunk: int, seed: int = 0, **more) -> Expected:
-        """Turns in which no decision of the oracle is a close call, so that rounding cannot change it."""
+        """Of a text in which rounding decides nothing."""
         return next(e for n in range(100) if (e := cls(model, chunk, 1000 * seed + n, **more)).is_clear)
 
 
