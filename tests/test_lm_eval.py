@@ -283,7 +283,7 @@ def test_answers_are_in_the_cache_as_soon_as_their_batch_is_done(make, monkeypat
     lm.cache_hook = SimpleNamespace(add_partial=lambda *what: seen.append(what))
     pairs = requests(("a", " b"), ("a", " c"))
 
-    def score(rows, prompt_len, on_output):
+    def score(rows, prompt_len, *, first_scored, on_output):
         on_output(ScoreOutput(1, rows[1], [-1.0], rows[1][-1:]))
         raise KeyboardInterrupt
 
