@@ -1,4 +1,4 @@
-"""How the elements of a tensor lie in bytes, one format per file. Only this package and the compiled loops know bits.
+"""How tensors are laid out in bytes, one format per file. Only this package and the compiled loops know bits.
 
     Dense(dtype)        floats, one after another
     Int8()              an fp32 scale for every row of a matrix, then its int8 codes

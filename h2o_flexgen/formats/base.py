@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 class Format:
-    """How the elements of a tensor lie in bytes.
+    """How the elements of a tensor are laid out in bytes.
 
     Attributes:
         name: in files and messages.

@@ -12,7 +12,7 @@ from h2o_flexgen.formats.dense import Dense
 
 
 class KVFormat(NamedTuple):
-    """How K and V lie in a cache: each vector, one token's in one head, is stored on its own."""
+    """How K and V are stored: each vector, one token's in one head, on its own."""
 
     k: Format
     v: Format

@@ -1,5 +1,5 @@
 """Codes of 8 and 4 bits with scales and minima, to floats and to int8: by compiled loops on a CPU, elsewhere by torch's
-operators. How they lie in bytes is up to each format."""
+operators. Their layout in bytes is up to each format."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from h2o_flexgen import compiled
 from h2o_flexgen.formats.base import Format, Shape
 
-#: the numbers of float types in compiled loops
+#: how compiled loops denote float types
 LOOP_KINDS = {torch.float32: compiled.FP32, torch.float16: compiled.FP16, torch.bfloat16: compiled.BF16}
 
 

@@ -68,7 +68,7 @@ class Quantised:
 
     def blocks(self) -> tuple:
         """What `tiles4.multiply` reads of a matrix in blocks of 4 bits on the CPU: its bytes as uint8 and as int16,
-        which stored row each row is, and how a row lies in bytes."""
+        which stored row each row is, and the layout of a row."""
         raw = self.raw.view(self.shape[0], -1).numpy()
         return raw, raw.view(np.int16), _stored_rows(self.shape[0], self.format.heads), *self.format.layout
 

@@ -21,7 +21,7 @@ from h2o_flexgen.kernels.linear import prefers_fp32
 
 #: elements that are widened to fp32, or rotated, at once: of K where positions roll, of hidden states in a norm
 WIDENED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
-#: probabilities of a prompt that are held at once: what stays in a CPU's cache, or fills a GPU
+#: probabilities of a prompt in memory at once: what stays in a CPU's cache, or fills a GPU
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 #: queries of a chunk. On 2 cores 128, which waste few pairs, took up to a quarter less time than 256 with short prompts
 #: and up to a sixth more at 2048 tokens; not measured on CUDA
@@ -78,11 +78,10 @@ def _chunked(
     empty: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a few KV heads and a chunk of queries at a time, over the keys up to the chunk's end, so that
-    no (T, N) matrix of a whole batch is ever held.
+    no (T, N) matrix of a whole batch is ever in memory.
 
     Args:
-        score: (B * KV, N) fp32, to which the attention that each key receives is added; None if that is not wanted.
-        weights: (B * KV, T) fp32, with `score`: how much each query counts.
+        score: (B * KV, N) fp32, to which the attention that each key receives is added, with `weights` (B * KV, T).
         empty: (B * KV, N - T) bool.
     """
     B, H, T, D = q.shape
@@ -97,9 +96,7 @@ def _chunked(
     scratch = _Scratch(few * G * chunk * N, chunk, q)
     for first in range(0, B * KV, few):
         heads = slice(first, first + few)
-        few_q = scratch.operand(q[heads])
-        few_k = scratch.operand(k[heads])
-        few_v = scratch.operand(v[heads])
+        few_q, few_k, few_v = (x[heads].float() if scratch.widens else x[heads] for x in (q, k, v))
         for begin in range(0, T, chunk):
             queries = slice(begin, min(begin + chunk, T))
             seen = N - T + queries.stop
@@ -108,16 +105,16 @@ def _chunked(
                 logits[..., : N - T].masked_fill_(empty[heads, None], float("-inf"))
             p = scratch.softmax(logits)
             if score is not None:
-                _add_scores(score[heads, :seen], weights[heads, queries], p)
+                weight = weights[heads, queries].repeat(1, G)[:, None]
+                score[heads, :seen] += torch.bmm(weight, p)[:, 0]
             scratch.write_context(p, few_v[:, :seen], context[heads, :, queries])
     return context.view(B, H, T, D)
 
 
 class _Scratch:
     """The buffers of one chunk: logits in the type of the matmuls and probabilities in fp32, in one buffer if both are
-    fp32. They are allocated once per call, since buffers of ever-changing sizes would fragment the heap.
-
-    n queries of each of the G query heads to h KV heads, S keys.
+    fp32. They are allocated once per call, since buffers of ever-changing sizes would fragment the heap. Shapes: h KV
+    heads, n queries, S keys.
     """
 
     def __init__(self, elements: int, chunk: int, q: Tensor):
@@ -131,10 +128,6 @@ class _Scratch:
         # spoils its chunk (padding repeats a prompt's own token, `engine.batch`)
         future = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
         self.ceiling = torch.where(future, float("-inf"), float("inf")).to(self.logits.dtype)
-
-    def operand(self, x: Tensor) -> Tensor:
-        """x in the type of the matmuls."""
-        return x.float() if self.widens else x
 
     def causal_logits(self, q: Tensor, k: Tensor) -> Tensor:
         """q (h, G, n, D) of the last n tokens of k (h, S, D) -> (h, G * n, S), -inf where a key is behind the query."""
@@ -160,12 +153,6 @@ class _Scratch:
             out.copy_(torch.bmm(p, v).view(out.shape))
         else:
             torch.bmm(p, v, out=rows)
-
-
-def _add_scores(score: Tensor, weights: Tensor, p: Tensor) -> None:
-    """Add to score (h, S) the column sums of p (h, G * n, S), each query's times its weight (h, n)."""
-    groups = p.shape[1] // weights.shape[1]
-    score += torch.bmm(weights.repeat(1, groups)[:, None], p)[:, 0]
 
 
 def prefill_pairs(length: int, device: str, cached_len: int = 0) -> int:

@@ -2,8 +2,8 @@
 
     out = (scale * (codes @ W.T) + kept @ W.T[columns with outliers]) * scales of W's rows + b
 
-with x as in `operands.py`. Each row adds up its own outliers in order: in whatever block it is, its result is the
-same to the bit. Every kernel is tried out before its first use, and timed by `kernels.timing`.
+with x as in `operands.py`. Each row adds up its own outliers in order, so its result does not depend on the other rows
+of a block, to the bit. Every kernel is tried out before its first use, and timed by `kernels.timing`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from h2o_flexgen.kernels.operands import Int8Activations, Int8Weight, quantise
 
 #: rows of a matmul in int8 at once, whose sums are in int32
 INT8_ROWS = 512
-#: CUDA's `_int_mm` wants more rows than this, and multiples of 8 of the rest
+#: CUDA's `_int_mm` requires more rows than this, and multiples of 8 in all dimensions
 CUDA_ROWS = 16
 CUDA_MULTIPLE = 8
-#: so many products of codes add up to less than 2^24: fp32 has every whole number up to there
+#: the sum of this many products of codes stays below 2^24, up to which fp32 has every integer
 EXACT_COLUMNS = 1024
-#: products that a compiled loop adds up in the time in which others pass over an element
+#: products that a compiled loop adds up in the time that other loops take for one element
 PRODUCTS = 32
 
 #: in codes of 8 bits, or in blocks of 4 bits
@@ -108,13 +108,13 @@ class Kernel:
         return self.sums(x.codes, weight), weight.index_select(1, x.places).t().contiguous()
 
     def sums(self, codes: Tensor, weight: Tensor) -> Tensor:
-        """codes (R, I) @ weight.T (O, I) -> (R, O), whole numbers in int32 or floats."""
+        """codes (R, I) @ weight.T (O, I) -> (R, O), integers as int32 or floats."""
         raise NotImplementedError
 
     @cached_property
     def works(self) -> bool:
         """Whether it is right on this CPU, with codes whose sums overflow 16 bits, as happens on some older CPUs."""
-        codes = _largest_codes()
+        codes = torch.tensor([[-127], [127]], dtype=torch.int8).repeat(12, 192)
         weight = torch.arange(72 * 192).remainder(255).sub(127).to(torch.int8).view(72, 192)
         weight[::3] = 127
         try:
@@ -124,21 +124,21 @@ class Kernel:
 
 
 class Native(Kernel):
-    """`torch._int_mm` with W.T as its right operand, which it copies to another layout in every call."""
+    """`torch._int_mm` with W.T as the right operand, which every call copies to another layout."""
 
     def sums(self, codes: Tensor, weight: Tensor) -> Tensor:
         return torch._int_mm(codes, weight.t())
 
 
 class Transposed(Kernel):
-    """The same with W as its left operand, and x.T as the right one: several times faster with few rows."""
+    """`torch._int_mm` with W as the left operand and x.T as the right one: several times faster with few rows."""
 
     def sums(self, codes: Tensor, weight: Tensor) -> Tensor:
         return torch._int_mm(weight, codes.t()).t().contiguous()
 
 
 class Cuda(Kernel):
-    """As `Native`, with as many rows as CUDA wants."""
+    """As `Native`, padded to the rows that CUDA requires."""
 
     def accepts(self, weight: Weight) -> bool:
         return weight.is_cuda and not any(size % CUDA_MULTIPLE for size in weight.codes.shape)
@@ -189,9 +189,9 @@ class Packed(Kernel):
 
 
 class Tiled(Kernel):
-    """Loops compiled for this CPU, which read W as it is stored and make floats of sums while these are in the CPU's
-    cache: `tiles` for 8 bits, `tiles4` for blocks of 4 bits, which round elements less than codes of 8 bits with one
-    scale per row do."""
+    """Loops compiled for this CPU, which read W in its stored layout and scale sums while these are in the CPU's cache:
+    `tiles` for 8 bits, `tiles4` for blocks of 4 bits, which round elements less than codes of 8 bits with one scale per
+    row do."""
 
     def accepts(self, weight: Weight) -> bool:
         return isinstance(weight, Quantised) or (super().accepts(weight) and may_tile(weight.codes.shape))
@@ -231,7 +231,7 @@ class Tiled(Kernel):
         return out
 
 
-#: by name; the first one that accepts a weight stands in for one that does not
+#: by name; where the kernel asked for does not accept a weight, the first one that does takes its place
 KERNELS: dict[str, Kernel] = {
     "packed": Packed(),
     "cuda": Cuda(),
@@ -240,7 +240,7 @@ KERNELS: dict[str, Kernel] = {
     "native": Native(),
     "transposed": Transposed(),
 }
-#: those of a CPU for weights in 8 bits that are not packed
+#: kernels of a CPU for weights in 8 bits that are not packed
 UNPACKED = ("native", "transposed", "floats", "tiled")
 
 
@@ -271,11 +271,11 @@ def may_tile(shape: Sequence[int]) -> bool:
 
 @cache
 def takes_blocks() -> bool:
-    """Whether weights in blocks of 4 bits can be multiplied as they are stored, on this CPU."""
+    """Whether matmuls can read weights in blocks of 4 bits directly, on this CPU."""
     loops = compiled()
     if loops is None or not loops.tiles4.IS_POSSIBLE:
         return False
-    codes = _largest_codes()
+    codes = torch.tensor([[-127], [127]], dtype=torch.int8).repeat(12, 192)
     form = Int4(64)
     floats = torch.arange(72 * 192).remainder(16).sub(8).float().view(72, 192)
     weight = form.view(torch.empty(form.nbytes(floats.shape), dtype=torch.uint8), floats.shape)
@@ -285,17 +285,13 @@ def takes_blocks() -> bool:
     return torch.allclose(out.double(), codes.double() @ floats.double().t(), rtol=1e-5)
 
 
-def _largest_codes() -> Tensor:
-    return torch.tensor([[-127], [127]], dtype=torch.int8).repeat(12, 192)
-
-
 def can_pack() -> bool:
-    """Whether `pack` and its kernel work here: their operators are those of torch's compiler, not public ones."""
+    """Whether `pack` and its kernel work here: their operators belong to torch's compiler and are not public."""
     return KERNELS["packed"].works
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A matrix (O, I) of int8 in RAM as oneDNN wants it; for `multiply` only. Holds as many bytes."""
+    """A matrix (O, I) of int8 in RAM in oneDNN's layout, for `multiply` only; as many bytes."""
     return torch.ops.onednn.qlinear_prepack(weight, None)
 
 

@@ -120,7 +120,7 @@ def takes_in_blocks(formats: Iterable[Format], compute: str, cuda: bool, asked: 
     if compute != "int8" or cuda or asked is False or not any(map(_is_block, formats)):
         return False
     if asked and not int8.takes_blocks():
-        raise UserError("`in_blocks`: weights in 4 bits are multiplied as they are stored on CPUs with AVX2 only")
+        raise UserError("`in_blocks`: matmuls read weights in 4 bits directly on CPUs with AVX2 only")
     return int8.takes_blocks() and (asked or rates().takes_blocks())
 
 
@@ -165,7 +165,7 @@ def are_known() -> bool:
 
 
 def rates() -> KernelRates:
-    """The rates that kernels are chosen by, measured now if there are none yet."""
+    """The rates that choose kernels, measured now if none are known."""
     if _rates is None:
         use(measure())
     return _rates

@@ -67,7 +67,7 @@ class Int8Activations:
 
     @classmethod
     def of(cls, codes: Tensor) -> Int8Activations:
-        """Whole numbers, without outliers."""
+        """Integers, without outliers."""
         return cls(codes, torch.ones(len(codes)), torch.empty(len(codes), 0), torch.arange(0))
 
     @cached_property

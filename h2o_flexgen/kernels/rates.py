@@ -9,7 +9,7 @@ from math import log
 ROWS = (1, 8, 32, 128, 512)
 #: rows at which types and layouts are compared, as if the same number of tokens went through the model at each of them
 MIX = ROWS[1:]
-#: those of a batch
+#: rows of a batch
 MANY = ROWS[2:]
 #: a kernel must be more than this many times faster to replace the plain one
 MARGIN = 1.1

@@ -17,7 +17,7 @@ from h2o_flexgen.kernels import exact, int8
 from h2o_flexgen.kernels.operands import Int8Activations, Int8Weight
 from h2o_flexgen.kernels.rates import HALF_TYPES, INT4, INT8, ROWS, KernelRates
 
-#: (out, in) of the matrices that are timed: with few rows so large that they come from RAM, as those of a model do
+#: (out, in) of the matrices that are timed: for few rows so large that they come from RAM, as in a model
 FEW_ROWS_SHAPE = (4096, 1024)
 MANY_ROWS_SHAPE = (1024, 1024)
 #: likewise of int8, and how many of them take turns: a single one would stay in the CPU's cache
@@ -82,15 +82,15 @@ def _fastest_seconds(trials: list[Trial]) -> dict[Trial, float]:
 
 
 def _float_trials() -> Iterator[Trial]:
-    for dtype, few in product((*_HALVES, torch.float32), (True, False)):
-        weight = torch.full(FEW_ROWS_SHAPE if few else MANY_ROWS_SHAPE, 0.01, dtype=dtype)
+    for dtype, few_rows in product((*_HALVES, torch.float32), (True, False)):
+        weight = torch.full(FEW_ROWS_SHAPE if few_rows else MANY_ROWS_SHAPE, 0.01, dtype=dtype)
         kernels = {"native": partial(F.linear, weight=weight)}
         if dtype in _HALVES:
             kernels["widened"] = partial(exact.widened, weight=weight)
             if exact.can_pack(dtype):
                 kernels["packed"] = partial(exact.packed, weight=exact.pack(weight))
         for rows, (name, kernel) in product(ROWS, kernels.items()):
-            if few == (rows < MANY_ROWS):
+            if few_rows == (rows < MANY_ROWS):
                 x = torch.full((rows, weight.shape[1]), 0.5, dtype=dtype)
                 yield Trial(dtype_name(dtype), name, rows, partial(kernel, x), 2 * rows * weight.numel())
 

@@ -124,7 +124,7 @@ def call_seconds(device: Device, work: Callable[[], object], scale: Scale, cold:
     return median(times)
 
 
-def beyond(taken: float, known: float) -> float:
+def remainder(taken: float, known: float) -> float:
     """What remains of a time without a known part of it; noise must not make it vanish."""
     return max(taken - known, taken / 4)
 
@@ -149,7 +149,7 @@ def matmul_rates(
         for rows in scale.rows[:: 1 if stored == dtype else 2]:
             if rows <= HEAD_ROWS or not is_head(shape):
                 seconds = call_seconds(device, matmul_call(device, dtype, rows, shape, weights), scale)
-                found[kind][shape][rows] = 2 * prod(shape) * rows / beyond(seconds, dispatch)
+                found[kind][shape][rows] = 2 * prod(shape) * rows / remainder(seconds, dispatch)
         del weights
     return found
 
@@ -270,7 +270,7 @@ def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, s
         return call_seconds(device, attention_call(device, dtype, phase, case), scale, cold=not prefill)
 
     def of_head(case: Attention) -> float:
-        return beyond(seconds(case), dispatch) / (case.batch * case.heads)
+        return remainder(seconds(case), dispatch) / (case.batch * case.heads)
 
     dispatch = seconds(smallest_attention(rule, scale))
     batch = scale.sequences * (1 if prefill else SEQUENCES)
@@ -281,9 +281,9 @@ def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, s
     short = replace(cases[first], batch=scale.sequences * SEQUENCES, tokens=scale.short)
     short_taken = of_head(short)
     short_work = short.work(device, dtype, phase)
-    slope = beyond(taken[first], short_taken) / (work[first] - short_work)
+    slope = remainder(taken[first], short_taken) / (work[first] - short_work)
     constant = max(0.0, short_taken - slope * short_work)
-    rates = {dim: work[dim] / beyond(taken[dim], constant) for dim in HEAD_DIMS}
+    rates = {dim: work[dim] / remainder(taken[dim], constant) for dim in HEAD_DIMS}
     grouped = 1.0 if prefill else of_head(replace(cases[first], group=GROUP)) / taken[first]
     return AttentionRates(rates, constant, grouped)
 

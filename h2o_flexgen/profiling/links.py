@@ -29,12 +29,12 @@ class Times(NamedTuple):
     """Seconds per byte of large transfers, or per small transfer.
 
     Attributes:
-        alone, beside: while nothing else runs, and beside compute.
+        idle, busy: while nothing else runs, and beside compute.
         lost: of the compute beside it.
     """
 
-    alone: float
-    beside: float
+    idle: float
+    busy: float
     lost: float
 
 
@@ -62,7 +62,7 @@ def _link(name: str, times: dict[tuple[str, str], Times], scale: Scale) -> Link:
     """A request costs the time of a small transfer that its bytes do not explain."""
     large = times["large", name]
     small = times.get(("small", name))
-    link = Link(1 / large.alone, large.lost, max(0.0, 1 - large.alone / large.beside))
+    link = Link(1 / large.idle, large.lost, max(0.0, 1 - large.idle / large.busy))
     if small is None:
         return link
     size = scale.small_bytes[name]
@@ -78,11 +78,11 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
         tensor.fill_(1)
     data = as_numpy(host)
     starts = range(0, scale.file_bytes, scale.transfer_bytes)
-    numbers = count()
+    transfers = count()
 
-    def again(seconds: float, once: Callable[[], int]) -> int:
+    def repeated(seconds: float, once: Callable[[], int]) -> int:
         """Repeat a transfer, at least once, until the seconds have passed."""
-        ended = _after(seconds)
+        ended = _deadline(seconds)
         moved = once()
         while not ended():
             moved += once()
@@ -94,7 +94,7 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
         return scale.file_bytes
 
     def small(call: Callable, size: int) -> int:
-        wait(call(file, data[:size], next(numbers) * size % scale.transfer_bytes, True))
+        wait(call(file, data[:size], next(transfers) * size % scale.transfer_bytes, True))
         return 1
 
     def copies(dst: Tensor, src: Tensor) -> int:
@@ -106,21 +106,21 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
     few = scale.small_bytes
     return {
         ("large", "cpu_to_disk"): partial(large, io.write),  # the file that reads need
-        ("small", "cpu_to_disk"): partial(again, SMALL_SECONDS, partial(small, io.write, few["cpu_to_disk"])),
-        ("large", "disk_to_cpu"): partial(again, scale.read_seconds, partial(large, io.read)),
-        ("small", "disk_to_cpu"): partial(again, SMALL_SECONDS, partial(small, io.read, few["disk_to_cpu"])),
-        ("large", "cpu_to_gpu"): partial(again, scale.read_seconds, partial(copies, buffer, host)),
-        ("large", "gpu_to_cpu"): partial(again, scale.read_seconds, partial(copies, host, buffer)),
+        ("small", "cpu_to_disk"): partial(repeated, SMALL_SECONDS, partial(small, io.write, few["cpu_to_disk"])),
+        ("large", "disk_to_cpu"): partial(repeated, scale.read_seconds, partial(large, io.read)),
+        ("small", "disk_to_cpu"): partial(repeated, SMALL_SECONDS, partial(small, io.read, few["disk_to_cpu"])),
+        ("large", "cpu_to_gpu"): partial(repeated, scale.read_seconds, partial(copies, buffer, host)),
+        ("large", "gpu_to_cpu"): partial(repeated, scale.read_seconds, partial(copies, host, buffer)),
     }
 
 
 def _times(
     device: Device, queue: TransferQueue, job: Callable[[], int], work: Callable[[], object], seconds: float
 ) -> Times:
-    calls_alone = _calls_per_second(device, work, _after(seconds))
-    alone, _ = _timed(queue, job)
-    beside, calls_beside = _timed(queue, job, partial(_calls_per_second, device, work))
-    return Times(alone, beside, beside * max(0.0, 1 - calls_beside / calls_alone))
+    calls_alone = _calls_per_second(device, work, _deadline(seconds))
+    idle, _ = _timed(queue, job)
+    busy, calls_beside = _timed(queue, job, partial(_calls_per_second, device, work))
+    return Times(idle, busy, busy * max(0.0, 1 - calls_beside / calls_alone))
 
 
 def _timed(queue: TransferQueue, job: Callable[[], int], compute: Callable = lambda ended: 0.0) -> tuple[float, float]:
@@ -145,7 +145,7 @@ def _calls_per_second(device: Device, work: Callable[[], object], ended: Callabl
     return done / (time.perf_counter() - start)
 
 
-def _after(seconds: float) -> Callable[[], bool]:
+def _deadline(seconds: float) -> Callable[[], bool]:
     """A function that returns whether `seconds` have passed since this call."""
     end = time.perf_counter() + seconds
     return lambda: time.perf_counter() > end

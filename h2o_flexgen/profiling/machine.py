@@ -26,9 +26,8 @@ log = logging.getLogger(__name__)
 def machine(offload_root: Path | None = None, device: Device | None = None) -> dict:
     """What measured rates depend on: CPU, RAM, GPU and, with a folder, its disk."""
     gpu = device.torch_device if device is not None and device.is_cuda else None
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = {
-        "cpu": next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine()),
+        "cpu": _cpu_info().get("model name", platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -37,11 +36,15 @@ def machine(offload_root: Path | None = None, device: Device | None = None) -> d
     return found if offload_root is None else found | {"disk": mount_point(offload_root)}
 
 
+def _cpu_info() -> dict[str, str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+
+
 def described() -> dict:
     """This machine, as results name it. The CPU's model number distinguishes CPUs that are sold under one name."""
     found = machine()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    cpu = _cpu_info()
     model = ", ".join(f"{name} {cpu[name]}" for name in ("cpu family", "model") if name in cpu)
     return {name: found[name] for name in ("cpu", "cores", "ram_gib", "gpu")} | {"cpu_model": model or None}
 
@@ -53,7 +56,7 @@ def stamp(offload_root: Path | None = None, device: Device | None = None) -> dic
 
 
 def installed(*names: str) -> dict[str, str]:
-    """Versions of Python and of those of the named packages that are installed."""
+    """Versions of Python and of the named packages, without those that are not installed."""
     found = {"python": platform.python_version()}
     for name in names:
         with suppress(PackageNotFoundError):
@@ -89,7 +92,7 @@ def crowding(before: tuple[float, float], now: tuple[float, float]) -> float:
     return waited / (ran + waited) if waited else 0.0
 
 
-# what is kept
+# kept files
 
 
 def kept_file(name: str) -> Path:

@@ -117,7 +117,7 @@ def test_large_logits_do_not_overflow_the_sums():
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("T", [5, 70, 300])
-def test_scores_are_fp32_sums_whatever_the_dtype(dtype, T, group):
+def test_scores_are_fp32_sums_in_every_dtype(dtype, T, group):
     """Rounding must not swallow hundreds of small probabilities."""
     q, k, v = random_prompts(2, 2, group, T, 8, T, dtype)
     lengths = [T, T - 2]
@@ -140,7 +140,7 @@ def empty_slots(B, heads, S, generator):
 
 
 def assert_cached_like_naive(B, KV, group, D, segments, per_head, seed, dtype=torch.float32, atol=1e-5):
-    """Attention over segments is attention over their slots; all heads of a group share those of their KV head."""
+    """Attention over segments is attention over their slots; all heads of a group share a KV head's slots."""
     generator = torch.Generator().manual_seed(seed)
     S = sum(segments)
     q = torch.randn(B, KV * group, 1, D, generator=generator).to(dtype)
@@ -182,7 +182,7 @@ def test_a_cache_in_16_bits_gives_the_plain_formula(monkeypatch, dtype, elements
 
 
 class Repeats(TorchDispatchMode):
-    """Records operators that make tensors of more than `most` elements, all of them marked like those of K and V."""
+    """Records operators that make tensors of more than `most` elements, all of them marked like K and V."""
 
     MARK = 1000.0
 

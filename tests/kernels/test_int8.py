@@ -1,4 +1,4 @@
-"""Matmuls in int8: equal to those of the same values in fp64, and to the bit whatever else is in the call."""
+"""Matmuls in int8 equal those of the same values in fp64, and do not depend on other rows or layers, to the bit."""
 
 from __future__ import annotations
 
