@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from h2o_flexgen.compiled import threads
 from h2o_flexgen.kernels import attention
 from h2o_flexgen.planning.workspace import chunk_bytes
 
@@ -173,10 +174,13 @@ def test_attention_over_segments_is_attention_over_their_slots(B, KV, group, D, 
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("elements", [1, 100, 1 << 20])
+@pytest.mark.parametrize("elements", [None, 1, 100, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_cache_in_16_bits_gives_the_plain_formula(monkeypatch, dtype, elements, group):
-    monkeypatch.setitem(attention.CHUNK_ELEMENTS, "cpu", elements)
+    """By compiled loops; without them in fp16 a few heads at a time, in bf16 by matmuls."""
+    if elements is not None:
+        monkeypatch.setattr(threads, "compiled", lambda: None)
+        monkeypatch.setitem(attention.WIDENED_ELEMENTS, "cpu", elements)
     assert_cached_like_naive(3, 2, group, 6, [5, 9], True, group, dtype, atol=0.04)
     assert_cached_like_naive(3, 2, group, 6, [14], False, group, dtype, atol=0.04)
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import kernels
 
-from h2o_flexgen.compiled import threads
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kernels import attention, exact, int8, linear, timing
 from h2o_flexgen.kernels.rates import KernelRates
@@ -108,22 +107,6 @@ def test_attention_over_a_prompt_equals_float32(slow, dtype, T):
     assert_rounded(context, wide[0].double())
     torch.testing.assert_close(score, wide[1])
     torch.testing.assert_close(attention.causal_attention(q, k, v).float(), wide[0], rtol=0.05, atol=0.02)
-
-
-def test_attention_over_a_cache_in_fp16_equals_float32(monkeypatch):
-    monkeypatch.setattr(threads, "compiled", lambda: None)
-    dtype = torch.float16
-    q, k, v = torch.randn(2, 3, 1, 8).to(dtype), *torch.randn(2, 2, 3, 9, 8).to(dtype)
-    empty = torch.rand(2, 3, 9) < 0.3
-    empty[..., 0] = False
-    parts = [[x.contiguous() for x in t.split((4, 5), 2)] for t in (k, v)]
-    wide = attention.cached_attention(q.float(), *([x.float() for x in p] for p in parts), empty=empty)
-    for elements in (1, 100, 1 << 20):
-        monkeypatch.setitem(attention.CHUNK_ELEMENTS, "cpu", elements)
-        context, p = attention.cached_attention(q, *parts, empty=empty)
-        assert context.dtype == dtype
-        assert_rounded(context, wide[0].double())
-        torch.testing.assert_close(p, wide[1])
 
 
 @pytest.mark.parametrize("groups", [1, 3])
