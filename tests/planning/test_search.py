@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from machines import T4, laptop, percents, search
 
 from h2o_flexgen.errors import PlanError, UserError
-from h2o_flexgen.planning.budget import BudgetPoint, budget_choices, largest_free, size_budget
+from h2o_flexgen.planning.budget import BudgetChoice, BudgetPoint, budget_choices, largest_free
 from h2o_flexgen.planning.cost import batches_of
 from h2o_flexgen.planning.memory import plan_policy
 from h2o_flexgen.planning.relaxation import Fractions, Move, Relaxation, RelaxedPlacement, fewest_seconds
@@ -276,44 +276,40 @@ def test_a_budget_that_costs_too_much_is_not_taken():
 
 def test_budgets_go_from_the_floor_to_the_full_cache():
     choices = budget_choices(0.2, 100, 132)
-    assert choices[0] == (0.2, KVBudget.from_ratio(0.2))
-    assert choices[-1] == (None, None)
-    assert [r for r, _ in choices[:-1]] == sorted({r for r, _ in choices[:-1]})
+    assert choices[0] == BudgetChoice(KVBudget.from_ratio(0.2), 0.2, 0.4)
+    assert choices[-1] == BudgetChoice(None, None, None)
+    ratios = [choice.ratio for choice in choices[:-1]]
+    assert ratios == sorted(set(ratios))
     with pytest.raises(UserError, match="min_hh_ratio"):
         budget_choices(0.7, 100, 132)
 
 
 @pytest.mark.parametrize("longest, total", [(64, 1088), (512, 544), (1, 2), (1000, 1001)])
 def test_budgets_reach_up_to_the_full_cache(longest, total):
-    slots = [sum(budget.slots(longest)) for _, budget in budget_choices(0.1, longest, total)[:-1]]
+    slots = [sum(choice.kv_budget.slots(longest)) for choice in budget_choices(0.1, longest, total)[:-1]]
     assert slots == sorted(slots)
     assert all(n < total for n in slots[1:])
     assert longest < 10 or slots[-1] > total / 3
 
 
-def test_where_all_that_fits_loses_too_much_that_is_the_error():
-    def find(ratio, budget):
-        if budget is None:
-            raise PlanError("the gpu tier is too small")
-        return BudgetPoint(ratio, 10, 1, 1, 1.0, allowed=False), None
-
+def test_where_everything_that_fits_loses_too_much_that_is_the_error():
     with pytest.raises(UserError, match="nothing that fits into memory is known to lose at most `max_loss`"):
-        size_budget(budget_choices(0.1, 100, 200), find, False)
+        largest_free([replace(point(0.1, 1.0), allowed=False)])
 
 
 @given(st.integers(1, 2000), st.integers(2, 400), st.integers(1, 4000), st.floats(0.01, 1))
 def test_the_sized_budget_is_nearly_the_largest_that_is_free(knee, longest, gen_len, slope):
-    """Throughput that falls from a knee on: the budget found is free, and a fifth more would not have been."""
+    """Throughput that falls beyond a knee: the budget found is free, and one a third larger would not be."""
     total = longest + gen_len
 
     def speed(slots):
         return 100 - max(0, slots - knee) * slope
 
-    def find(ratio, budget):
+    curve = []
+    for budget, ratio, _ in budget_choices(0.1, longest, total):
         slots = total if budget is None else sum(budget.slots(longest))
-        return BudgetPoint(ratio, slots, 1, 1, speed(slots)), slots
-
-    slots, curve = size_budget(budget_choices(0.1, longest, total), find, False)
+        curve.append(BudgetPoint(ratio, slots, 1, 1, speed(slots)))
+    slots = largest_free(curve).slots
     assert [p.slots for p in curve] == sorted(p.slots for p in curve)
     least = 0.97 * curve[0].tokens_per_s
     assert speed(slots) >= least
