@@ -231,6 +231,5 @@ def given_policy(
         raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
     if kv_budget not in (None, "auto") and not isinstance(kv_budget, KVBudget):
         raise UserError(f'kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), or "auto", not {kv_budget!r}')
-    formats = dict(compress_cache=compress_cache, compress_weight=compress_weight, compute=compute)
-    given = {name: value for name, value in {"kv_budget": kv_budget, **formats}.items() if value is not None}
-    return stored._replace(**given)
+    given = dict(kv_budget=kv_budget, compress_cache=compress_cache, compress_weight=compress_weight, compute=compute)
+    return stored._replace(**{name: value for name, value in given.items() if value})

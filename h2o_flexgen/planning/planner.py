@@ -1,4 +1,4 @@
-"""The only chooser of a policy, for jobs about to run and for jobs that are only asked about."""
+"""The only chooser of a policy, both for jobs that run and for the command that only plans them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from h2o_flexgen.formats.forms import has_cache_format
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.planning.budget import FORMATS, BudgetChoice, BudgetPoint, budget_choices, largest_free
+from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.cost import CostModel
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.memory import MemoryPlan, Resources, path_tokens, plan_policy
 from h2o_flexgen.planning.placement import Placement
-from h2o_flexgen.planning.search import Constraints, Search
+from h2o_flexgen.planning.search import Search
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.planning.workload import GROUP_ROWS, Workload
 from h2o_flexgen.policy import KVBudget, Policy
