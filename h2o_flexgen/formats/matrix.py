@@ -67,8 +67,7 @@ class Quantised:
         return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
 
     def blocks(self) -> tuple:
-        """Of a matrix in blocks of 4 bits on the CPU, what `tiles4.multiply` reads: its bytes twice, which stored row
-        each one is, and how a row lies in bytes."""
+        """A matrix in blocks of 4 bits on the CPU, as `tiles4.Blocks`."""
         raw = self.raw.view(self.shape[0], -1).numpy()
         return raw, raw.view(np.int16), _stored_rows(self.shape[0], self.format.heads), *self.format.layout
 

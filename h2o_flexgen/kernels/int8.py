@@ -128,6 +128,11 @@ class Rows:
         return cls(codes, torch.ones(len(codes)), torch.empty(len(codes), 0), torch.arange(0))
 
     @cached_property
+    def row_floats(self) -> tuple[np.ndarray, ...]:
+        """As `tiles.RowFloats`, a plain tuple."""
+        return self.scale.numpy(), self.kept.numpy(), self.places.numpy()
+
+    @cached_property
     def for_tiles(self) -> np.ndarray:
         """The codes as tiles take them. By numpy: as fast as torch, whose threads would have to be woken up."""
         tiles = compiled().tiles
@@ -222,7 +227,7 @@ def _scale_back(sums: Tensor, columns: Tensor, x: Rows, weight: Int8Weight, bias
         wide = (x.scale[:, None] * sums).addmm_(x.kept, columns.float()).mul_(weight.scale)
         out.copy_(wide if bias is None else wide.add_(bias))
         return
-    arrays = [t.numpy() for t in (sums, x.scale, x.kept, columns, weight.scale, _fp32(bias, weight))]
+    arrays = [sums.numpy(), columns.numpy(), x.row_floats, weight.scale.numpy(), _fp32(bias, weight).numpy()]
     target = float_array(out)
     in_threads(lambda a, b: loops.tiles.scale_back(*arrays, a, b, target), len(out), out.numel())
 
@@ -283,17 +288,16 @@ def tiled(x: Rows, layers: list[tuple[Weight, Tensor | None, Tensor]]) -> None:
     jobs = []
     count = 0
     tall = loops.tiles.TILE_OUT
-    shared = [t.numpy() for t in (x.scale, x.kept, x.places)]
     groups = {weight.format.group for weight, _, _ in layers if isinstance(weight, Quantised)}
     in_order = {group: x.for_blocks(group) for group in groups}
     for weight, bias, out in layers:
         last = _fp32(bias, weight).numpy()
         if isinstance(weight, Quantised):
             codes = in_order[weight.format.group]
-            work = partial(loops.tiles4.multiply, *codes, *shared, *weight.blocks(), last)
+            work = partial(loops.tiles4.multiply, *codes, x.row_floats, weight.blocks(), last)
         else:
             arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale)]
-            work = partial(loops.tiles.multiply, x.for_tiles, *shared, *arrays, last)
+            work = partial(loops.tiles.multiply, x.for_tiles, x.row_floats, *arrays, last)
         jobs.append((count, work, float_array(out)))
         count += -(-out.shape[1] // tall)
 
