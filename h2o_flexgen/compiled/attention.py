@@ -46,12 +46,6 @@ class Slots(NamedTuple):
 # innermost loops, on addresses
 
 
-def _each(builder, count, body, lanes=LANES):
-    """Emit body(offset) for every `lanes` of `count` elements, a multiple of them and maybe 0."""
-    with builder.if_then(builder.icmp_unsigned("!=", count, I64(0))):
-        loop(builder, lanes, count, [], lambda n, _: body(n) or [])
-
-
 def _at(builder, address, index):
     """The address of float `index` of those at an address."""
     return builder.add(address, builder.mul(index, I64(4)))
@@ -95,7 +89,7 @@ def _mix(_, rows, weights, total, width):
         loaded = load(builder, weights, FLOAT, VECTORS)
         spread = [builder.shuffle_vector(loaded, loaded, _splat(I32, j, LANES)) for j in range(VECTORS)]
 
-        def body(n):
+        def body(n, _):
             target = _at(builder, total, n)
             found = load(builder, target, FLOAT, LANES)
             for j, weight in enumerate(spread):
@@ -103,8 +97,9 @@ def _mix(_, rows, weights, total, width):
                 row = load(builder, _at(builder, rows, start), FLOAT, LANES)
                 found = _multiply_add(builder, row, weight, found)
             store(builder, found, target)
+            return []
 
-        _each(builder, width, body)
+        loop(builder, LANES, width, [], body)
 
     return types.void(*[types.int64] * 4), build
 
@@ -117,13 +112,15 @@ def _widening(nbytes, convert):
         source, target, count = args
 
         def widen(lanes, begin, size):
-            def body(n):
+            def body(n, _):
                 n = builder.add(n, begin)
                 start = builder.add(source, builder.mul(n, I64(nbytes)))
                 bits = load(builder, start, ir.IntType(8 * nbytes), lanes)
                 store(builder, convert(builder, bits, ir.VectorType(FLOAT, lanes)), _at(builder, target, n))
+                return []
 
-            _each(builder, size, body, lanes)
+            with builder.if_then(builder.icmp_unsigned("!=", size, I64(0))):
+                loop(builder, lanes, size, [], body)
 
         whole = builder.and_(count, I64(-LANES))
         widen(LANES, I64(0), whole)
@@ -167,8 +164,8 @@ def _half(address):
 
 @njit(nogil=True)
 def _widen(kind, address, nbytes, count, D, rows, width, scales):
-    """Widen `count` stored vectors of `nbytes` each to float32, codes without scale and minimum, to rows of `width` at
-    an address; scales and minima go to `scales` (2, VECTORS)."""
+    """Widen `count` stored vectors of `nbytes` each to float32, codes without scale and minimum, into rows of `width`
+    floats at an address; scales and minima go to `scales` (2, VECTORS)."""
     for j in range(count):
         source = address + j * nbytes
         target = rows + 4 * j * width
