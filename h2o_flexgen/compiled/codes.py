@@ -104,7 +104,7 @@ def encode8(x, begin, end, halves, codes):
     """Write rows `begin` to `end` of x (R, I), floats, each as a block of 8 bits without a minimum (`formats.Blocks`).
 
     Args:
-        halves: (R, W / 2) fp16, and codes: (R, W) int8, two views of the blocks.
+        halves: (R, W / 2) fp16, and codes: (R, W) int8, views of the same blocks.
     """
     for r in range(begin, end):
         row = x[r]
@@ -137,7 +137,7 @@ def encode4(x, begin, end, halves, codes):
     for r in range(begin, end):
         row = x[r]
         target = codes[r, 4:]
-        # by its sign NaN is before all others or after them
+        # NaN is below or above all others, by its sign
         first = np.int32(2**31 - 1)
         last = np.int32(-(2**31))
         for i in range(len(row)):
@@ -159,7 +159,7 @@ def encode4(x, begin, end, halves, codes):
             target[:] = 0
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})  # if numba inlined it, it would no longer be vectorised
+@njit(nogil=True, cache=True, fastmath={"reassoc"})  # inlined by numba it would lose the flag
 def _sum_abs(row):
     total = np.float32(0)
     for i in range(len(row)):
@@ -179,7 +179,7 @@ def _above(row, limit):
 @njit(nogil=True, cache=True)
 def quantise(x, times, few, begin, end, codes, limit, largest):
     """Write rows `begin` to `end` of x (R, I), floats, in int8, with 0 for outliers. Returns (I,) uint8, 1 where any of
-    these rows has an outlier: in an array that threads share they would overwrite each other's.
+    these rows has an outlier, a new array, since threads that share one would overwrite each other's.
 
     Args:
         times: an outlier is above this many times the mean absolute value of its row, doubled until at most `few` are.
@@ -191,7 +191,7 @@ def quantise(x, times, few, begin, end, codes, limit, largest):
     for r in range(begin, end):
         row = x[r]
         target = codes[r]
-        # as bits: of all elements, of those that are no outliers, and what outliers are above
+        # as bits: the largest element, the largest that is no outlier, and the limit
         highest = _largest(row)
         most = highest
         top = highest
