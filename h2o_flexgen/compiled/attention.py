@@ -82,7 +82,7 @@ def _dots(_, rows, x, out, width):
 
 @intrinsic
 def _mix(_, rows, weights, total, width):
-    """Add VECTORS rows, each times its weight, to `total`; arguments as those of `_dots`."""
+    """Add VECTORS rows, each times its weight, to `total`; arguments as in `_dots`."""
 
     def build(_, builder, __, args):
         rows, weights, total, width = args
@@ -224,7 +224,7 @@ def _logits(keys, sizes, cached_len, h, query, rows, scales, p):
 @njit(nogil=True)
 def _sums(values, sizes, cached_len, h, total, rows, scales, p):
     """Write the sum of the first `cached_len` values of head h, each times its weight in p, to total (G, width). Shapes
-    and buffers as those of `_logits`."""
+    and buffers as in `_logits`."""
     first = 0
     width = rows.shape[1]
     weights = np.zeros(VECTORS, np.float32)

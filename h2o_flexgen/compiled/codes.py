@@ -12,7 +12,7 @@ from h2o_flexgen.compiled.floats import U, bits_of, element, float_of, from_bits
 
 @njit(nogil=True, inline="always")
 def _decode_row(codes, scale, minimum, factor, first, out):
-    """(code * scale + minimum) * factor of each element; arguments as those of `to_floats`, of one row."""
+    """(code * scale + minimum) * factor of each element; arguments as in `to_floats`, of one row."""
     groups = U(len(scale))
     size = U(len(out)) // groups
     step = U(len(codes)) // groups
@@ -38,8 +38,8 @@ def to_floats(codes, scale, minimum, order, first, out):
     """Write code * scale + minimum for R rows of G groups.
 
     Args:
-        codes: (R, bytes of a row); int8, or uint8 with two codes of 4 bits each: those of the first half of a group are
-            the lower ones of its bytes.
+        codes: (R, bytes of a row); int8, or uint8 with two codes of 4 bits each, where the first half of a group is in
+            the lower 4 bits.
         scale, minimum: (R, G), float32.
         order: (R,), the row of `out` that each becomes.
         first: bytes of a group before its codes.

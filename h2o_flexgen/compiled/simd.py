@@ -101,7 +101,7 @@ def store(builder, vector, address):
 
 
 def store_sums(builder, vectors, sums, at, rows):
-    """Write the sum of each of rows * TILE_OUT vectors to an int32 array of numba's, from column `at` on."""
+    """Write the sum of each of rows * TILE_OUT vectors to a numba array of int32, from column `at` on."""
     found = add_up(builder, vectors)
     for n, row in enumerate(addresses(builder, sums, I64(0), rows)):
         few = lanes(builder, found, found, range(n * TILE_OUT, (n + 1) * TILE_OUT))

@@ -56,7 +56,7 @@ class RowFloats(NamedTuple):
     """What rows of activations have beside their codes (`kernels.int8`)."""
 
     scale: np.ndarray  # (R,) float32
-    kept: np.ndarray  # (R, U) float32, the outliers, 0 where an element is none
+    kept: np.ndarray  # (R, U) float32, the outliers, 0 for other elements
     places: np.ndarray  # (U,) int64, the columns of outliers
 
 
