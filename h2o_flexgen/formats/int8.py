@@ -1,4 +1,4 @@
-"""Codes of 8 bits, with one scale for each row of a matrix."""
+"""Codes of 8 bits with one scale per row of a matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2o_flexgen.formats.codes import Codes, quantise_rows
 
 @dataclass(frozen=True)
 class Int8(Format):
-    """A matrix (O, I) as `scale` (O,) in fp32 and then `codes` (O, I) in int8; the largest of a row is 127 or -127."""
+    """A matrix (O, I) is O scales in fp32, then O x I codes in int8, where the largest of a row is 127 or -127."""
 
     name = "int8"
     bits = 8
