@@ -46,10 +46,9 @@ class Blocks(Format):
         return self._head + self.group * self.bits // 8
 
     @property
-    def layout(self) -> tuple[int, int, int, bool]:
-        """For codes of 4 bits: the bytes of a row before its first codes, from block to block, and of the codes of a
-        block; whether there are minima."""
-        return self._head, self._block, self.group // 2, self.has_minimum
+    def layout(self) -> tuple[int, int]:
+        """For codes of 4 bits: the bytes of a block before its codes, and of its codes."""
+        return self._head, self.group // 2
 
     @property
     def loop_kind(self) -> int:
@@ -75,7 +74,7 @@ class Blocks(Format):
             scale = raw[..., :2].view(torch.float16)[..., 0].float()
             minimum = raw[..., 2:4].view(torch.float16)[..., 0].float() if self.has_minimum else scale * centre
         codes = raw.view(len(raw), -1)
-        return Codes(codes if self.bits == 4 else codes.view(torch.int8), scale, minimum, self._head, self._block)
+        return Codes(codes if self.bits == 4 else codes.view(torch.int8), scale, minimum, self._head)
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
         """For 4 bits with a minimum, and for 8 bits without; other blocks come from files."""

@@ -22,14 +22,13 @@ class Codes(NamedTuple):
     Attributes:
         codes: (R, bytes of a row); int8, or uint8 with two codes per byte.
         scale, minimum: (R, G), fp32.
-        first, step: the bytes of a row before the codes of the first group, and from group to group.
+        first: the bytes of a group before its codes.
     """
 
     codes: Tensor
     scale: Tensor
     minimum: Tensor
     first: int
-    step: int
 
     @property
     def largest(self) -> Tensor:
@@ -48,7 +47,7 @@ class Codes(NamedTuple):
 
     def decode_by_loops(self, order: Tensor, out: Tensor) -> None:
         """Write the floats into the rows `order` of `out`, of any float type, by compiled loops."""
-        self._in_loops(compiled().codes.to_floats, order, out.shape[1], float_array(out))
+        self._in_loops(compiled().codes.to_floats, order, float_array(out))
 
     def to_int8(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale per row (O,), by torch's
@@ -63,17 +62,16 @@ class Codes(NamedTuple):
 
     def to_int8_by_loops(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """The same by compiled loops."""
-        self._in_loops(compiled().codes.to_int8, order, codes.shape[1], codes.numpy(), scale.numpy())
+        self._in_loops(compiled().codes.to_int8, order, codes.numpy(), scale.numpy())
 
-    def _in_loops(self, kernel, order: Tensor, width: int, *targets) -> None:
+    def _in_loops(self, kernel, order: Tensor, *targets) -> None:
         """Run a compiled loop over rows, in all threads."""
-        half = 0 if self.codes.dtype == torch.int8 else width // self.scale.shape[1] // 2
         arrays = [x.contiguous().numpy() for x in (self.codes, self.scale, self.minimum, order)]
 
         def part(begin: int, end: int) -> None:
-            kernel(*(x[begin:end] for x in arrays), self.first, self.step, half, *targets)
+            kernel(*(x[begin:end] for x in arrays), self.first, *targets)
 
-        in_threads(part, len(order), len(order) * width)
+        in_threads(part, len(order), len(order) * targets[0].shape[1])
 
 
 def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:

@@ -67,8 +67,7 @@ class Quantised:
         return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
 
     def blocks(self) -> tuple:
-        """What `tiles4.multiply` reads of a matrix in blocks of 4 bits on the CPU: its bytes as uint8 and as int16,
-        which stored row each row is, and the layout of a row."""
+        """A matrix in blocks of 4 bits on the CPU, as `tiles4.Blocks` in a plain tuple."""
         raw = self.raw.view(self.shape[0], -1).numpy()
         return raw, raw.view(np.int16), _stored_rows(self.shape[0], self.format.heads), *self.format.layout
 

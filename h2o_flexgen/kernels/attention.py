@@ -252,17 +252,13 @@ def _cached_attention_by_loops(
     received = torch.zeros((B * KV, S) if cached_len is None else (0, 0), dtype=torch.float32)
     cached_len = torch.full((B,), S) if cached_len is None else cached_len
     empty = torch.empty(0, 0, 0, dtype=torch.bool) if empty is None else empty
-    arrays = [
-        np.array([each.loop_kind for each in form]),
-        np.array([x[0].shape[-1] * x[0].itemsize for x in (k, v)]),
-        _segments(k)[0],
-        *_segments(v),
-        cached_len.numpy(),
-        empty.numpy(),
-        float_array(queries),
-        float_array(context),
-        received.numpy(),
-    ]
+    at_k, sizes = _segments(k)
+    at_v, _ = _segments(v)
+    # `Vectors` and `Slots` of the loop as plain tuples
+    keys = (form.k.loop_kind, D, k[0].shape[-1] * k[0].itemsize, at_k)
+    values = (form.v.loop_kind, D, v[0].shape[-1] * v[0].itemsize, at_v)
+    slots = (sizes, cached_len.numpy(), empty.numpy())
+    arrays = [keys, values, slots, float_array(queries), float_array(context), received.numpy()]
     attend = threads.compiled().attention.attend
     size = 2 * KV * D * int(cached_len.sum())
     threads.in_threads(lambda begin, end: attend(begin, end, *arrays), B * KV, size)

@@ -218,12 +218,11 @@ class Tiled(Kernel):
         """A loop (begin, end, out) over some of the outputs. `in_order`: {group: x for blocks of that size}."""
         weight, bias, _ = product
         bias = _fp32(bias, weight)
-        shared = [t.numpy() for t in (x.scale, x.kept, x.places)]
         if isinstance(weight, Quantised):
             codes = in_order[weight.format.group]
-            return partial(compiled().tiles4.multiply, *codes, *shared, *weight.blocks(), bias)
+            return partial(compiled().tiles4.multiply, *codes, x.row_floats, weight.blocks(), bias)
         arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale)]
-        return partial(compiled().tiles.multiply, x.for_tiles, *shared, *arrays, bias)
+        return partial(compiled().tiles.multiply, x.for_tiles, x.row_floats, *arrays, bias)
 
     def sums(self, codes: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty(len(codes), len(weight))
@@ -251,10 +250,9 @@ def _scale_back(sums: Tensor, columns: Tensor, x: Int8Activations, product: Prod
         wide = (x.scale[:, None] * sums).addmm_(x.kept, columns.float()).mul_(weight.scale)
         out.copy_(wide if bias is None else wide.add_(bias))
         return
-    arrays = [t.numpy() for t in (sums, x.scale, x.kept, columns, weight.scale)]
-    bias = _fp32(bias, weight)
+    arrays = [sums.numpy(), columns.numpy(), x.row_floats, weight.scale.numpy(), _fp32(bias, weight)]
     target = float_array(out)
-    in_threads(lambda a, b: loops.tiles.scale_back(*arrays, bias, a, b, target), len(out), out.numel())
+    in_threads(lambda a, b: loops.tiles.scale_back(*arrays, a, b, target), len(out), out.numel())
 
 
 def _fp32(bias: Tensor | None, weight: Weight) -> np.ndarray:

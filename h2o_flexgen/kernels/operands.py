@@ -71,6 +71,11 @@ class Int8Activations:
         return cls(codes, torch.ones(len(codes)), torch.empty(len(codes), 0), torch.arange(0))
 
     @cached_property
+    def row_floats(self) -> tuple[np.ndarray, ...]:
+        """`tiles.RowFloats` as a plain tuple."""
+        return self.scale.numpy(), self.kept.numpy(), self.places.numpy()
+
+    @cached_property
     def for_tiles(self) -> np.ndarray:
         """The codes as `tiles` reads them. numpy is as fast as torch here, without waking torch's threads."""
         tiles = compiled().tiles
