@@ -717,14 +717,24 @@ def fill(text: str) -> str:
     return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", made, text, flags=re.S)
 
 
+def unshown() -> set[str]:
+    """Results that no document shows."""
+    shown = {name for path in DOCUMENTS for name in re.findall(r"<!-- table (\S+) -->", path.read_text())}
+    files = {path.stem for path in RESULTS.glob("*.json") if not path.stem.startswith("quick_")}
+    return {"throughput" if name.startswith("throughput") else name for name in files} - shown
+
+
 def main() -> int:
     stale = [path for path in DOCUMENTS if path.read_text() != fill(path.read_text())]
-    if "--check" not in sys.argv:
-        for path in stale:
-            path.write_text(fill(path.read_text()))
-    what = "stale" if "--check" in sys.argv else f"written from {RESULTS.relative_to(ROOT)}"
-    print("\n".join(f"{path.name}: tables are {what}" for path in stale) or "up to date")
-    return bool(stale and "--check" in sys.argv)
+    if "--check" in sys.argv:
+        problems = [f"{path.name}: tables are stale" for path in stale]
+        problems += [f"no document shows docs/benchmarks/{name}.json" for name in sorted(unshown())]
+        print("\n".join(problems) or "up to date")
+        return bool(problems)
+    for path in stale:
+        path.write_text(fill(path.read_text()))
+        print(f"{path.name}: tables are written from {RESULTS.relative_to(ROOT)}")
+    return 0
 
 
 if __name__ == "__main__":

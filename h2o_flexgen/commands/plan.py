@@ -11,7 +11,7 @@ from h2o_flexgen.commands import options
 from h2o_flexgen.commands.budget import add_budget_options, check_model, make_budget, make_losses
 from h2o_flexgen.commands.options import MACHINE
 from h2o_flexgen.commands.output import describe_curve, describe_job, describe_policy, name_at, print_text
-from h2o_flexgen.commands.suggestions import HH_RATIO, describe_suggestions, suggest
+from h2o_flexgen.commands.suggestions import describe_suggestions, suggest
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.planning.budget import FORMATS, MIN_HH_RATIO
 from h2o_flexgen.planning.losses import weights_text
@@ -83,14 +83,12 @@ def run(args: argparse.Namespace) -> None:
     if not args.json:
         print_result(found.name, choice, profile, workload, result)
 
-    def plan_again(changed: argparse.Namespace):
-        budget = KVBudget.from_ratio(HH_RATIO) if changed.hh_ratio == HH_RATIO else choice.kv_budget
+    def plan_again(changed: argparse.Namespace, budget: KVBudget | None):
         return choose(changed, length, planner_for(changed, found, profile, policy, None), policy, budget)
 
     if not args.search and not choice.plan.missing():
-        fixed = {"compress_weight": choice.compress_weight, "compress_cache": choice.compress_cache}
         is_quantised = not all(form.is_dense for form in model.formats.values())
-        suggestions = suggest(argparse.Namespace(**vars(args) | fixed), choice, is_quantised, plan_again)
+        suggestions = suggest(args, choice, is_quantised, plan_again)
         result["suggestions"] = [asdict(suggestion) for suggestion in suggestions]
         if suggestions and not args.json:
             print_text(describe_suggestions(suggestions))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.commands.options import option
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.policy import KVBudget
 
 #: the least gain that is worth a line, and how close to the fastest variant of a change one with less loss must come
 WORTH = 1.05
@@ -51,21 +52,29 @@ def suggest(
     args: argparse.Namespace,
     choice,
     is_quantised: bool,
-    plan: Callable[[argparse.Namespace], object],
+    plan: Callable[[argparse.Namespace, KVBudget | None], object],
 ) -> list[Suggestion]:
     """The changes that gain most, the best first.
 
     Args:
         args: the options that led to `choice`, an ExecutionPlan; is_quantised: some of its weights are.
-        plan: the ExecutionPlan that other options lead to.
+        plan: the ExecutionPlan that other options and a KV budget lead to.
     """
     found = []
     now = choice.prediction.tokens_per_s
+    policy = choice.policy
+    fixed = {"compress_weight": choice.compress_weight, "compress_cache": choice.compress_cache}
+    fixed["num_prompts"] = len(choice.workload.prompt_lens)
+    sizes = {"gpu_batch_size": policy.gpu_batch_size, "prefill_tokens": policy.prefill_tokens}
     for variants in changes(args, choice, is_quantised):
         speeds = {}
         for change in variants:
+            # with the batches of the plan a search is short; more prompts may need larger ones
+            kept = fixed if "num_prompts" in change else fixed | sizes
+            budget = KVBudget.from_ratio(HH_RATIO) if "hh_ratio" in change else choice.kv_budget
+            changed = argparse.Namespace(**vars(args) | kept | change)
             with suppress(UserError):  # the model cannot have this format, or no policy fits
-                speeds[text_of(change)] = plan(argparse.Namespace(**vars(args) | change)).prediction.tokens_per_s
+                speeds[text_of(change)] = plan(changed, budget).prediction.tokens_per_s
         for text, speed in speeds.items():
             if speed >= WORTH * now and WORTH * speed >= max(speeds.values()):
                 loss = (0.0, 0.0) if text.startswith("--num-prompts") else MEASURED.get(text)

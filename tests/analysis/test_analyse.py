@@ -1,4 +1,4 @@
-"""The command: figures of a tiny model as a table, as JSON and as a plot; and what it refuses before anything runs."""
+"""The command `analyse`: results of a tiny model as text, JSON and plot, and what it refuses before it runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def result(texts, text, tmp_path_factory) -> dict:
     return json.loads(path.read_text())
 
 
-def test_it_tells_what_it_writes(analysed, texts, text, tmp_path, result):
+def test_it_prints_what_it_writes(analysed, texts, text, tmp_path, result):
     path = tmp_path / "analysis.json"
     code, out, err = analysed(text, "--model", texts, *SHORT, "--output", path)
     assert code == 0, err
@@ -75,7 +75,7 @@ def test_it_tells_what_it_writes(analysed, texts, text, tmp_path, result):
         assert float(line.split()[-2]) == pytest.approx(row["perplexity"], rel=1e-3)
 
 
-def test_what_it_writes_is_whole(result):
+def test_the_result_is_complete(result):
     assert result["text"] == "text.txt" and result["kv_budget"] == {"heavy": 3, "recent": 3, "rule": "h2o"}
     layers = TINY["num_hidden_layers"]
     assert len(result["sparsity"]["by_layer"]) == len(result["overlap"]["by_layer"]) == layers
@@ -119,7 +119,7 @@ def test_files_that_cannot_be_read_or_written(refused, texts, text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, say",
+    "options, message",
     [
         (("--kv-rule", "best"), "unknown --kv-rule 'best'; known: h2o"),
         (("--kv-rule", "h2o:first=9"), "protects 9 + 0 tokens"),
@@ -133,8 +133,8 @@ def test_files_that_cannot_be_read_or_written(refused, texts, text, tmp_path):
         (("--model", "/no/such/model"), "no such folder"),
     ],
 )
-def test_options(refused, texts, text, options, say):
-    assert say in refused(text, "--model", texts, *SHORT, *options)
+def test_options(refused, texts, text, options, message):
+    assert message in refused(text, "--model", texts, *SHORT, *options)
 
 
 def test_a_text_that_is_too_short(refused, texts, text):

@@ -1,4 +1,4 @@
-"""Numbers, options and policy files that a user can get wrong end in one line that says what to do."""
+"""Numbers, options and policy files that a user can get wrong end in one line with a remedy."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_messages_lead_to_a_job_that_runs(refused, model, argv, message):
 @pytest.mark.parametrize(
     "prompt_len, gen_len", [("60", "5"), ("65", "1"), ("1", "64"), (str(10**12), "1"), ("1", str(10**12))]
 )
-def test_longer_than_the_positions(refused, model, prompt_len, gen_len):
+def test_a_job_longer_than_the_positions(refused, model, prompt_len, gen_len):
     message = refused("--model", model, "--prompt-len", prompt_len, "--gen-len", gen_len)
     assert "64 positions" in message
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and that others can script against it."""
+"""`generate`: what it prints, and the report that others script against."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest_plugins = ["cli_tools"]
 
 
 MOVED = {"disk_to_cpu": int, "cpu_to_gpu": int, "gpu_to_cpu": int, "cpu_to_disk": int}
-#: what `--report` promises to those who read it
+#: the contract of `--report`
 REPORT = {
     "model": str,
     "device": str,
@@ -84,7 +84,7 @@ def test_the_human_readable_report_says_the_same(cli, model, tmp_path):
     assert str(model) in out and "float32 on cpu" in out
     assert "3 prompts of up to 10 tokens, 5 tokens each" in out
     assert "2 heavy + 2 recent" in out
-    assert "4 x 1, in RAM 0 % of weights, 0 % of cache, 0 % of activations, overlap on" in out
+    assert "3 x 1, in RAM 0 % of weights, 0 % of cache, 0 % of activations, overlap on" in out
     assert f"15 tokens, {rate(found['total']['tokens_per_s'])} tokens/s" in out
     for phase in ("prefill", "decode"):
         assert f"{found[phase]['seconds']:.2f} s, {rate(found[phase]['tokens_per_s'])} tokens/s" in out
@@ -96,7 +96,7 @@ def test_without_an_output_file_the_texts_are_on_stdout(cli, texts):
     code, out, _ = cli("--model", texts, *FP32, "--prompt-len", 12, "--gen-len", 5, "--num-prompts", 2)
     assert code == 0
     assert out.count("and the model goes on") == 2
-    assert "\033" not in out  # no colours where no terminal is
+    assert "\033" not in out  # no colours without a terminal
 
 
 def test_with_an_output_file_they_are_not(cli, model, tmp_path):
@@ -119,7 +119,7 @@ def test_texts_end_before_a_stop_string(cli, texts, tmp_path):
         assert row["text"] == text[: min(text.find(s) for s in stop if s in text)]
 
 
-def test_stop_strings_that_cannot_be(refused, model, texts):
+def test_invalid_stop_strings(refused, model, texts):
     assert "not empty" in refused("--model", texts, "--stop", "")
     assert "--stop needs a tokenizer" in refused("--model", model, "--stop", "a", early=False)
 
@@ -146,7 +146,8 @@ def test_help_lists_every_option_of_the_contract(cli, capfd):
 
 def test_a_policy_file_of_the_search_is_read(cli, model, tmp_path):
     policy = Policy(3, 2, (50.0, 25.0, 0.0, 50.0, 0.0, 0.0), False, True, 64)
-    path, report = tmp_path / "policy.json", tmp_path / "report.json"
+    path = tmp_path / "policy.json"
+    report = tmp_path / "report.json"
     for text in (policy.to_json(), json.dumps({"command": "search", "policy": json.loads(policy.to_json())})):
         path.write_text(text)
         job = ("--model", model, "--policy", path, "--prompt-len", 6, "--gen-len", 3, "--report", report)

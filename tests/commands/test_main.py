@@ -1,4 +1,4 @@
-"""The console command: its sub-commands, and that it is quick to help."""
+"""The console command: its sub-commands, its help, which is quick, and its exit codes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ sys.exit("torch" in sys.modules)
     assert done.returncode == 0 and "usage: h2o-flexgen" in done.stdout
 
 
-def test_it_is_a_module_too():
+def test_it_runs_as_a_module():
     argv = [sys.executable, "-m", "h2o_flexgen", "search", "--help"]
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("usage: python -m h2o_flexgen search ")

@@ -32,7 +32,7 @@ def test_no_module_of_the_library_prints(path):
     assert not loggers or "log = logging.getLogger(__name__)" in path.read_text()
 
 
-def test_a_job_by_the_library_says_nothing_on_stdout(model, capfd):
+def test_a_job_by_the_library_prints_nothing_to_stdout(model, capfd):
     for progress in (True, False):
         with LLM(str(model), device="cpu", dtype="float32", progress=progress) as llm:
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
@@ -60,7 +60,7 @@ def test_a_command_shows_warnings_once_and_plain(capsys):
     ],
     ids=str,
 )
-def test_what_a_locale_cannot_show_does_not_end_a_job(locale):
+def test_characters_missing_from_the_locale_do_not_end_a_job(locale):
     """As under cron."""
     code = r"""
 import logging, sys

@@ -38,7 +38,7 @@ def planned(capfd):
 
 @pytest.fixture(autouse=True)
 def held(monkeypatch):
-    """The process holds the same whenever it is asked."""
+    """The process holds the same memory at every call."""
     nbytes = memory.resident()
     monkeypatch.setattr(memory, "resident", lambda: nbytes)
 
@@ -62,8 +62,8 @@ def deep(tmp_path_factory):
     ids=lambda options: " ".join(map(str, options)) or "resident",
 )
 def test_it_is_what_generate_runs(planned, cli, deep, tmp_path, options):
-    report, root = tmp_path / "report.json", tmp_path / "offload"
-    job = (*options, "--prompt-len", 12, "--gen-len", 3, "--offload-dir", root)
+    report = tmp_path / "report.json"
+    job = (*options, "--prompt-len", 12, "--gen-len", 3, "--offload-dir", tmp_path / "offload")
     code, out, err = planned(deep, *job, "--json")
     assert code == 0, err
     code, _, err = cli("--model", deep, *job, "--report", report)
@@ -71,7 +71,7 @@ def test_it_is_what_generate_runs(planned, cli, deep, tmp_path, options):
     assert_same(json.loads(out), json.loads(report.read_text()))
 
 
-def test_so_it_is_where_weights_must_stream(planned, cli, deep, tmp_path):
+def test_it_is_what_generate_runs_when_weights_must_stream(planned, cli, deep, tmp_path):
     report = tmp_path / "report.json"
     job = ("--prompt-len", 12, "--gen-len", 3, "--num-prompts", 2, "--offload-dir", tmp_path / "offload")
     needed = json.loads(planned(deep, *job, "--json")[1])["memory_bytes"]["gpu"]["needed"]
@@ -84,8 +84,10 @@ def test_so_it_is_where_weights_must_stream(planned, cli, deep, tmp_path):
     assert_same(json.loads(out), json.loads(report.read_text()))
 
 
-def test_a_limit_on_ram_speaks_of_ram_and_disk(planned, deep):
-    job = (deep, "--prompt-len", 12, "--gen-len", 3, "--num-prompts", 2)
+def test_a_limit_on_ram_speaks_of_ram_and_disk(planned, deep, tmp_path):
+    profile = tmp_path / "laptop.json"
+    profile.write_text(laptop().to_json())
+    job = (deep, "--prompt-len", 12, "--gen-len", 3, "--num-prompts", 2, "--hardware", profile)
     code, out, err = planned(*job, "--mem", 1.5)
     assert code == 0, err
     assert re.search(r"^RAM +\S+ .iB of 1.50 GiB$", out, re.M) and re.search(r"^disk  ", out, re.M)
@@ -97,7 +99,7 @@ def test_a_limit_on_ram_speaks_of_ram_and_disk(planned, deep):
     "profile, limits", [(laptop(), {"gpu": 4, "cpu": 8, "ram": 8}), (T4, {"gpu": 4, "cpu": 8})], ids=["cpu", "cuda"]
 )
 def test_the_tighter_of_two_limits_wins(profile, limits):
-    """Beside 8 GiB of RAM the tier gpu is limited to 4; with CUDA it is none of the RAM."""
+    """With 8 GiB of RAM, 4 of the tier gpu and 9 of the tier cpu."""
     caps = {"gpu": 4 * GIB, "cpu": 9 * GIB, "disk": None, "ram": 8 * GIB}
     found = Resources.of(profile, caps).limits
     assert {tier: found[tier] / GIB for tier in limits} == limits
@@ -177,8 +179,8 @@ def test_a_built_in_name_needs_no_network(planned, name, tmp_path):
     assert model["parameters"] > 100e6 and model["weight_bytes"] == 2 * model["parameters"]
 
 
-def test_what_matmuls_hold_is_that_of_the_machine_asked_about(planned, tmp_path):
-    """Kernels in int8 need room of their own, and the fastest here may not be the fastest there."""
+def test_matmul_workspace_is_counted_for_the_machine_asked_about(planned, tmp_path):
+    """int8 kernels differ in their workspace, and the fastest here may not be the fastest there."""
     needed = {}
     for name in ("native", "tiled"):
         rates = KERNELS.linear | {"int8": {"native": dict.fromkeys(ROWS, 1e10), name: dict.fromkeys(ROWS, 1e12)}}
@@ -214,7 +216,7 @@ def test_what_cannot_be_planned(planned, options, message):
 
 
 def test_generate_and_plan_take_the_same_options():
-    """But for those of prompts' texts and outputs, and a policy file."""
+    """Except for the prompts' texts, the outputs and policy files."""
     ours, theirs = ({*p.make_parser("x")._option_string_actions} for p in (plan, generate))
     assert ours - theirs == {"-o", "--output", "--json"}
     assert {"--gpu-mem", "--percent", "--hh-ratio", "--path", "--hardware"} <= ours & theirs

@@ -1,4 +1,4 @@
-"""The command of the policy search, and what it promises to scripts; what is kept in policies/."""
+"""The command `search`, its contract with scripts, and the policies kept in policies/."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hardware(tmp_path):
 
 @pytest.fixture
 def find(capsys, hardware):
-    """Run the command line: (exit code, stdout, stderr)."""
+    """Run the command: (exit code, stdout, stderr)."""
 
     def run(*argv) -> tuple[int, str, str]:
         argv = [str(a) for a in argv]
@@ -72,14 +72,14 @@ def test_a_full_cache_has_no_budget(find):
     assert json.loads(find(*JOB, "--json")[1])["kv_budget"] is None
 
 
-def test_what_it_prints_says_what_a_user_needs(find):
+def test_the_output_holds_what_a_user_needs(find):
     code, out, _ = find(*JOB, "--gpu-mem", 2)
     assert code == 0
     for word in ("policy", "prefill", "decode", "predicted", "bound by", "\nRAM  ", "\ndisk  ", "run it"):
         assert word in out
 
 
-def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
+def test_generate_accepts_the_printed_command(find):
     result = json.loads(find(*JOB, "--hh-size", 5, "--gpu-mem", 2, "--json")[1])
     words = shlex.split(result["command"])
     assert words[:2] == ["h2o-flexgen", "generate"]
@@ -89,7 +89,7 @@ def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
     assert args.device == "cpu"  # the profile's, whatever this machine has
 
 
-def test_what_it_writes_is_a_policy_file(find, tmp_path):
+def test_the_output_file_is_a_policy_file(find, tmp_path):
     out = tmp_path / "policy.json"
     assert find(*JOB, "-o", out)[0] == 0
     assert given_policy(out)[0] == Policy.from_dict(json.loads(out.read_text())["policy"])
@@ -161,7 +161,7 @@ def test_hh_ratio_auto_prints_the_trade(find, tmp_path):
         (("-o", "/nowhere/policy.json"), "the folder /nowhere does not exist"),
     ],
 )
-def test_what_a_careless_user_asks_for(find, options, message):
+def test_bad_options_of_a_search(find, options, message):
     code, out, err = find(*JOB, *options)
     assert code == 2
     assert err.startswith("error: ")
@@ -183,9 +183,9 @@ def test_the_command_names_formats_and_matmuls(find):
 
 
 def test_auto_searches_with_every_format_of_weights_and_cache(find):
-    """And takes what each alone is predicted to be."""
+    """Each is predicted as if it were the only one."""
     formats = [(weights, cache) for weights in ("int8", "int4") for cache in (None, "int8", "int4")]
-    asked = ("--hh-ratio", 0.2, "--gpu-mem", 1, "--compute", "int8")  # of the checkpoint's floats there is no int8
+    asked = ("--hh-ratio", 0.2, "--gpu-mem", 1, "--compute", "int8")  # int8 matmuls need quantised weights
     code, out, err = find(*JOB, *asked, "--compress-weight", "auto", "--compress-cache", "auto")
     assert code == 0, err
     lines = [line.removeprefix("=>").split() for line in out.splitlines()[1:7]]
@@ -243,12 +243,12 @@ KEPT = sorted((ROOT / "policies").glob("t4-*.json"))
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda p: p.stem)
-def test_kept_policies_are_what_the_search_gives_today(path, capsys):
+def test_kept_policies_are_still_what_the_search_finds(path, capsys):
     kept = json.loads(path.read_text())
     words = shlex.split(kept["made_by"])
     assert words[:3] == ["python", "-m", "h2o_flexgen.policy_search"]
     args = [str(ROOT / word) if word.startswith("policies/") else word for word in words[3:]]
-    if path in KEPT[2::5]:  # of each model, length and cache one at least: a search takes seconds
+    if path in KEPT[2::5]:  # at least one of each model, length and cache: a search takes seconds
         assert main(["search", *args, "--json"]) == 0
         now = json.loads(capsys.readouterr().out)
         assert now["kv_budget"] == kept["kv_budget"]

@@ -1,4 +1,4 @@
-"""`quality`: its table and files, what it refuses before it runs, and what others make of its file."""
+"""`quality`: its table and files, what it refuses before it runs, and how other commands use its file."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ REFUSED = {
     "unknown rule": (("--kv-rule", "h3o"), "unknown --kv-rule 'h3o'; known: h2o, "),
     "unknown option of a rule": (("--kv-rule", "h2o:last=x"), "--kv-rule h2o: cannot take the option 'last=x'"),
     "ratio": (("--ratios", "20"), "each of --ratios must lie in (0, 1], not 20"),
-    "no number": (("--ratios", "a"), "--ratios: invalid float value: 'a'; it means: slots as fractions"),
+    "no number": (("--ratios", "a"), "--ratios: invalid float value: 'a'; it means: KV budgets as fractions"),
     "size": (("--sizes", "0"), "each of --sizes must be 1 or more"),
     "share": (("--hh-share", "2"), "--hh-share must lie in [0, 1], not 2"),
     "too few slots": (("--kv-rule", "sinks:first=30", "--sizes", "8"), "protect"),
@@ -147,7 +147,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_before_anything_runs(measured, monkeypatch, tmp_path, options, message):
+def test_bad_options_are_refused_before_anything_runs(measured, monkeypatch, tmp_path, options, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(LLM, "score", lambda *a: pytest.fail("it ran"))
     code, out, err = measured(*LENGTHS, *options)
@@ -177,7 +177,7 @@ def test_a_model_with_too_few_positions_or_no_tokenizer(measured, text, model):
     assert code == 2 and "no tokenizer" in err
 
 
-def test_a_text_is_not_written_over(measured, text):
+def test_a_text_is_not_overwritten(measured, text):
     code, _, err = measured(text, *LENGTHS, "-o", text)
     assert code == 2 and "would be read and written" in err and text.read_text() == TEXT
 
@@ -214,7 +214,7 @@ def test_ctrl_c_keeps_what_was_measured(talker, text, tmp_path, measured):
     assert "full" in out.decode() and last_line(err.decode()) == "interrupted"
 
 
-# what others make of the file
+# how other commands use the file
 
 
 @pytest.fixture
@@ -284,7 +284,8 @@ def test_contradictions(cli, talker, losses, options, message):
 
 
 def test_an_automatic_budget_stays_within_the_limit(cli, talker, losses, tmp_path):
-    hardware, report = tmp_path / "laptop.json", tmp_path / "report.json"
+    hardware = tmp_path / "laptop.json"
+    report = tmp_path / "report.json"
     hardware.write_text(laptop(dtype="float32").to_json())
     auto = ("--model", talker, *FP32, *JOB, "--hh-ratio", "auto", "--hardware", hardware, "--report", report)
     code, _, err = cli(*auto, "--quality", losses())

@@ -62,7 +62,8 @@ def test_turns_are_answered_one_after_the_other(streamed, talker, tmp_path):
 
 def test_a_text_is_read_past_the_models_positions(streamed, rolls, tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "WINDOW", 100)
-    text, report = tmp_path / "text.txt", tmp_path / "report.json"
+    text = tmp_path / "text.txt"
+    report = tmp_path / "report.json"
     text.write_text("A text that is longer than all positions of the model. " * 20)
     code, out, err = streamed("--model", rolls, "--plain", text, "--hh-size", 10, "--report", report)
     assert code == 0, err
@@ -79,7 +80,7 @@ def test_a_text_is_read_past_the_models_positions(streamed, rolls, tmp_path, mon
 
 
 def test_a_full_cache_ends_with_the_models_positions(streamed, rolls, tmp_path):
-    """What was answered before is on stdout and in the report."""
+    """Earlier answers are on stdout and in the report."""
     rows = write_rows(tmp_path / "in.jsonl", [{"turns": ["a", "b", "c", "d", "e"]}])
     report = tmp_path / "report.json"
     options = ("--full", "--gen-len", 8, "--report", report)
