@@ -21,8 +21,11 @@ from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded, weights_besid
 from h2o_flexgen.planning.workload import GROUP_ROWS, Batch, batch_sizes, batches_of, matmul_rows
 from h2o_flexgen.policy import Policy
 
-#: full blocks of a job that are costed at most
+#: the most full blocks of a job that are costed
 _MOST_BLOCKS = 32
+#: indices of the phases of a block
+_PREFILL = 0
+_DECODE = 1
 
 
 @dataclass
@@ -155,8 +158,8 @@ class CostModel:
             return 1
         most = max(policy.prefill_tokens, prompt_len)
         alone = self.layers.matmul_seconds(DECODER, prompt_len) / prompt_len
-        among_others = self.layers.matmul_seconds(DECODER, most) / most
-        slowness = self.shapes.spec.layers * prompt_len * max(0.0, alone - among_others)
+        together = self.layers.matmul_seconds(DECODER, most) / most
+        slowness = self.shapes.spec.layers * prompt_len * max(0.0, alone - together)
         places = prediction.block_size
         best = places * sqrt(2 * slowness / prediction.decode_seconds)
         return max(1, min(round(best), places // 4))
@@ -211,8 +214,8 @@ class _PlacedCost:
         return parts
 
     def block_by_block(self, prompt_lens: Sequence[int]) -> tuple[float, float]:
-        """Seconds of prefill and of decode where all rows of a block end together. Of many full blocks a few stand for
-        all."""
+        """Seconds of prefill and of decode where all rows of a block end together. Of many full blocks a sample is
+        costed."""
         size = min(self.policy.block_size, len(prompt_lens))
         full, rest = divmod(len(prompt_lens), size)
         costed = range(0, full, ceil(full / _MOST_BLOCKS))
@@ -236,8 +239,8 @@ class _PlacedCost:
         prefill_seconds = 0.0
         decode_seconds = 0.0
         for passes, decoding, entering in stretches(lengths, places):
-            prefill = self._rows_in(0, entering, mean_len)
-            decode = self._rows_in(1, decoding, mean_len)
+            prefill = self._pass_seconds(_PREFILL, entering, mean_len)
+            decode = self._pass_seconds(_DECODE, decoding, mean_len)
             alone = prefill + decode
             both = alone
             if prefill > 0 and decode > 0:  # what streams is fetched once for both
@@ -246,8 +249,8 @@ class _PlacedCost:
             decode_seconds += passes * both * decode / alone
         return prefill_seconds, decode_seconds
 
-    def _rows_in(self, phase: int, rows: float, prompt_len: int) -> float:
-        """Seconds of one pass in which so many rows, on average, are in a phase: 0 for prefill, 1 for decode."""
+    def _pass_seconds(self, phase: int, rows: float, prompt_len: int) -> float:
+        """Seconds of one pass with `rows` rows on average in a phase, given by its index."""
         count = max(1, round(rows))
         batches = tuple(Batch(size, prompt_len) for size in batch_sizes(count, self.policy))
         one_pass = self.model.phases(batches)[phase]._replace(passes=1)

@@ -74,7 +74,7 @@ class LayerCost:
         embedding, first, *others = map(_matrices, shapes.streamed)
         self.matrices = [embedding | first, *others]
         self.layer_bytes = [sum(map(shapes.nbytes, layer)) for layer in self.matrices]
-        # resident matrices are packed, but for tables whose rows are looked up, and what must be decoded or unpacked
+        # resident matrices are packed, except tables whose rows are looked up, and those that are decoded or unpacked
         gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
         self._packed = set(filter(shapes.read_as_kept, shapes.formats)) - gathered
         self._crosses = 1 if shapes.cuda else 0  # whether disk data is also copied between the host and the GPU
@@ -98,7 +98,7 @@ class LayerCost:
         """Seconds of the matmuls of a layer.
 
         Args:
-            rows: {rows that are multiplied together: how often}.
+            rows: {rows of a matmul: how many such matmuls}.
             streamed: fraction of the layer's weights that is not resident.
         """
         resident = 0.0
@@ -267,7 +267,7 @@ def _matrices(layer: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 
 def _cut(total: int, most: int) -> Counter[int]:
-    """`total` rows in parts of `most`: {rows: how often}."""
+    """`total` rows in parts of `most`: {rows of a part: how many such parts}."""
     full, rest = divmod(total, most)
     return Counter([most] * full + [rest] * int(rest > 0))
 
@@ -278,7 +278,7 @@ def _read(policy: Policy, sequences: Amount, nbytes: float) -> Traffic:
 
 
 def _write(policy: Policy, sequences: Amount, nbytes: float) -> Traffic:
-    """Likewise to disk."""
+    """`nbytes` of each sequence to disk, one batch after the other."""
     return Traffic(cpu_to_disk=sequences * nbytes, writes=sequences * _requests_each(policy, nbytes))
 
 

@@ -207,7 +207,7 @@ def decode_rows(batches: list[int], num_prompts: int, longest: int) -> int:
 
 
 def path_bytes(shapes: Shapes) -> int:
-    """Bytes of a token in a shared prefix, in all layers: K and V as floats and as they are stored, and what the rule
+    """Bytes of a token in a shared prefix, in all layers: K and V in floats and as stored, and what the rule
     remembers."""
     spec = shapes.spec
     floats = 2 * spec.head_dim * shapes.itemsize

@@ -94,7 +94,7 @@ def place_weights(layers: list[dict[str, int]], fractions: Fractions) -> dict[st
     """{name: tier} of a model's weights.
 
     The head goes to the fastest tier whose share holds it whole: in small models it is larger than any layer, and
-    staging buffers are as large as the largest layer that streams. The embedding, of which only rows are needed, goes
+    staging buffers are as large as the largest layer that streams. The embedding, which is only read by rows, goes
     to the tier that lacks most. The layers between them make up for the rest, all alike.
 
     Args:

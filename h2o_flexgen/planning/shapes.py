@@ -51,7 +51,7 @@ class ModelData:
         compress_cache: as for `LLM`.
         compressed: whether the formats come from `compress_weight` rather than the checkpoint.
         decoding: how quantised matrices were decoded, if layers and formats are those after decoding.
-        in_blocks: whether int8 matmuls read blocks of 4 bits as they are stored.
+        in_blocks: whether int8 matmuls read blocks of 4 bits as stored.
     """
 
     spec: ModelSpec
@@ -90,7 +90,7 @@ class ModelData:
 
     def decodings(self) -> list[ModelData]:
         """The model with the checkpoint's quantised matrices decoded when they are loaded, the fastest way first. Empty
-        if nothing is quantised, if the formats come from `compress_weight`, or if matmuls read all as it is stored."""
+        if nothing is quantised, if the formats come from `compress_weight`, or if matmuls read everything as stored."""
         if self.compressed or all(map(self.is_dense, self.formats)):
             return []
         found = []
@@ -168,7 +168,7 @@ class ModelData:
         return matmul_format(self.formats[name], self.torch_dtype, self.compute, self.in_blocks, is_head)
 
     def read_as_kept(self, name: str) -> bool:
-        """Whether matmuls read a matrix as it is in memory; others are decoded to floats or unpacked to int8 first."""
+        """Whether matmuls read a matrix as kept in memory; others are decoded to floats or unpacked to int8 first."""
         return self.is_dense(name) or self.read(name) == self.formats[name]
 
     def reads_blocks(self, name: str) -> bool:
