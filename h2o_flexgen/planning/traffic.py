@@ -6,6 +6,7 @@ program. So formulas here and in `layer_cost` only add amounts up and multiply t
 
 from __future__ import annotations
 
+from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
 from h2o_flexgen.machine.profile import LINKS, Link
@@ -24,7 +25,7 @@ class Offloaded(NamedTuple):
 
 
 class LinkSeconds(NamedTuple):
-    """Seconds of disk reads and writes, and of copies to and from the GPU, in the order of LINKS."""
+    """Seconds of disk reads and writes, and of copies to and from the GPU."""
 
     read: Amount
     write: Amount
@@ -43,14 +44,17 @@ class Traffic(NamedTuple):
     writes: Amount = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(a + b for a, b in zip(self, other)))
+        return Traffic(*map(add, self, other))
 
     def seconds(self, links: dict[str, Link]) -> LinkSeconds:
         """Seconds of each link if nothing else runs."""
-        moving = LinkSeconds(*(nbytes * (1 / links[name].bytes_per_s) for name, nbytes in zip(LINKS, self)))
-        return moving._replace(
-            read=moving.read + self.reads * links["disk_to_cpu"].request_seconds,
-            write=moving.write + self.writes * links["cpu_to_disk"].request_seconds,
+        from_disk = links["disk_to_cpu"]
+        to_disk = links["cpu_to_disk"]
+        return LinkSeconds(
+            self.disk_to_cpu * (1 / from_disk.bytes_per_s) + self.reads * from_disk.request_seconds,
+            self.cpu_to_disk * (1 / to_disk.bytes_per_s) + self.writes * to_disk.request_seconds,
+            self.cpu_to_gpu * (1 / links["cpu_to_gpu"].bytes_per_s),
+            self.gpu_to_cpu * (1 / links["gpu_to_cpu"].bytes_per_s),
         )
 
     def compute_seconds(self, links: dict[str, Link]) -> Amount:
