@@ -21,6 +21,10 @@ from h2o_flexgen.planning.traffic import Offloaded, weights_beside
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import KVBudget, Policy
 
+#: OPT-1.3B: hidden size, layers, vocabulary
+E = 2048
+L = 24
+V = 50272
 ALL_GPU = (100, 0, 100, 0, 100, 0)
 NO_LIMITS = Resources(dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 50))
 few = settings(max_examples=40)
@@ -34,7 +38,6 @@ def test_a_decode_step_by_hand():
     """OPT-1.3B, 8 sequences on the device: matmuls, attention over 129 slots, the head, dispatch."""
     profile = laptop()
     p = time(Policy(8, 1, ALL_GPU), prompts=8, prompt_len=128, gen_len=2)
-    E, L, V = 2048, 24, 50272
     rate = interpolate(profile.matmul["streamed"][2048, 2048], 8)
     matmuls = 2 * 12 * E * E * 8 / rate + profile.step_seconds
     attention = 8 * 129 * 2 * E * 2 / 2e10
@@ -57,7 +60,6 @@ def test_only_resident_weights_compute_at_the_packed_rate(percent):
         for name, shape in layer.items()
         if len(shape) > 1 and placement.weights[name] == "gpu"
     )
-    E, L, V = 2048, 24, 50272
     matmuls = 2 * 8 * (resident / 2e11 + (L * 12 * E * E - resident + V * E) / 1e11)
     rest = L * 8 * 129 * 2 * E * 2 / 2e10
     assert s.candidate(policy).prediction.decode_seconds == pytest.approx(matmuls + rest, rel=0.01)
@@ -74,9 +76,8 @@ def test_int8_matmuls_cost_their_own_rate_plus_unpacking(kind, in_blocks, rate, 
     shapes = [layer.shapes for layer in family(spec.model_type).tensors(spec)]
     others = dict(compute="int8", compressed=True, in_blocks=in_blocks)
     model = ModelData.of(spec, "bfloat16", "bfloat16", False, True, compressed(kind, shapes), **others)
-    planner, workload = Planner({None: model}, Constraints(), profile), Workload((128,) * 8, 2)
-    found = planner.choose(workload, NO_LIMITS, Policy(8, 1, ALL_GPU), None).prediction
-    E, L, V = 2048, 24, 50272
+    planner = Planner({None: model}, Constraints(), profile)
+    found = planner.choose(Workload((128,) * 8, 2), NO_LIMITS, Policy(8, 1, ALL_GPU), None).prediction
     layer = 12 * E * E
     matmuls = 2 * 8 * (L * layer / rate + V * E / 4e11) + unpacked * L * layer / 1e10
     assert found.decode_seconds == pytest.approx(matmuls + L * 8 * 129 * 2 * E * 2 / 2e10, rel=0.01)

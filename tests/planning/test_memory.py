@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -58,7 +59,9 @@ workloads = st.builds(
 )
 def test_a_larger_job_never_needs_less(sizes, name, percent, rule, workload, size, batches, overlap):
     llm = sizes[name]
-    P, n, gen = workload.longest, len(workload.prompt_lens), workload.gen_len
+    P = workload.longest
+    n = len(workload.prompt_lens)
+    gen = workload.gen_len
 
     def at(size=size, batches=batches, n=n, P=P, gen=gen):
         return needs(llm, Policy(size, batches, percent, overlap), Workload((P,) * n, gen), rule)
@@ -143,10 +146,8 @@ def test_the_first_block_is_cut_into_full_batches_and_bounded_micro_batches(work
 def test_weights_are_counted_on_their_tier(sizes, rule):
     llm = sizes["facebook/opt-1.3b"]
     workload = Workload((512,) * 8, 32)
-    parameters = sum(
-        shape[0] * (shape[1] if len(shape) > 1 else 1)
-        for shape in {name: shape for layer in llm.model.layers for name, shape in layer.shapes.items()}.values()
-    )
+    shapes = {name: shape for layer in llm.model.layers for name, shape in layer.shapes.items()}
+    parameters = sum(map(prod, shapes.values()))
     assert 1.30e9 < parameters < 1.33e9
     for tier, percent in zip(TIERS, [(100, 0), (0, 100), (0, 0)]):
         _, plan = llm.planner.plan(Policy(8, 1, (*percent, 100, 0, 100, 0)), rule, workload, NO_LIMITS)
@@ -206,7 +207,8 @@ def test_batches_share_matmuls_up_to_a_limit_of_rows(sizes):
 
 
 def test_prefill_in_chunks_is_planned_where_a_gpu_may_lack_fused_attention(sizes):
-    llm, P = sizes["facebook/opt-1.3b"], 1000
+    llm = sizes["facebook/opt-1.3b"]
+    P = 1000
     fp16 = replace(llm.planner.model.shapes(FullCache(), Workload((P,), 8)), cuda=True, dtype="float16")
     bf16 = replace(fp16, dtype="bfloat16")
     copies = 4 * P * llm.spec.hidden * 2
