@@ -58,14 +58,18 @@ class Expected:
             self.outputs.append(stream.generate(count))
             waiting = self.outputs[-1][-1:]
         stream.feed(waiting + self.texts[-1][:-1], chunk)
-        stream._score(stream.logits, self.texts[-1][-1])
+        stream.score(self.texts[-1][-1])
         self.logprobs = stream.logprobs[-40:]
         self.is_clear = stream.margin > 2e-3 and stream.slack > 1e-5
 
     @classmethod
     def clear(cls, model, chunk: int, seed: int = 0, **more) -> Expected:
-        """Of a text in which rounding decides nothing."""
-        return next(e for n in range(100) if (e := cls(model, chunk, 1000 * seed + n, **more)).is_clear)
+        """Those of the first texts in which no choice of a token, to generate or to evict, is a close call."""
+        for n in range(100):
+            expected = cls(model, chunk, 1000 * seed + n, **more)
+            if expected.is_clear:
+                return expected
+        raise AssertionError(f"{model.name}: each of 100 texts has two logits or two ranks that rounding could swap")
 
 
 def turns_of(session, expected: Expected, turns=TURNS) -> None:
