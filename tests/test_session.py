@@ -290,8 +290,8 @@ def test_conversations_side_by_side(demo):
     "name, options, message",
     [
         ("opt", {}, "needs RoPE: opt's positions are in its embeddings"),
-        ("llama_groups_of_8_dynamic", {}, "dynamic turns tokens by the length of the text"),
-        ("llama_longrope", {}, "longrope turns tokens by the length of the text"),
+        ("llama_groups_of_8_dynamic", {}, "dynamic depends on the length of the text"),
+        ("llama_longrope", {}, "longrope depends on the length of the text"),
         ("llama", dict(count=0), "`count` must be a whole number"),
         ("llama", dict(chunk=2.5), "`chunk` must be a whole number"),
         ("llama", dict(kv_budget=KVBudget.from_ratio(0.2)), "is in slots"),

@@ -8,10 +8,15 @@ one variant is tied.
 from __future__ import annotations
 
 import copy
+import hashlib
+import pickle
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from oracle import Trace, fresh_rotary, oracle_of
@@ -154,6 +159,10 @@ BY_LENGTH = [name for name in CONFIGS if "dynamic" in name or "longrope" in name
 FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
 
 
+#: where the processes of a test run share what they have computed; None if there is only one
+SHARED: Path | None = None
+
+
 @dataclass
 class Tiny:
     """A tiny model: transformers' and, in `folder`, its checkpoint."""
@@ -161,11 +170,34 @@ class Tiny:
     name: str
     hf: object
     folder: Path
-    _references: dict = field(default_factory=dict)
-    _texts: dict = field(default_factory=dict)
+    _answers: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.oracle = oracle_of(self.hf)
+
+    def _once(self, key: tuple, compute: Callable):
+        """The result of `compute`, which is called once for each model and key in a test run."""
+        if key not in self._answers:
+            self._answers[key] = compute() if SHARED is None else self._shared(key, compute)
+        return self._answers[key]
+
+    def _shared(self, key: tuple, compute: Callable):
+        path = SHARED / hashlib.sha256(f"{self._digest} {key}".encode()).hexdigest()
+        if path.exists():
+            return pickle.loads(path.read_bytes())
+        found = compute()
+        with NamedTemporaryFile(dir=SHARED, delete=False) as file:
+            pickle.dump(found, file)
+        Path(file.name).rename(path)
+        return found
+
+    @cached_property
+    def _digest(self) -> str:
+        """Of weights and config."""
+        found = hashlib.sha256(self.hf.config.to_json_string().encode())
+        for name, tensor in self.hf.state_dict().items():
+            found.update(name.encode() + tensor.numpy().tobytes())
+        return found.hexdigest()
 
     @property
     def vocab_size(self) -> int:
@@ -179,9 +211,7 @@ class Tiny:
         self, prompt: list[int], max_tokens: int, heavy=None, recent=None, rule="smoothed", cache=None
     ) -> Trace:
         key = (tuple(prompt), max_tokens, heavy, recent, rule, cache)
-        if key not in self._references:
-            self._references[key] = self.oracle.generate(prompt, max_tokens, heavy, recent, rule, cache)
-        return self._references[key]
+        return self._once(key, lambda: self.oracle.generate(prompt, max_tokens, heavy, recent, rule, cache))
 
     def references(self, prompts, max_tokens: int, *budget) -> list[Trace]:
         return [self.reference(p, max_tokens, *budget) for p in prompts]
@@ -228,24 +258,23 @@ class Tiny:
 
     def transformers(self, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
         """Tokens that transformers generates greedily in fp32, and their log-probabilities."""
-        key = (tuple(prompt), max_tokens)
-        if key not in self._texts:
-            self.hf.base_model.rotary_emb = fresh_rotary(self.hf)
-            with torch.inference_mode():
-                out = self.hf.generate(
-                    torch.tensor([prompt]),
-                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                    max_new_tokens=max_tokens,
-                    do_sample=False,
-                    eos_token_id=None,
-                    pad_token_id=1,
-                    output_logits=True,
-                    return_dict_in_generate=True,
-                )
-            tokens = out.sequences[0, len(prompt) :].tolist()
-            logprobs = [float(row[0].log_softmax(-1)[token]) for row, token in zip(out.logits, tokens)]
-            self._texts[key] = tokens, logprobs
-        return self._texts[key]
+        return self._once((tuple(prompt), max_tokens), lambda: self._transformers(prompt, max_tokens))
+
+    def _transformers(self, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
+        self.hf.base_model.rotary_emb = fresh_rotary(self.hf)
+        with torch.inference_mode():
+            out = self.hf.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=1,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        tokens = out.sequences[0, len(prompt) :].tolist()
+        return tokens, [float(row[0].log_softmax(-1)[token]) for row, token in zip(out.logits, tokens)]
 
 
 def build(name: str, folder: Path, seed: int = 0, **changes) -> Tiny:
