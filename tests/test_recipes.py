@@ -126,6 +126,12 @@ def test_the_new_rule_keeps_what_its_oracle_keeps(rule):
     test_rule_exactness.test_random_tensors_keep_what_the_oracle_keeps("tova")
 
 
+def test_a_rule_may_know_its_layer(monkeypatch):
+    code = RULE["h2o_flexgen/kv_cache/layered.py"]
+    rule = new_module(monkeypatch, "h2o_flexgen.kv_cache.layered", code).LayeredCache(4, 4)
+    assert rule.in_layer(2).layer == 2 and rule.options().keys() == RULES["h2o"](4, 4).options().keys()
+
+
 def test_the_new_rule_is_measured_beside_h2o(rule, texts, tmp_path):
     book = tmp_path / "book.txt"
     output = tmp_path / "tova.json"

@@ -108,15 +108,15 @@ def rule_for(budget: KVBudget | None, prompt_len: int, gen_len: int, spec: Model
     if rule.layers:
         known = LayerLosses.from_file(rule.layers)
         if len(known.losses) != spec.layers:
-            raise UserError(f"`kv_rule`: {rule.layers} is of a model of {len(known.losses)} layers, not {spec.layers}")
+            raise UserError(f"`kv_rule`: {rule.layers} is for a model of {len(known.losses)} layers, not {spec.layers}")
         rule = replace(rule, by_layer=known.slots(rule.heavy, rule.recent, prompt_len + gen_len))
     try:
         largest = max(rule.in_layer(layer).slots for layer in range(spec.layers))
     except UserError as e:
-        raise UserError(f"a layer gets too few slots by {rule.layers}: {e}") from None
+        raise UserError(f"{rule.layers} gives a layer too few slots: {e}") from None
     if budget.position_rolling:
         if rule.growth != "fixed":
-            raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps all that is generated")
+            raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps every generated token")
         if largest >= spec.context:
             room = f"leave no room for new tokens in the model's {spec.context} positions"
             raise UserError(f"`position_rolling`: {largest} slots {room}: give fewer")

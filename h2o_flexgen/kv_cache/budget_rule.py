@@ -77,12 +77,8 @@ class BudgetRule(CacheRule):
     @property
     def label(self) -> str:
         """The name and the options that differ from the defaults, as in a KV budget."""
-        label = self.name
-        for name, default in self.options().items():
-            value = getattr(self, name)
-            if value != default:
-                label += f":{name}={value}"
-        return label
+        options = {name: getattr(self, name) for name in self.options()}
+        return self.name + "".join(f":{name}={x}" for name, x in options.items() if x != self.options()[name])
 
     def to_dict(self) -> dict:
         found = {"heavy": self.heavy, "recent": self.recent, "rule": self.label}

@@ -16,7 +16,6 @@ class DecayedCache(FixedRule):
     Keeps the last `recent` tokens and, of the others, the `heavy` ones with the highest decayed score: every query
     multiplies all scores by `decay` before it adds its own attention, so that of n queries the one at position i
     counts decay^(n - 1 - i).
-
     Why: a plain sum of attention favours tokens that have been in the cache for long.
 
     Args:

@@ -73,16 +73,13 @@ class FixedRule(BudgetRule):
 
     def past(self, cache: KVTensors, length: Tensor, prompt: Tensor, dtype: torch.dtype) -> Text:
         cached_len = length.clamp(max=self.slots)
-        device = cache.position.device
         order = torch.where(cache.position < 0, _LATEST, cache.position)
         # a full cache holds one token more than the budget: the one that goes next is no longer part of the text
-        tokens = Tokens(cache.metadata, column(length - 1, device), column(prompt, device))
+        tokens = Tokens(cache.metadata, column(length - 1, order.device), column(prompt, order.device))
         due = self._free_slot(tokens, may_be_empty=True)
         order.scatter_(2, due[..., None], _LATEST)
-        position, at = order.sort(-1)
         count = int(cached_len.max())
-        position = position[..., :count]
-        at = at[..., :count]
+        position, at = (x[..., :count] for x in order.sort(-1))
         metadata = {name: values.gather(2, at) for name, values in cache.metadata.items()}
         metadata["position"] = torch.where(position < _LATEST, position, -1)
         stored = gather(at, cache.k[0], cache.v[0])

@@ -13,7 +13,6 @@ class HeavyHitterCache(FixedRule):
 
     Keeps the last `recent` tokens and, of the others, the `heavy` ones with the highest score: the sum of the attention
     probabilities that a token has received from the queries of its KV head.
-
     Why: a few tokens receive most of the attention, and those that have done so far go on doing so.
 
     Args:
@@ -30,7 +29,6 @@ class HeavyOnlyCache(HeavyHitterCache):
     """H2O without its local window (arXiv 2306.14048, section 5.3).
 
     Keeps the highest scores in all slots.
-
     Why: to show that the window matters. This rule loses, since a new token has had no time to collect attention.
     """
 

@@ -42,7 +42,7 @@ class LayerLosses:
             return cls(budgets, losses, data.get("model"), data.get("rule"))
         except (KeyError, TypeError, ValueError):
             made = "h2o-flexgen calibrate --output FILE makes one"
-            raise UserError(f"`kv_rule`: {path} holds no losses of layers: {made}") from None
+            raise UserError(f"`kv_rule`: {path} contains no losses of layers: {made}") from None
 
     def slots(self, heavy: int, recent: int, length: int) -> tuple[tuple[int, int], ...]:
         """(heavy, recent) of each layer that minimise the sum of the losses; all layers keep the ratio of the two.
@@ -58,8 +58,8 @@ class LayerLosses:
         if not self.budgets[0] <= mean / length <= self.budgets[-1]:
             known = f"{self.budgets[0]:.1%} to {self.budgets[-1]:.1%}"
             raise UserError(
-                f"`kv_rule`: `layers` knows what slots for {known} of a text cost, not {mean} for {length} tokens: "
-                "leave it out, or give a budget between"
+                f"`kv_rule`: `layers` was measured for budgets of {known} of a text, not for {mean} slots of {length}: "
+                "leave it out, or choose a budget in that range"
             )
         least = max(1.0, self.budgets[0] * length)
         sizes = [least, *(x * length for x in self.budgets if x * length > least)]

@@ -16,7 +16,6 @@ class MeanAttentionCache(FixedRule):
 
     Keeps the last `recent` tokens and, of the others, the `heavy` ones that received most attention per query that
     could see them, their own query included.
-
     Why: a sum of attention favours tokens that have been in the cache for long.
     """
 

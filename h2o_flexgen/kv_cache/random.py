@@ -16,7 +16,6 @@ class RandomCache(FixedRule):
     """Random choice: our control.
 
     Keeps the last `recent` tokens and, of the others, `heavy` random ones.
-
     Why: a rule that claims to know which tokens matter must beat it.
 
     A token's random number is a hash of its position and its KV head alone, so that the same tokens stay on every tier

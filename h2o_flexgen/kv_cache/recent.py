@@ -15,7 +15,6 @@ class RecentCache(FixedRule):
     """Local window.
 
     Keeps the last `heavy` + `recent` tokens.
-
     Why: it is the baseline that every other rule must beat.
     """
 
@@ -30,7 +29,6 @@ class SinkCache(RecentCache):
     """StreamingLLM (arXiv 2309.17453, section 3.2).
 
     Keeps the `first` tokens of the text, and a local window in all other slots.
-
     Why: attention that no token needs goes to the first tokens (attention sinks), and a model breaks without them.
     """
 

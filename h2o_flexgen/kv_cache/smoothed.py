@@ -19,7 +19,6 @@ class SmoothedCache(DecayedCache, ValueNormCache):
 
     Keeps the last tokens, up to a quarter of the slots, and of the others those with the highest product of two
     factors: the smoothed mean of the attention received, and the L1 norm of the value.
-
     Why: a sum of attention favours old tokens. A mean favours new ones, whose few observations are mostly their own,
     which is large. So the mean includes `queries` more observations, each the average attention of a slot (additive
     smoothing); this also gives new tokens time, so that a smaller window suffices. The output of attention is a sum of

@@ -22,7 +22,6 @@ class SnapKVCache(BudgetRule):
     that the cache grows with the output. The last `window` queries of the prompt vote with their attention, summed over
     the query heads of a group; votes are pooled over neighbours, so that a token stays with its context. In the paper
     `recent` equals `window`.
-
     Why: the question stands at the end of a prompt, and what it attends to is what the output will need.
 
     Args:

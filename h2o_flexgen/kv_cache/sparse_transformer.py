@@ -27,7 +27,6 @@ class StridedCache(FixedRule):
 
     Keeps the last `recent` tokens and every s-th token of the text, where s is the smallest power of two for which
     these fit in the `heavy` slots. Left-over slots go to the newest other tokens.
-
     Why: it is a baseline that ignores attention, but covers the whole text evenly.
     """
 
@@ -60,7 +59,6 @@ class FixedColumnsCache(StridedCache):
     Keeps the last `recent` tokens and the last c of every block of `recent` tokens, where c is the number of `heavy`
     slots per block. With more blocks than slots, c is 1 and blocks are joined in powers of two. Left-over slots go to
     the newest other tokens.
-
     Why: as in `StridedCache`; the end of a block is where the paper expects a summary of it.
     """
 

@@ -17,7 +17,6 @@ class ValueNormCache(FixedRule):
 
     Keeps the `first` and the last `recent` tokens and, of the others, those with the highest product of H2O's score and
     the L1 norm of the value.
-
     Why: a token's share of the output is its attention times its value. The first tokens (attention sinks) have large
     scores and tiny values, but a model breaks without them: `first` protects 20, as the paper's code does.
     """

@@ -20,8 +20,8 @@ from h2o_flexgen.policy import TIERS
 
 pytest_plugins = ["cli_tools"]
 
-LENGTHS = [5, 17, 9, 1, 21]
-MAX_TOKENS = 12
+LENGTHS = [5, 14, 9, 1]
+MAX_TOKENS = 10
 SLOTS = (4, 4)
 PLACEMENTS = {
     "ram": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=3, num_gpu_batches=2),
@@ -90,7 +90,8 @@ def test_a_lattice_fits_into_its_slots_and_only_gets_coarser(name, heavy, recent
 @pytest.mark.parametrize("heavy, recent", [(1, 0), (1, 1), (5, 3), (7, 16), (102, 102), (400, 33)])
 @pytest.mark.parametrize("name", ["strided", "strided_h2o", "fixed", "fixed_h2o"])
 def test_the_columns_of_long_texts_are_those_of_the_oracle(name, heavy, recent):
-    rule, expected = make_rule(name, heavy, recent), oracle.make_rule(name, heavy, recent)
+    rule = make_rule(name, heavy, recent)
+    expected = oracle.make_rule(name, heavy, recent)
     if rule.share == 0:
         return
     for n in [*range(1, 60), 1000, 4095, 4096, 4097, (1 << 23) - 1]:
@@ -104,7 +105,8 @@ def test_the_columns_of_long_texts_are_those_of_the_oracle(name, heavy, recent):
 
 @pytest.mark.parametrize("profile", [laptop(), T4], ids=["cpu", "cuda"])
 def test_a_rule_is_planned_and_searched(profile):
-    job, limits = Workload((512,) * 64, 256), Resources.of(profile, dict.fromkeys(TIERS))
+    job = Workload((512,) * 64, 256)
+    limits = Resources.of(profile, dict.fromkeys(TIERS))
 
     def choose(budget):
         planner = planner_of(profile, "facebook/opt-6.7b", resident=False, gpu_batch_size=16, num_gpu_batches=4)
@@ -124,16 +126,11 @@ def test_a_rule_is_planned_and_searched(profile):
 # names and options
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_rule_is_made_by_its_name(name):
-    rule = make_rule(name, 100, 50)
-    assert (type(rule), rule.label, rule.heavy, rule.recent) == (RULES[name], name, 100, 50)
-
-
 @pytest.mark.parametrize(
     "text, label",
     [
         ("h2o:first=2", "h2o:first=2"),
+        ("fixed_h2o", "fixed_h2o"),
         ("mean:last=3:first=2", "mean:first=2:last=3"),
         ("sinks:first=4", "sinks"),
         ("vatp:first=0", "vatp:first=0"),
@@ -186,6 +183,4 @@ def test_the_same_on_the_command_line(refused, model):
         return refused("--model", model, *SHORT, *budget, "--kv-rule", rule)
 
     assert "unknown --kv-rule 'best'; known: h2o, smoothed" in said("best", "--hh-ratio", 0.2)
-    assert "--kv-rule mean: cannot take the option 'decay=1'" in said("mean:decay=1", "--hh-ratio", 0.2)
-    assert "--kv-rule decayed:decay=2.0: decay must lie in (0, 1]" in said("decayed:decay=2", "--hh-size", 4)
     assert "--kv-rule vatp protects 20 + 0 tokens, but the KV budget has only 4 slots" in said("vatp", "--hh-size", 4)

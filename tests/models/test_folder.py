@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.folder import is_whole, weight_files
-from h2o_flexgen.models.registry import read_spec
 from h2o_flexgen.models.source import find_model
 from h2o_flexgen.storage.checkpoint import Checkpoint
 
@@ -104,8 +103,8 @@ def test_shards_without_an_index_must_be_complete(sharded, refused):
         ("x" * 300, "is missing; download it again"),
         ("\0", "is missing"),
         ("\ud800", "is missing"),
-        ("folder", "is no regular file"),
-        ("pipe", "is no regular file"),
+        ("folder", "regular file"),
+        ("pipe", "regular file"),
     ],
 )
 def test_names_in_an_index(folder, refused, name, message):
@@ -117,25 +116,11 @@ def test_names_in_an_index(folder, refused, name, message):
     assert message in found and len(found) < 800
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": {}}}', "[" * 100_000])
-def test_an_invalid_index(folder, content):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(UserError, match="cannot read the shard index"):
-        find_model(str(folder))
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer.model"])
 def test_a_pointer_of_git_lfs(folder, refused, name):
     (folder / name).write_text(POINTER)
     message = f"{folder / name} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder"
     assert message in refused("--model", folder, *SHORT)
-
-
-def test_a_gguf_file_that_is_a_pointer(tmp_path, refused):
-    path = tmp_path / "model.gguf"
-    path.write_text(POINTER)
-    assert "is a pointer of Git LFS" in refused("--model", path)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +156,3 @@ def test_a_folder_that_may_not_be_listed_or_entered(folder, monkeypatch):
             find_model(str(folder))
         with pytest.raises(UserError, match="no such folder or GGUF file$"):
             find_model(str(folder.parent / "none"))
-
-
-@pytest.mark.parametrize(
-    "name, value, most",
-    [("num_hidden_layers", (1 << 31) - 1, 1000), ("num_hidden_layers", 10**6, 1000), ("head_dim", 1 << 30, 65536)],
-)
-def test_a_config_that_would_fill_memory(tmp_path, tiny, name, value, most):
-    config = json.loads((tiny("llama").folder / "config.json").read_text()) | {name: value}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"{name} must be a whole number from 1 to {most}, not {value}"):
-        read_spec(tmp_path)

@@ -116,13 +116,6 @@ def test_impossible_merges_are_ignored(tmp_path):
     assert tokens_of(tokenizer, "hel w") == ["<|begin|>", "hel", "Ġw"]
 
 
-@pytest.mark.parametrize("name", ["padding_token_id", "unknown_token_id", "bos_token_id"])
-def test_a_special_token_that_is_ordinary_text(tmp_path, name):
-    tokenizer = unpack(tmp_path, BYTE_PAIRS | {"pre": "qwen2", name: BYTE_PAIRS["tokens"].index("!")})
-    assert tokens_of(tokenizer, "he!!") == ["he", "!", "!"]
-    assert tokenizer.decode(tokenizer("he!!").input_ids, skip_special_tokens=True) == "he!!"
-
-
 def test_special_tokens_are_left_out_of_texts_but_user_defined_ones_are_not(tmp_path):
     tokenizer = unpack(tmp_path, BYTE_PAIRS)
     ids = tokenizer("<|end_of_text|>he<tool>é").input_ids
@@ -205,12 +198,12 @@ def test_every_pre_tokenizer_is_tested():
     [
         (BYTE_PAIRS | {"model": "t5"}, "no support for GGUF tokenizers of the kind 't5'; known: llama, gpt2"),
         (BYTE_PAIRS | {"model": 7}, "of the kind 7"),
-        (BYTE_PAIRS | {"pre": "new-bpe"}, "its way to split text, 'new-bpe', is not known"),
-        (BYTE_PAIRS | {"pre": ["qwen2"]}, "its way to split text"),
+        (BYTE_PAIRS | {"pre": "new-bpe"}, "its pre-tokenizer 'new-bpe' is unknown"),
+        (BYTE_PAIRS | {"pre": ["qwen2"]}, "its pre-tokenizer "),
         (BYTE_PAIRS | {"tokens": None}, "tokenizer.ggml.tokens must be a list of texts"),
         (BYTE_PAIRS | {"tokens": "abc"}, "tokenizer.ggml.tokens must be a list of texts"),
         (BYTE_PAIRS | {"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of texts"),
-        (BYTE_PAIRS | {"tokens": ["a", "a"]}, "holds a token twice"),
+        (BYTE_PAIRS | {"tokens": ["a", "a"]}, "contains a token twice"),
         (BYTE_PAIRS | {"token_type": [1]}, "token_type has 1 entries for 264 tokens"),
         (BYTE_PAIRS | {"merges": None}, "tokenizer.ggml.merges must be a list"),
         (BYTE_PAIRS | {"merges": ["x y"]}, "its merge 'x y' makes a token that its vocabulary lacks"),

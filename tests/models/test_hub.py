@@ -16,7 +16,6 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.settings import changes
 from h2o_flexgen.models import hub as hub_module
 from h2o_flexgen.models import source
-from h2o_flexgen.models.inspect import find
 from h2o_flexgen.models.repository import Repository, repository, with_revision
 
 pytest_plugins = ["cli_tools"]
@@ -157,7 +156,7 @@ def test_an_interrupted_download_is_resumed(hub, sharded):
     hub.repositories[NAME] = files_of(folder)
     source.find_model(NAME, weights=False)
     hub.repositories[NAME].pop(shards[1].name)  # as if the connection were lost between the two
-    assert f"lacks {shards[1].name}; the repository does not hold a file that it lists" in message_of(NAME)
+    assert f"lacks {shards[1].name}; the repository lacks a file that it lists" in message_of(NAME)
     hub.repositories[NAME][shards[1].name] = shards[1].read_bytes()
     hub.asked.clear()
     found, _ = source.find_model(NAME)
@@ -165,34 +164,16 @@ def test_an_interrupted_download_is_resumed(hub, sharded):
     assert hub.files_asked() == [shards[1].name]
 
 
-def test_a_truncated_file_is_fetched_to_its_end(hub, model):
-    hub.repositories[NAME] = files_of(model)
-    source.find_model(NAME, weights=False)
-    hub.cut = 1000
-    folder, _ = source.find_model(NAME)
-    assert (folder / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-
-
-def test_offline_with_an_incomplete_snapshot_the_missing_files_are_named(hub, sharded, offline):
-    folder, shards = sharded
-    hub.repositories[NAME] = files_of(folder)
-    found, _ = source.find_model(NAME)
-    (found / shards[0].name).unlink()
+@pytest.mark.parametrize("missing", ["config.json", "a link to config.json", "model-00001-of-00002.safetensors"])
+def test_offline_with_an_incomplete_snapshot_the_cache_is_blamed(hub, sharded, offline, missing):
+    """Links lead nowhere when blobs were deleted to make room."""
+    hub.repositories[NAME] = files_of(sharded[0])
+    file = source.find_model(NAME)[0] / missing.rpartition(" ")[2]
+    file.unlink()
+    if "link" in missing:
+        file.symlink_to("../../blobs/gone")
     offline()
-    message = message_of(NAME)
-    assert f"the local cache lacks {shards[0].name}; HF_HUB_OFFLINE is set" in message
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_offline_without_a_config_the_cache_is_blamed(hub, model, offline, is_there):
-    """Also where a link leads nowhere, as when blobs were deleted to make room."""
-    hub.repositories[NAME] = files_of(model)
-    config = source.find_model(NAME)[0] / "config.json"
-    config.unlink()
-    if is_there:
-        config.symlink_to("../../blobs/gone")
-    offline()
-    assert "the local cache lacks config.json; HF_HUB_OFFLINE is set" in message_of(NAME)
+    assert f"the local cache lacks {file.name}; HF_HUB_OFFLINE is set" in message_of(NAME)
 
 
 def test_a_damaged_cache_is_not_trusted(hub, model, tmp_path):
@@ -303,7 +284,7 @@ def test_a_repository_without_a_model_is_described(hub, files, message):
         ((403, "GatedRepo"), f"accept its licence on https://huggingface.co/{NAME}, then log in with `hf auth login`"),
         ((404, "RevisionNotFound"), "no branch, tag or commit main"),
         ((401, ""), "log in with `hf auth login`"),
-        ((403, ""), "the hub forbids it"),
+        ((403, ""), "your token has no access"),
     ],
 )
 def test_a_refusal_of_the_hub_comes_with_a_remedy(hub, refused, refusal, message):
@@ -334,10 +315,11 @@ class ReadTimeout(Exception):
     "error, message",
     [
         (Answered(429), "too many requests from here (HTTP 429): wait"),
-        (Answered(503), "out of order (HTTP 503): try again later"),
+        (Answered(503), "is down (HTTP 503): try again later"),
         (OSError(28, "No space left on device"), "no space is left for it in"),
         (PermissionError(13, "Permission denied"), "cannot be written: set HF_HOME"),
         (OSError(30, "Read-only file system"), "cannot be written: set HF_HOME"),
+        (OSError(20, "Not a directory"), "cannot be written: set HF_HOME"),
         (ReadTimeout("timed out"), "does not answer (timed out)"),
         (ProxyError("502"), "the proxy cannot be used (502): check HTTPS_PROXY"),
         (ConnectionError("[SSL: CERTIFICATE_VERIFY_FAILED]"), "set SSL_CERT_FILE"),
@@ -366,15 +348,6 @@ def test_a_failure_on_the_way_comes_with_a_remedy(monkeypatch, tmp_path, error, 
     assert (message if not wrapped else message.partition("): check the name")[0]) in told
 
 
-def test_a_cache_that_cannot_be_written(hub, model, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
-    hub.repositories[NAME] = files_of(model)
-    assert "cannot be written: set HF_HOME" in message_of(NAME)
-
-
 # names
 
 
@@ -391,16 +364,8 @@ def test_a_cache_that_cannot_be_written(hub, model, tmp_path, monkeypatch):
         ("hf://owner/name@v2", Repository("owner/name", "v2")),
         ("owner/name:Q4_K_M@v2", Repository("owner/name", "v2", "Q4_K_M")),
         ("owner/name/sub/file.gguf", Repository("owner/name", None, "sub/file.gguf")),
-        ("file.gguf", None),
-        ("a/b/c", None),
-        ("a b", None),
-        ("owner/name@", None),
-        ("owner/name@a..b", None),
-        ("owner/name@/v1", None),
-        ("owner/name@v1@v2", None),
-        ("...", None),
-        ("", None),
-        ("a\0b", None),
+        *[(name, None) for name in ("file.gguf", "a/b/c", "a b", "...", "", "a\0b")],
+        *[(f"owner/name@{revision}", None) for revision in ("", "a..b", "/v1", "v1@v2")],
     ],
 )
 def test_what_a_name_means(name, meant):
@@ -455,15 +420,8 @@ def test_a_misspelt_file_name_is_not_looked_up_on_the_hub(hub, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "demo").mkdir(parents=True)
     (tmp_path / "models" / "demo" / "file-q4.gguf").touch()
-    assert "is it file-q4.gguf?" in message_of("models/demo/file-q5.gguf")
+    assert "did you mean file-q4.gguf?" in message_of("models/demo/file-q5.gguf")
     assert hub.asked == []
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "a" * 300 + "/" + "b" * 300, "...", "~nobody-here/x", "", "\n"])
-def test_plan_refuses_impossible_names(name, offline):
-    offline()
-    with pytest.raises(UserError):
-        find(name)
 
 
 def test_a_job_may_be_resumed_with_another_revision_of_the_same_files():

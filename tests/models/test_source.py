@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, PROMPTS, SHORT, command, environment, read_rows, to_bin, write_prompts
+from cli_tools import SHORT, to_bin
 
 from h2o_flexgen.models import source
 
@@ -24,64 +21,6 @@ def hub(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     return tmp_path / "hf"
-
-
-def cache_model(home: Path, name: str, folder: Path, skip: tuple = ()) -> Path:
-    """Put a folder's files where the hub's client puts them after a download; returns the snapshot."""
-    root = home / "hub" / f"models--{name.replace('/', '--')}"
-    snapshot = root / "snapshots" / ("0" * 40)
-    (root / "blobs").mkdir(parents=True)
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text("0" * 40)
-    snapshot.mkdir(parents=True)
-    # the repository also holds files that are never downloaded
-    names = [".gitattributes", "flax_model.msgpack", *(file.name for file in folder.iterdir())]
-    tree = {"format_version": 1, "files": {name: {"size": 1, "blob_id": "0"} for name in names}}
-    (root / "trees").mkdir()
-    (root / "trees" / f"{'0' * 40}.json").write_text(json.dumps(tree))
-    for n, file in enumerate(sorted(folder.iterdir())):
-        if file.name not in skip:
-            shutil.copy(file, root / "blobs" / str(n))
-            (snapshot / file.name).symlink_to(f"../../blobs/{n}")
-    return snapshot
-
-
-def test_a_model_in_the_local_hub_cache_by_environment(hub, model, tmp_path):
-    """With HF_HOME and HF_HUB_OFFLINE set outside the process, which starts in any folder."""
-    cache_model(hub, "someone/tiny-opt", model)
-    rows = write_prompts(tmp_path / "in.jsonl")
-    out = tmp_path / "out.jsonl"
-    env = {k: v for k, v in environment(HF_HOME=str(hub)).items() if k not in ("HF_HUB_CACHE", "TRANSFORMERS_CACHE")}
-    files = ("--input-file", rows, "--output-file", out)
-    argv = command("--model", "someone/tiny-opt", *FP32, "--gen-len", 2, *files)
-    (tmp_path / "cwd").mkdir()
-    done = subprocess.run(argv, env=env, cwd=tmp_path / "cwd", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(read_rows(out)) == len(PROMPTS)
-    assert list((tmp_path / "cwd").iterdir()) == []
-
-
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_an_incomplete_download_is_completed(hub, model, monkeypatch, missing):
-    """And complete it is not asked for again."""
-    import huggingface_hub
-
-    snapshot = cache_model(hub, "someone/tiny-opt", model, skip=(missing,))
-    asked = []
-
-    def download(name, **options):
-        asked.append(options["allow_patterns"])
-        if any(fnmatch(missing, pattern) for pattern in asked[-1]):
-            shutil.copy(model / missing, snapshot / missing)
-        return str(snapshot)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert source.find_model("someone/tiny-opt") == (snapshot, snapshot)
-    assert not any("bin" in p or "safetensors" in p for p in asked[0])  # the config comes first
-    assert ["model*.safetensors" in patterns for patterns in asked[1:]] == [True] * (missing == "model.safetensors")
-    before = len(asked)
-    assert source.find_model("someone/tiny-opt") == (snapshot, snapshot)
-    assert len(asked) == before
 
 
 def test_weights_in_bin_are_downloaded_where_there_are_no_safetensors(hub, tmp_path, model, monkeypatch):
@@ -160,9 +99,6 @@ def test_a_path_of_weights_that_is_not_a_folder(refused, model, path):
 @pytest.mark.parametrize("name", ["facebook/opt-9.9b", "llama", "", "nowhere/opt-125m"])
 def test_dummy_weights_of_an_unknown_size(refused, name):
     assert "facebook/opt-6.7b" in refused("--model", name, "--path", "_DUMMY_", *SHORT)
-
-
-def test_dummy_weights_of_no_model(refused):
     assert "_DUMMY_" in refused("--path", "_DUMMY_", *SHORT)
 
 

@@ -210,13 +210,6 @@ def test_a_tokenizer_is_never_converted(folder, changes):
     assert tokenizer(TEXT).input_ids == described(folder).encode(TEXT).ids
 
 
-def test_chat_templates_and_limits_are_those_of_the_folder(folder):
-    templates = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "tools"}]
-    tokenizer = load_tokenizer(configure(folder, chat_template=templates, model_max_length=77))
-    assert tokenizer.chat_template == {"default": CHATML, "tool_use": "tools"}
-    assert tokenizer.model_max_length == 77
-
-
 def test_code_beside_a_tokenizer_is_never_run(folder, monkeypatch):
     monkeypatch.setattr("builtins.input", None)
     (folder / "mine.py").write_text("raise SystemExit('run')")
