@@ -160,7 +160,8 @@ class Smoothed(ValueAware):
 
     def __init__(self, heavy, recent, *args, queries: int = 16, first: int = 0, decay: float = 0.9995, **options):
         super().__init__(heavy, recent, *args, first=first, **options)
-        self.queries, self.decay = queries, decay
+        self.queries = queries
+        self.decay = decay
         if heavy:
             self.window = min(recent, (self.slots + 3) // 4)
 
@@ -232,7 +233,8 @@ class Fixed(Strided):
     last one of every 2, 4, ... blocks."""
 
     def columns(self, n):
-        room, size = self.room(), max(1, self.window)
+        room = self.room()
+        size = max(1, self.window)
         blocks = n // size
         if room == 0 or blocks == 0:
             return set()
@@ -256,7 +258,9 @@ class SnapKV(H2O):
 
     def __init__(self, *args, window: int = 32, pool: int = 7, pooling: str = "max", **options):
         super().__init__(*args, **options)
-        self.voters, self.pool, self.pooling = window, pool, pooling
+        self.voters = window
+        self.pool = pool
+        self.pooling = pooling
         self.rows: list[dict[int, float]] = []
 
     def see_query(self, i, row):
@@ -264,8 +268,11 @@ class SnapKV(H2O):
 
     def rank(self, j, now):
         neighbours = range(max(0, j - self.pool // 2), min(j + self.pool // 2, now - self.window) + 1)
-        votes = [sum(row.get(other, 0) for row in self.rows[-self.voters :]) for other in neighbours]
+        votes = map(self.votes, neighbours)
         return max(votes) if self.pooling == "max" else sum(votes)
+
+    def votes(self, j):
+        return sum(row.get(j, 0) for row in self.rows[-self.voters :])
 
     def gap(self, ranks, room):
         # equal ranks are one vote that reaches several tokens: rounding moves them together
@@ -323,12 +330,9 @@ def rounded(kind: str | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, flo
     possible fp32 errors."""
     if kind is None:
         return k, v, float("inf")
-    found, gaps = [], []
-    for each, y in ((rounded8, k), (rounded8 if kind == "int8" else rounded4, v)):
-        vectors, near = zip(*map(each, y.reshape(-1, y.shape[-1])))
-        found.append(torch.stack(vectors).view_as(y))
-        gaps += near
-    return *found, min(gaps)
+    rounded_k, k_gaps = zip(*map(rounded8, k.reshape(-1, k.shape[-1])))
+    rounded_v, v_gaps = zip(*map(rounded8 if kind == "int8" else rounded4, v.reshape(-1, v.shape[-1])))
+    return torch.stack(rounded_k).view_as(k), torch.stack(rounded_v).view_as(v), min(*k_gaps, *v_gaps)
 
 
 def rounded8(x: Tensor) -> tuple[Tensor, float]:
@@ -340,7 +344,8 @@ def rounded8(x: Tensor) -> tuple[Tensor, float]:
 
 def rounded4(x: Tensor) -> tuple[Tensor, float]:
     """Each element as one of 16 values from the smallest element to the largest."""
-    (least, gap), (step, other) = half(float(x.min())), half(float(x.max() - x.min()) / 15)
+    least, gap = half(float(x.min()))
+    step, other = half(float(x.max() - x.min()) / 15)
     codes = (x - least) / step if step else x * 0
     return torch.round(codes).clamp(0, 15) * step + least, min(gap, other, between(codes))
 
@@ -373,10 +378,12 @@ class Oracle:
     prefix = "model."
 
     def __init__(self, model, dtype: torch.dtype = torch.float64):
-        self.model, self.config = model, model.config
+        self.model = model
+        self.config = model.config
         self.dtype = dtype
         self.w = {name.removeprefix(self.prefix): t.detach().to(dtype) for name, t in model.state_dict().items()}
-        self.layers, self.heads = self.config.num_hidden_layers, self.config.num_attention_heads
+        self.layers = self.config.num_hidden_layers
+        self.heads = self.config.num_attention_heads
         self.kv_heads = getattr(self.config, "num_key_value_heads", None) or self.heads
         self.group = self.heads // self.kv_heads
 
@@ -437,11 +444,13 @@ class Oracle:
         heavies, recents = (n if isinstance(n, tuple) else (n,) * L for n in (heavy, recent))
         self.rules = [None] * L
         if heavy is not None:
-            self.rules = [[make_rule(rule, *slots, h) for h in range(KV)] for slots in zip(heavies, recents)]
+            self.rules = [self._rules(rule, *slots) for slots in zip(heavies, recents)]
         self.rotary = fresh_rotary(self.model)
         self.k = [None] * L
         self.v = [None] * L
-        self.kept = [[set() for _ in range(KV)] for _ in range(L)]
+        self.kept = []
+        for _ in range(L):
+            self.kept.append([set() for _ in range(KV)])
         fed = list(prompt)
         first = 0
         for step in range(max_tokens):
@@ -454,9 +463,13 @@ class Oracle:
             self.trace.greedy.append(greedy)
             self.trace.logprobs.append(float(torch.log_softmax(logits, 0)[token]))
             self.trace.margins.append(float(logits[token] - others.max()))
-            self.trace.kept.append([[frozenset(kept) for kept in layer] for layer in self.kept])
+            self.trace.kept.append([list(map(frozenset, layer)) for layer in self.kept])
             fed = [token]
         return self.trace
+
+    def _rules(self, text: str, heavy: int, recent: int) -> list[H2O]:
+        """The rules of a layer."""
+        return [make_rule(text, heavy, recent, h) for h in range(self.kv_heads)]
 
     def _forward(self, tokens: list[int], first: int) -> Tensor:
         """Logits after the last of `tokens`, the first of which is at position `first`."""
@@ -540,7 +553,8 @@ class OptOracle(Oracle):
         return x + self.w["embed_positions.weight"][[2 + p for p in positions]]
 
     def block(self, layer, x):
-        at, before = f"layers.{layer}", self.config.do_layer_norm_before
+        at = f"layers.{layer}"
+        before = self.config.do_layer_norm_before
         y = self.norm(f"{at}.self_attn_layer_norm", x, 1e-5) if before else x
         q, k, v = (self.linear(f"{at}.self_attn.{p}_proj", y).view(len(x), self.heads, -1) for p in "qkv")
         x = x + self.linear(f"{at}.self_attn.out_proj", self.attention(layer, q, k, v))
@@ -568,13 +582,15 @@ class LlamaOracle(Oracle):
         return self.w["embed_tokens.weight"][tokens]
 
     def block(self, layer, x):
-        at, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
+        at = f"layers.{layer}.self_attn"
+        mlp = f"layers.{layer}.mlp"
         y = self.rms_norm(f"layers.{layer}.input_layernorm", x)
         q = self.linear(f"{at}.q_proj", y).view(len(x), self.heads, -1)
         k = self.linear(f"{at}.k_proj", y).view(len(x), self.kv_heads, -1)
         v = self.linear(f"{at}.v_proj", y).view(len(x), self.kv_heads, -1)
         if f"{at}.q_norm.weight" in self.w:
-            q, k = self.rms_norm(f"{at}.q_norm", q), self.rms_norm(f"{at}.k_norm", k)
+            q = self.rms_norm(f"{at}.q_norm", q)
+            k = self.rms_norm(f"{at}.k_norm", k)
         x = x + self.linear(f"{at}.o_proj", self.attention(layer, self.rotate(q), self.rotate(k), v))
         y = self.rms_norm(f"layers.{layer}.post_attention_layernorm", x)
         gated = self.act(self.linear(f"{mlp}.gate_proj", y)) * self.linear(f"{mlp}.up_proj", y)
@@ -597,7 +613,8 @@ class NeoXOracle(Oracle):
         return self.w["embed_in.weight"][tokens]
 
     def block(self, layer, x):
-        at, eps = f"layers.{layer}", self.config.layer_norm_eps
+        at = f"layers.{layer}"
+        eps = self.config.layer_norm_eps
         mixed = self.linear(f"{at}.attention.query_key_value", self.norm(f"{at}.input_layernorm", x, eps))
         D = x.shape[-1] // self.heads
         # one head after the other, and of each its query, key and value

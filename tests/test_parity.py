@@ -190,10 +190,12 @@ def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
     """The prompts of the shortest outputs fill the model's positions, so that the block goes on beyond them."""
     model = tiny(name)
     most = read_spec(model.folder).positions
-    lengths, outputs = (most - 2, 5, most - 5, 17, 1, 3, 9), (2, 30, 5, 1, 40, 30, 12)
+    lengths = (most - 2, 5, most - 5, 17, 1, 3, 9)
+    outputs = (2, 30, 5, 1, 40, 30, 12)
     prompts = [model.clear_cut_prompts([n], m, [budget or (None, None)])[0] for n, m in zip(lengths, outputs)]
     params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in outputs]
-    kv_budget, options = budget and KVBudget.from_size(*budget), dict(device="cpu", dtype="float32", progress=False)
+    kv_budget = budget and KVBudget.from_size(*budget)
+    options = dict(device="cpu", dtype="float32", progress=False)
     with LLM(str(model.folder), Policy(**{**PLACEMENTS[placement], "gpu_batch_size": 4}), kv_budget, **options) as llm:
         found = [o.outputs[0] for o in llm.generate(prompts, params)]
     assert_same(found, [model.reference(p, m, *(budget or ())) for p, m in zip(prompts, outputs)])
@@ -242,7 +244,8 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
     prompts = model.clear_cut_prompts(LENGTHS, 24, [budget])
     order = sorted(prompts, key=len, reverse=True)
     references = [model.reference(p, 24, *budget) for p in order]
-    layers, seen = model.hf.config.num_hidden_layers, []
+    layers = model.hf.config.num_hidden_layers
+    seen = []
     decode = FixedRule.decode
 
     def spy(self, cache, q, k, v, rows):

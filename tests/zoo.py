@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -205,7 +206,8 @@ class Tiny:
 
     def prompts(self, lengths, seed: int = 0) -> list[list[int]]:
         rng = random.Random(f"{self.name} {seed}")
-        return [[rng.randrange(self.vocab_size) for _ in range(n)] for n in lengths]
+        tokens = iter(lambda: rng.randrange(self.vocab_size), None)
+        return [list(islice(tokens, n)) for n in lengths]
 
     def reference(
         self, prompt: list[int], max_tokens: int, heavy=None, recent=None, rule="smoothed", cache=None
