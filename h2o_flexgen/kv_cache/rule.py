@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -73,11 +74,9 @@ class CacheRule:
     ) -> dict[tuple[int, int], KVLayout]:
         """The KV block of every (layer, batch). `batches`: (sequences, tokens of the longest prompt) of each batch."""
         rules = [self.in_layer(layer) for layer in range(spec.layers)]
-        found = {}
-        for rule in dict.fromkeys(rules):
-            made = {batch: rule.layout(spec, form, *batch, gen_len) for batch in set(batches)}
-            found[rule] = [made[batch] for batch in batches]
-        return {(layer, k): layout for layer, rule in enumerate(rules) for k, layout in enumerate(found[rule])}
+        kinds = product(set(rules), set(batches))
+        made = {(rule, batch): rule.layout(spec, form, *batch, gen_len) for rule, batch in kinds}
+        return {(layer, k): made[rule, batch] for layer, rule in enumerate(rules) for k, batch in enumerate(batches)}
 
     @property
     def slot_fields(self) -> tuple[tuple[str, torch.dtype], ...]:
