@@ -4,7 +4,7 @@
 class UserError(ValueError):
     """An error that the user can fix: the message says in one line what it is and how to fix it.
 
-    Arguments of the library are in backticks, like `gpu_mem`; a command shows its options instead (`commands.main`).
+    Arguments of the library stand in backticks, as `gpu_mem`; a command shows its options instead (`commands.main`).
     """
 
 

@@ -16,7 +16,7 @@ from machines import ROOT, T4, laptop, planner_of
 from test_parity import test_tokens_are_those_of_transformers_and_of_the_oracle as check_tokens
 
 from h2o_flexgen import LLM, KVBudget, UserError, kv_cache
-from h2o_flexgen.commands import quality, search
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.models import registry
 from h2o_flexgen.models.spec import Config
@@ -140,7 +140,7 @@ def test_the_new_rule_is_measured_beside_h2o(rule, texts, tmp_path):
     for name, value in {"book.txt": book, "MODEL": texts, "tova.json": output}.items():
         command = command.replace(name, str(value))
     lengths = ("--prompt-len", "20", "--gen-len", "20")
-    assert quality.main([*command.split(), *map(str, FP32), *lengths]) == 0
+    assert main(["quality", *command.split(), *FP32, *lengths]) == 0
     assert [row["rule"] for row in json.loads(output.read_text())["rows"]] == ["full", *["h2o"] * 3, *["tova"] * 3]
 
 
@@ -160,11 +160,11 @@ def test_the_new_rule_is_an_option_that_reports_and_policy_files_keep(rule, cli,
 def test_the_search_hands_the_new_rule_on(rule, capsys, tmp_path):
     (tmp_path / "laptop.json").write_text(laptop().to_json())
     job = ("--model", "facebook/opt-1.3b", "--num-prompts", "8", "--hardware", str(tmp_path / "laptop.json"), "--json")
-    assert search.main([*job, "--hh-ratio", "0.2", "--kv-rule", "tova"]) == 0
+    assert main(["search", *job, "--hh-ratio", "0.2", "--kv-rule", "tova"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["kv_budget"]["rule"] == "tova"
     assert "--kv-rule tova" in result["command"]
-    assert search.main([*job, "--hh-ratio", "auto", "--kv-rule", "tova"]) == 2
+    assert main(["search", *job, "--hh-ratio", "auto", "--kv-rule", "tova"]) == 2
     assert "--hh-ratio auto is for --kv-rule smoothed" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from machines import T4, laptop, percents, planner_of, search
 
 from h2o_flexgen.formats.forms import compressed
-from h2o_flexgen.machine.profile import Link, between
+from h2o_flexgen.machine.profile import Link, interpolate
 from h2o_flexgen.models.registry import family, named_spec
 from h2o_flexgen.planning.memory import Resources, plan_policy
 from h2o_flexgen.planning.planner import Planner
@@ -35,7 +35,7 @@ def test_a_decode_step_by_hand():
     profile = laptop()
     p = time(Policy(8, 1, ALL_GPU), prompts=8, prompt_len=128, gen_len=2)
     E, L, V = 2048, 24, 50272
-    rate = between(profile.matmul["streamed"][2048, 2048], 8)
+    rate = interpolate(profile.matmul["streamed"][2048, 2048], 8)
     matmuls = 2 * 12 * E * E * 8 / rate + profile.step_seconds
     attention = 8 * 129 * 2 * E * 2 / 2e10
     head = 2 * V * E * 8 / rate
