@@ -476,7 +476,7 @@ OTHER_KEYS = (
 ).split()
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(
     model_type=st.sampled_from(list(GOOD)),
     rope_type=st.sampled_from(list(TYPES)),
