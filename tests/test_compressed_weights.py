@@ -210,7 +210,7 @@ KILLED = """
 import os, signal, sys
 import safetensors.torch
 from h2o_flexgen import LLM
-from h2o_flexgen.offload import convert
+from h2o_flexgen.storage import convert
 convert.CONVERTED_BYTES, save, saved = 1000, safetensors.torch.save_file, []
 def save_file(*args):
     if saved:

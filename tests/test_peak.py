@@ -15,7 +15,7 @@ from cli_tools import FP32, ON_DISK, ON_GPU, end, environment, percent, start, w
 from bench.checkpoint import write_gguf
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine import step
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import CpuDevice
 
 pytest_plugins = ["cli_tools"]
 
@@ -77,7 +77,7 @@ def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget, forma
 SESSION = """
 import json, sys
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
-from h2o_flexgen.offload import memory
+from h2o_flexgen.machine import memory
 how = dict(path="_DUMMY_", device="cpu", dtype="float32", progress=False)
 with LLM(sys.argv[1], Policy(4, 2, tuple(map(int, sys.argv[2:]))), KVBudget.from_size(200), **how) as llm:
     session = llm.session(count=8, chunk=96)
@@ -139,7 +139,7 @@ def test_prefill_gives_gaps_back_at_its_end_and_where_it_holds_more_than_planned
     given_back = []
     monkeypatch.setattr(step, "GAPS_SECONDS", seconds)
     monkeypatch.setattr(step, "GAPS_OVER_PLAN", over_plan)
-    monkeypatch.setattr(Device, "release_gaps", lambda self: given_back.append(self))
+    monkeypatch.setattr(CpuDevice, "release_gaps", lambda self: given_back.append(self))
     policy = Policy(gpu_batch_size=3, num_gpu_batches=1, prefill_tokens=4)
     with LLM(str(model), device="cpu", dtype="float32", progress=False, policy=policy) as llm:
         llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=2))

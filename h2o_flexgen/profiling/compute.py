@@ -23,7 +23,7 @@ from h2o_flexgen.kernels.rates import INT4, INT8
 from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.kv_cache.rule import Rows
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import Device, open_device
 from h2o_flexgen.machine.profile import GROUP, AttentionRates, Shape
 from h2o_flexgen.planning.workload import HEAD_ROWS
 
@@ -92,7 +92,7 @@ def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
     tiny = call_seconds(device, layer_call(device, dtype, TINY_SHAPE, 1, 0), scale, cold=True)
     calls = [attention_call(device, dtype, "decode", smallest_attention(rule, scale)) for rule in MEASURED]
     attention = [call_seconds(device, call, scale, cold=True) for call in calls]
-    devices = {"prefill": device, "decode": device} | ({"cpu": Device("cpu")} if device.is_cuda else {})
+    devices = {"prefill": device, "decode": device} | ({"cpu": open_device("cpu")} if device.is_cuda else {})
     return {
         "step_seconds": tiny + max(attention),
         "matmul": matmul_rates(device, dtype, scale, tiny / LAYER_MATMULS),

@@ -13,7 +13,7 @@ import zoo
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import open_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -39,7 +39,7 @@ def params(gen_len):
 
 @pytest.mark.parametrize("nbytes", [1, 4097, 5 * MIB + 3, 300 * MIB + 12345])
 def test_a_pinned_buffer_takes_its_size_and_is_given_back(nbytes):
-    device = Device("cuda")
+    device = open_device("cuda")
     device.start(None)
     gc.collect()
     before = memory.resident()
@@ -57,7 +57,7 @@ def test_a_pinned_buffer_takes_its_size_and_is_given_back(nbytes):
 
 
 def test_only_what_came_after_a_mark_is_unpinned():
-    device = Device("cuda")
+    device = open_device("cuda")
     device.start(None)
     first = device.host_buffer(MIB)
     mark = device.pinned_count()

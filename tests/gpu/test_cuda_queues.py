@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from h2o_flexgen.machine.device import Device, copy, finish
+from h2o_flexgen.machine.device import copy, finish, open_device
 from h2o_flexgen.storage.queues import StagingBuffers, TransferQueue
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -19,7 +19,7 @@ MOST = 1 << 22
 
 @pytest.fixture
 def device():
-    device = Device("cuda")
+    device = open_device("cuda")
     device.start(None)
     yield device
     device.unpin()
@@ -201,7 +201,7 @@ def test_no_job_runs_before_the_event_it_must_follow(device):
 
 
 def test_a_device_that_is_dropped_gives_its_memory_back():
-    device = Device("cuda")
+    device = open_device("cuda")
     device.start(None)
     buffer = device.host_buffer(1 << 20)
     assert buffer.is_pinned()

@@ -190,7 +190,7 @@ def test_large_temporaries_leave_no_gaps_in_the_heap():
     program = """
 import sys
 import torch
-from h2o_flexgen.offload import memory
+from h2o_flexgen.machine import memory
 if sys.argv[1] == "held":
     memory.hold_heap()
 torch.ones(30 << 18)  # freed at once, after which glibc would take blocks as large from the heap
@@ -216,7 +216,7 @@ print((memory.resident() - before) >> 20)
 
 def test_gaps_in_the_heap_go_back_to_the_system():
     program = """
-from h2o_flexgen.offload import memory
+from h2o_flexgen.machine import memory
 memory.hold_heap()
 before = memory.resident()
 blocks = [bytearray(b"x") * (1_000_000 if n % 2 else 30_000) for n in range(256)]

@@ -15,7 +15,7 @@ from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.machine.device import Device, host_memory
+from h2o_flexgen.machine.device import host_memory, open_device
 from h2o_flexgen.machine.pages import PAGE
 from h2o_flexgen.storage.kv_store import KVStore, Occupied
 from h2o_flexgen.storage.queues import KV_BUFFERS
@@ -41,7 +41,7 @@ def gates(monkeypatch):
 @pytest.fixture
 def store(tmp_path, gates):
     """All blocks are on disk, each filled with its number."""
-    transport = Transport(Device("cpu"), tmp_path / "offload")
+    transport = Transport(open_device("cpu"), tmp_path / "offload")
     tiers = {(0, k): "disk" for k in range(BLOCKS)}
     layouts = dict.fromkeys(tiers, LAYOUT)
     store = KVStore(transport, layouts, tiers)
@@ -129,7 +129,7 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
     segments = (6, 4, 4, 3)
     layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, form=KVFormat.dense(torch.float32))
     assert layout.row_bytes == PAGE
-    transport = Transport(Device("cpu"), tmp_path / "offload")
+    transport = Transport(open_device("cpu"), tmp_path / "offload")
     store, io = KVStore(transport, {(0, 0): layout}, {(0, 0): "disk"}), transport.io
     store.begin({(0, 0): layout})
     cache = store.blank(0, 0)
@@ -175,7 +175,7 @@ class Life:
     """
 
     def __init__(self, folder, tier: str, layout: KVLayout, seed: int):
-        self.transport = Transport(Device("cpu"), folder)
+        self.transport = Transport(open_device("cpu"), folder)
         blocks = {(0, 0): tier, (0, 1): tier}
         self.store = KVStore(self.transport, dict.fromkeys(blocks, layout), blocks)
         self.layout, self.one, self.random = layout, replace(layout, batch=1), Random(seed)
@@ -324,7 +324,7 @@ def test_in_a_block_that_is_not_full_a_step_writes_its_token_and_a_full_segment(
     """One of two places is in use."""
     segments = (64, 4, 4, 4)
     layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, form=KVFormat.dense(torch.float32))
-    transport = Transport(Device("cpu"), tmp_path / "offload")
+    transport = Transport(open_device("cpu"), tmp_path / "offload")
     store, io = KVStore(transport, {(0, 0): layout}, {(0, 0): "disk"}), transport.io
     store.begin({(0, 0): layout})
     store.blank(0, 0)

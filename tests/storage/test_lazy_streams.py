@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen import llm as llm_module
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device, host_memory
+from h2o_flexgen.machine.device import CudaDevice, host_memory
 from h2o_flexgen.storage import stored, transport
 from h2o_flexgen.storage.queues import TransferQueue
 
@@ -59,10 +59,9 @@ class Flush(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class LazyDevice(Device):
+class LazyDevice(CudaDevice):
     def __init__(self, name="auto"):
-        super().__init__("cpu")
-        self.is_cuda = True
+        super().__init__(torch.device("cpu"))
 
     def buffer(self, nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)
@@ -153,7 +152,7 @@ def _plain_copy(dst, src):
 @pytest.fixture
 def lazy(monkeypatch):
     streams.clear()
-    monkeypatch.setattr(llm_module, "Device", LazyDevice)
+    monkeypatch.setattr(llm_module, "open_device", LazyDevice)
     monkeypatch.setattr(transport, "TransferQueue", LazyQueue)
     for module in (stored, transport):
         monkeypatch.setattr(module, "copy", lazy_copy)

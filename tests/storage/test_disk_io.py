@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.storage.disk import PREFETCH, READ, WRITE, DiskIO, File, OffloadFolder, RequestQueue, wait
 
 PAGE = 4096
@@ -32,7 +32,7 @@ def content(tmp_path_factory):
 
 def buffer(nbytes: int, phase: int) -> np.ndarray:
     """A view that starts `phase` bytes into a page."""
-    return Device("cpu").host_buffer(nbytes + PAGE).numpy()[phase : phase + nbytes]
+    return open_device("cpu").host_buffer(nbytes + PAGE).numpy()[phase : phase + nbytes]
 
 
 @given(

@@ -12,7 +12,7 @@ from cli_tools import PROMPTS
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.engine.step import Walk
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import CudaDevice, open_device
 from h2o_flexgen.storage.activations import WRITE_BACKS, ActivationStore
 from h2o_flexgen.storage.disk import DiskIO, File, wait
 from h2o_flexgen.storage.kv_store import KVStore
@@ -30,7 +30,7 @@ def overlap(request) -> bool:
 
 @pytest.fixture
 def queue(overlap):
-    queue = TransferQueue(Device("cpu"), "test", overlap)
+    queue = TransferQueue(open_device("cpu"), "test", overlap)
     yield queue
     queue.close()
 
@@ -73,7 +73,7 @@ def test_a_queue_may_change_tensors_that_compute_made(queue):
 
 
 def test_closing_waits_for_the_running_job_and_drops_the_rest():
-    queue = TransferQueue(Device("cpu"), "test", overlap=True)
+    queue = TransferQueue(open_device("cpu"), "test", overlap=True)
     started, go, done = threading.Event(), threading.Event(), []
 
     def first():
@@ -103,7 +103,7 @@ def test_only_so_many_hidden_states_wait_on_the_device_to_be_written_back(tmp_pa
         real(*args)
 
     monkeypatch.setattr(ActivationStore, "store", slow)
-    transport = Transport(Device("cpu"), tmp_path)
+    transport = Transport(open_device("cpu"), tmp_path)
     store = ActivationStore(transport, ["cpu"], [64 * (WRITE_BACKS + 1)], 64)
     hiddens = [torch.full((1, 4, 4), float(n)) for n in range(WRITE_BACKS + 1)]
 
@@ -211,8 +211,8 @@ def test_a_gpu_that_is_full_before_a_job_begins_is_told_in_a_line(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB\nand more")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", full)
-    with pytest.raises(UserError, match="cannot begin on cpu: CUDA out of memory.*MiB; if its memory is full, end"):
-        Device("cpu").start(None)
+    with pytest.raises(UserError, match="cannot begin on cuda:0: CUDA out of memory.*MiB; if its memory is full, end"):
+        CudaDevice(torch.device("cuda:0")).start(None)
 
 
 def test_a_pool_that_is_closed_takes_no_more(tmp_path):
