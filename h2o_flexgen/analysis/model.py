@@ -78,9 +78,7 @@ class LayerModel:
         transport = self._transport = Transport(open_device("cpu"), default_root(), overlap=False)
         try:
             tiers = {name: "disk" if streams else "gpu" for layer in model.layers for name in layer.shapes}
-            gathered = {short: tensor for layer in model.layers for short, tensor in layer.gathered.items()}
-            streamed = [layer.streamed for layer in model.layers]
-            self._weights = WeightStore(transport, model.dtype, streamed, gathered, tiers, model.source, progress)
+            self._weights = WeightStore(transport, model.dtype, model.layers, tiers, model.source, progress)
         finally:
             if not streams:
                 transport.close()
