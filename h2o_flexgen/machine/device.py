@@ -36,11 +36,8 @@ DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def open_device(name: str = "auto") -> Device:
-    """The device of that name: "cpu", "cuda", "cuda:N", or "auto", which is CUDA where there is any, else the CPU.
-
-    Raises:
-        UserError: another name, or a device that torch does not see.
-    """
+    """The device named "cpu", "cuda", "cuda:N", or "auto": CUDA if there is any, else the CPU. Raises UserError for
+    another name, and for a device that torch does not see."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -77,14 +74,8 @@ class Device:
         return str(self.torch_device)
 
     def dtype(self, name: str, stored: torch.dtype | None = None) -> torch.dtype:
-        """The dtype of a name in DTYPES, or for "auto" the one to compute in.
-
-        Args:
-            stored: the dtype of most of the checkpoint, if known.
-
-        Raises:
-            UserError: unknown name.
-        """
+        """The dtype of a name in DTYPES, or for "auto" the one to compute in; `stored`: that of most of the checkpoint,
+        if known. Raises UserError for another name."""
         if name == "auto":
             return self._auto_dtype(stored)
         if name not in DTYPES:
@@ -221,8 +212,8 @@ class CudaDevice(Device):
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for every shape of a micro-batch
             self.workspace_bytes = _workspace_bytes(self.torch_device)
         except RuntimeError as e:  # from torch, CUDA or cuBLAS
-            cause = f"cannot begin on {self}: {reason(e)}"
-            raise UserError(f"{cause}; if its memory is full, end what else uses it") from None
+            cause = f"cannot start on {self}: {reason(e)}"
+            raise UserError(f"{cause}; if its memory is full, end other programs that use it") from None
         if most_bytes is not None:
             self._most_bytes = most_bytes
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
@@ -353,7 +344,7 @@ def finish(event) -> None:
 
 
 def copy(dst: Tensor, src: Tensor) -> None:
-    """Copy on the current stream; within RAM by this thread alone, to leave the other cores to compute."""
+    """Copy on the current stream; within RAM on this thread alone, to leave the other cores to compute."""
     if dst.device.type == "cpu" and src.device.type == "cpu":
         assert dst.dtype == src.dtype
         np.copyto(as_numpy(dst), as_numpy(src))
@@ -369,10 +360,10 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def host_memory(nbytes: int) -> Tensor:
-    """`nbytes` of RAM, uint8: page-aligned, untouched until used, given back to the system at once when dropped."""
-    try:  # private, since the kernel does not give huge pages to shared mappings by default
+    """`nbytes` of RAM, uint8: page-aligned, not resident until used, returned to the system as soon as dropped."""
+    try:  # private, since by default the kernel does not back shared mappings with huge pages
         mapping = mmap.mmap(-1, max(aligned(nbytes), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as e:  # a limit of addresses, or no overcommit
+    except OSError as e:  # a limit on address space, or no overcommit
         raise UserError(f"cannot get {nbytes} bytes of RAM: {e.strerror}") from None
     if nbytes >= HUGE_PAGE:
         mapping.madvise(mmap.MADV_HUGEPAGE)
