@@ -99,7 +99,6 @@ class Device:
         return host_memory(nbytes)
 
     def pinned_count(self) -> int:
-        """Buffers that are pinned."""
         return 0
 
     def unpin(self, since: int = 0) -> None:
@@ -274,8 +273,7 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
 
     def record(self) -> torch.cuda.Event:
-        # a non-blocking event is waited for by spinning on a core
-        return self._recorded(torch.cuda.Event(blocking=True))
+        return self._recorded(torch.cuda.Event(blocking=True))  # waiting for a non-blocking one spins on a core
 
     def _recorded(self, event: torch.cuda.Event) -> torch.cuda.Event:
         event.record(torch.cuda.current_stream(self.torch_device))

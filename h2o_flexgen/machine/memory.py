@@ -75,8 +75,7 @@ def ram_available() -> int:
 
 
 def ram_in_all() -> int:
-    """Bytes of RAM that this process can hold: what is available and its own, without mapped files, which count as
-    available."""
+    """Bytes of RAM that this process can hold: available ones, which include mapped files, and its own."""
     return ram_available() + _proc("self/status", "RssAnon") + _proc("self/status", "RssShmem")
 
 

@@ -1,6 +1,6 @@
 """Hidden states of prompts between two layers, on the tier of their batch; they move in prefill micro-batches.
 
-Those of a decode step, one token of each sequence, stay on the device and are not kept here.
+In a decode step, with one token of each sequence, hidden states stay on the device and are not kept here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ActivationStore:
         self._hidden: dict[Key, _Hidden] = {}
         self._storing: deque[Future] = deque()  # write-backs, the oldest first
 
-        device = self.device
+        device = transport.device
         sizes = activation_bytes(tiers, micro_bytes, transport.overlap, device.is_cuda)
         self._ram = {k: device.host_buffer(batch_bytes[k]) for k, tier in enumerate(tiers) if tier == "cpu"}
         on_disk = [k for k, tier in enumerate(tiers) if tier == "disk"]
@@ -121,7 +121,7 @@ class ActivationStore:
         flat = hidden.view(-1).view(torch.uint8)
         if batch in self._ram or self.device.is_cuda:
             ram = self._ram[batch][offset:] if batch in self._ram else self._store_host
-            self.transport.to_cpu(ram[: flat.nbytes], flat)
+            self.transport.to_host(ram[: flat.nbytes], flat)
             finish(self.device.record())
             flat = ram[: flat.nbytes]
         if batch not in self._ram:
@@ -131,11 +131,11 @@ class ActivationStore:
         """Fill a staging buffer once the write-back has ended."""
         self.device.wait_for(hidden.stored)
         if batch in self._ram:
-            self.transport.to_gpu(buffer, self._ram[batch][hidden.offset :][: buffer.nbytes])
+            self.transport.to_device(buffer, self._ram[batch][hidden.offset :][: buffer.nbytes])
             return
         finish(self._load_host_free)
         target = self._load_host[: buffer.nbytes] if self.device.is_cuda else buffer
         wait(self.transport.io.read(self.file, target.numpy(), self._offset[batch] + hidden.offset))
         if self.device.is_cuda:
-            self.transport.to_gpu(buffer, target)
+            self.transport.to_device(buffer, target)
             self._load_host_free = self.device.record()

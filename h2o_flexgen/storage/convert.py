@@ -64,8 +64,7 @@ def made_once(
     needed: int,
     progress: bool,
 ) -> list[Path]:
-    """Files with the tensors that `tensors` yields, about `count` of them in `needed` bytes; written unless they exist
-    already."""
+    """Files with what `tensors` yields, about `count` tensors in `needed` bytes; written unless they exist."""
 
     def make(folder: Path) -> None:
         free = shutil.disk_usage(folder).free

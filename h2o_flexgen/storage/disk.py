@@ -80,8 +80,7 @@ class File:
             raise _cannot_write(self.path.parent, e) from None
 
     def _move(self, call, view: memoryview, offset: int, direct: bool) -> int:
-        """Repeat `call(fd, part, at)` until all is moved: whole pages if `direct` past the page cache, the rest through
-        it."""
+        """Repeat `call(fd, part, at)` until all is moved; if `direct`, whole pages past the page cache."""
         whole = len(view) - len(view) % PAGE if direct and self.direct_fd is not None else 0
         done = 0
         while done < len(view):

@@ -33,11 +33,7 @@ class DummyCheckpoint:
     are normally distributed, norms 1, biases 0.
 
     A tensor's elements depend on its name alone, not on its tier: a pool of random elements, rotated by a hash of the
-    name.
-
-    Args:
-        layers: the tensors of the model.
-        dtype: of the computation.
+    name. `layers`: the tensors of the model; `dtype`: of the computation.
     """
 
     copy_bytes = 0

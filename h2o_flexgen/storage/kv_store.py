@@ -118,19 +118,18 @@ class KVStore:
         self._load_queue = transport.queues["cache"]
         self._store_queue = transport.queues["store"]
         self.storing: deque[Future] = deque()
-        device = self.device
-        sizes = kv_bytes(layouts, tiers, transport.overlap, device.is_cuda)
+        sizes = kv_bytes(layouts, tiers, transport.overlap, self.device.is_cuda)
         self.file = transport.file("kv_cache", sizes.tiers["disk"])
         self.blocks = {key: _KVBlock(tier) for key, tier in tiers.items()}
         self._allocate(layouts)
-        self._staging = StagingBuffers(device, sizes.staging, sizes.count)
+        self._staging = StagingBuffers(self.device, sizes.staging, sizes.count)
         self._host = self._staging.buffers  # where disk reads land
-        if device.is_cuda:
-            self._meta = device.buffers([sizes.meta] * sizes.count)
-            self._host = [device.host_buffer(sizes.host) for _ in range(sizes.count)]
-            self._write_host = device.host_buffer(sizes.write)
+        if self.device.is_cuda:
+            self._meta = self.device.buffers([sizes.meta] * sizes.count)
+            self._host = [self.device.host_buffer(sizes.host) for _ in range(sizes.count)]
+            self._write_host = self.device.host_buffer(sizes.write)
         self._host_free = [None] * sizes.count  # events
-        self._row = device.host_buffer(sizes.row)
+        self._row = self.device.host_buffer(sizes.row)
 
     def _allocate(self, layouts: dict[Key, KVLayout]) -> None:
         """Allocate each block on its tier."""
@@ -266,9 +265,9 @@ class KVStore:
         self.device.wait_for(last_job)
         if self.device.is_cuda:
             meta_bytes = block.layout.meta_bytes
-            self.transport.to_gpu(self._meta[index][:meta_bytes], block.meta[:meta_bytes])
+            self.transport.to_device(self._meta[index][:meta_bytes], block.meta[:meta_bytes])
         if source is not self._staging.buffers[index]:
-            self.transport.to_gpu(self._staging.buffers[index][:used], source[:used])
+            self.transport.to_device(self._staging.buffers[index][:used], source[:used])
             self._host_free[index] = self.device.record()
 
     def store_block(self, block: _KVBlock, index: int, part: slice) -> None:
@@ -303,7 +302,7 @@ class KVStore:
             return kv
         ram = block.kv if block.disk is None else self._write_host
         for begin, end in spans:
-            self.transport.to_cpu(ram[begin:end], kv[begin:end])
+            self.transport.to_host(ram[begin:end], kv[begin:end])
         finish(self.device.record())
         return ram
 
@@ -311,7 +310,7 @@ class KVStore:
         """Write back scores and positions, which without CUDA were changed in place."""
         if self.device.is_cuda:
             meta_bytes = block.layout.meta_bytes
-            self.transport.to_cpu(block.meta[:meta_bytes], self._meta[index][:meta_bytes])
+            self.transport.to_host(block.meta[:meta_bytes], self._meta[index][:meta_bytes])
 
     def store_token(self, block: _KVBlock, scores: Future | None, slots: Tensor, token: tuple[Tensor, Tensor]) -> None:
         """Write back the token of a decode step, K and V (B, H, W) each."""
@@ -321,7 +320,7 @@ class KVStore:
         row = self._row[: layout.row_bytes]
         sizes = [x.nbytes for x in token]
         for target, source in zip(row.split(sizes), token):
-            self.transport.to_cpu(target, source.view(torch.uint8).view(-1))
+            self.transport.to_host(target, source.view(torch.uint8).view(-1))
         slots = slots.to("cpu").numpy()
         finish(self.device.record())
         if block.disk is None:

@@ -28,11 +28,11 @@ class TransferQueue:
         """Run `job` once `after` (an event of `Device.record`) has happened. The future's result is an event behind
         everything that the job queued on the stream."""
         future = self._pool.submit(self.run, job, after)
-        if not self.overlap and future.exception() is None:  # it waits
+        if not self.overlap and future.exception() is None:  # `exception` waits
             finish(future.result())
         return future
 
-    @torch.inference_mode()  # of each thread; tensors made in this mode can be changed in no other
+    @torch.inference_mode()  # set per thread; tensors made in it can be changed in no other mode
     def run(self, job: Callable[[], None], after=None):
         """Run a job on the queue's stream; returns the event behind what it queued."""
         if self.stream is None:

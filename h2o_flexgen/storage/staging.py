@@ -60,11 +60,12 @@ class StagedTensor:
     """A weight of one layer.
 
     Attributes:
-        source: where it is: resident on the device, in RAM, or on disk.
-        kept: its format in RAM and on a GPU; read: the one its matmul reads.
-        in_int8: its matmul computes in int8; in_blocks: with codes in blocks as they are stored.
+        source: where it is: on the device, in RAM, or on disk.
+        kept: its format in RAM and on a GPU.
+        read: the format that its matmul reads.
+        in_int8: its matmul computes in int8; in_blocks: with codes in blocks as stored.
         size: its bytes in the buffers; begin: where it begins in them.
-        tensor: it on the device; if it is streamed, in the staging buffer since `stage`.
+        tensor: the weight on the device; a streamed one is in the staging buffer from `stage` on.
     """
 
     source: Tensor | Quantised | Int8Weight | Stored
@@ -80,8 +81,7 @@ class StagedTensor:
         self.tensor = self.source
 
     def stage(self, buffer: Tensor, host: Tensor) -> HostCopy | PagedRead:
-        """Take its part of a staging buffer; on CUDA `host` is what disk reads land in. Returns the transfer that fills
-        it."""
+        """Take its part of a staging buffer; returns the transfer that fills it. On CUDA disk reads land in `host`."""
         span = buffer[self.begin.device :][: self.size.device]
         is_on_disk = isinstance(self.source, Stored)
         if is_on_disk and not self.size.host:
@@ -110,7 +110,7 @@ class StagedTensor:
 
 
 def _payload(tensor: Tensor | Quantised) -> Tensor:
-    """What is copied of a tensor."""
+    """The tensor that holds the bytes."""
     return tensor.raw if isinstance(tensor, Quantised) else tensor
 
 

@@ -37,12 +37,12 @@ class Transport:
         self._copied = {"cpu_to_gpu": 0, "gpu_to_cpu": 0}
         self._lock = threading.Lock()
 
-    def to_gpu(self, dst: Tensor, src: Tensor) -> None:
+    def to_device(self, dst: Tensor, src: Tensor) -> None:
         """Copy from RAM to the device, on the current stream."""
         copy(dst, src)
         self.count("cpu_to_gpu", dst.nbytes)
 
-    def to_cpu(self, dst: Tensor, src: Tensor) -> None:
+    def to_host(self, dst: Tensor, src: Tensor) -> None:
         """Copy from the device to RAM, on the current stream."""
         copy(dst, src)
         self.count("gpu_to_cpu", dst.nbytes)

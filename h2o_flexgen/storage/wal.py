@@ -85,7 +85,7 @@ class LoggedBlock:
         self._slots[: self.rows, places] = -1
         self._slots[: self.rows, count:] = -1
         spans = [span for place in places for span in self.layout.row_spans(place, used)]
-        if used > self.written:  # a segment of which only the log has tokens
+        if used > self.written:  # a segment whose tokens are all in the log
             spans.append((self.written, used))
         self.written = used
         pages = []
@@ -117,7 +117,7 @@ class LoggedBlock:
         reads = [self.io.read(self.file, buffer[a:b], self.offset + a, True) for a, b in spans]
         wait([read for each in reads for read in each])
         kv = buffer[:used]
-        kv[self.written :] = 0  # a segment of which only the log has tokens
+        kv[self.written :] = 0  # a segment whose tokens are all in the log
         if self.rows:
             rows = buffer[self._log_begin : log_end].reshape(self.rows, -1)[:, : self.layout.row_bytes]
             slots = self._slots[: self.rows]

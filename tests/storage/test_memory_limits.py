@@ -13,7 +13,7 @@ from h2o_flexgen.machine import memory
 
 GIB = 1 << 30
 #: cgroup v1's way of saying "no limit"
-NONE_V1 = 9223372036854771712
+NONE_V1 = "9223372036854771712"
 
 
 @pytest.fixture
@@ -53,24 +53,29 @@ def machine(tmp_path, monkeypatch):
     return machine
 
 
-def test_no_cgroup_at_all(machine):
-    machine.meminfo(8 * GIB)
-    assert memory.ram_available() == 8 * GIB
+#: GiB that the machine has available, /proc/self/cgroup, groups (path, limit, usage) in GiB, and what may be used
+CASES = {
+    "without a cgroup": (8, "", [], 8),
+    "v2 with a limit": (8, "0::/user/job", [("/user/job", 3, 1)], 2),
+    "v2 without a limit": (8, "0::/user/job", [("/user/job", "max", 1), ("/user", "max", 1)], 8),
+    "v2 in a group of which other processes use more": (20, "0::/a/b", [("/a", 10, 9), ("/a/b", 4, 1)], 1),
+    "v1 without a limit": (8, "4:memory:/", [("", NONE_V1, 7)], 8),
+    "v1 mounted with another controller": (20, "4:hugetlb,memory:/job", [("/job", 4, 1)], 3),
+    "v1 in a container, at the root under the host's path": (20, "5:memory:/docker/abc", [("", 2, 1)], 1),
+    "v2 in a container, at the root under the host's path": (20, "0::/../../docker/abc", [("", 2, 1)], 1),
+    "on a machine tighter than its cgroup": (1, "0::/job", [("/job", 4, 1)], 1),
+    "in a group over its limit": (8, "0::/job", [("/job", 1, 2)], 0),
+}
 
 
-def test_v2_with_a_limit(machine):
-    machine.meminfo(8 * GIB)
-    machine.write("/proc/self/cgroup", "0::/user/job\n")
-    machine.group(2, "/user/job", 2 * GIB, GIB // 2)
-    assert memory.ram_available() == 2 * GIB - GIB // 2
-
-
-def test_v2_says_max(machine):
-    machine.meminfo(8 * GIB)
-    machine.write("/proc/self/cgroup", "0::/user/job\n")
-    machine.group(2, "/user/job", "max", GIB)
-    machine.group(2, "/user", "max", GIB)
-    assert memory.ram_available() == 8 * GIB
+@pytest.mark.parametrize("available, cgroup, groups, wanted", CASES.values(), ids=CASES)
+def test_ram_available(machine, available, cgroup, groups, wanted):
+    machine.meminfo(available * GIB)
+    machine.write("/proc/self/cgroup", cgroup and f"{cgroup}\n")
+    for path, limit, usage in groups:
+        limit = limit if isinstance(limit, str) else limit * GIB
+        machine.group(2 if cgroup.startswith("0::") else 1, path, limit, usage * GIB)
+    assert memory.ram_available() == wanted * GIB
 
 
 @pytest.mark.parametrize("tight", ["/a", "/a/b", "/a/b/c"])
@@ -79,14 +84,6 @@ def test_v2_nested_the_tightest_counts(machine, tight):
     for path in ("/a", "/a/b", "/a/b/c"):
         machine.group(2, path, 3 * GIB if path == tight else 7 * GIB, GIB)
     assert memory.ram_available() == 2 * GIB
-
-
-def test_v2_a_looser_limit_with_more_in_use_can_be_the_tightest(machine):
-    """What is left counts, and other processes of the parent group use some."""
-    machine.write("/proc/self/cgroup", "0::/a/b\n")
-    machine.group(2, "/a", 10 * GIB, 9 * GIB)
-    machine.group(2, "/a/b", 4 * GIB, GIB)
-    assert memory.ram_available() == GIB
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -113,40 +110,6 @@ def test_v1_with_a_limit_and_a_hierarchy(machine):
     machine.group(1, "/docker", 3 * GIB, GIB)
     machine.group(1, "", NONE_V1, 7 * GIB)
     assert memory.ram_available() == 2 * GIB
-
-
-def test_v1_without_a_limit(machine):
-    machine.meminfo(8 * GIB)
-    machine.write("/proc/self/cgroup", "4:memory:/\n")
-    machine.group(1, "", NONE_V1, 7 * GIB)
-    assert memory.ram_available() == 8 * GIB
-
-
-def test_v1_memory_mounted_together_with_another_controller(machine):
-    machine.write("/proc/self/cgroup", "4:hugetlb,memory:/job\n")
-    machine.group(1, "/job", 4 * GIB, GIB)
-    assert memory.ram_available() == 3 * GIB
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_in_a_container_our_group_is_at_the_root_though_its_path_is_the_hosts(machine, version):
-    machine.write("/proc/self/cgroup", "5:memory:/docker/abc\n" if version == 1 else "0::/../../docker/abc\n")
-    machine.group(version, "", 2 * GIB, GIB)
-    assert memory.ram_available() == GIB
-
-
-def test_the_machine_can_be_tighter_than_the_cgroup(machine):
-    machine.meminfo(GIB)
-    machine.write("/proc/self/cgroup", "0::/job\n")
-    machine.group(2, "/job", 4 * GIB, GIB)
-    assert memory.ram_available() == GIB
-
-
-def test_a_group_over_its_limit_has_nothing_left(machine):
-    machine.meminfo(8 * GIB)
-    machine.write("/proc/self/cgroup", "0::/job\n")
-    machine.group(2, "/job", GIB, 2 * GIB)
-    assert memory.ram_available() == 0
 
 
 def test_a_limit_that_cannot_be_read_is_ignored(machine):

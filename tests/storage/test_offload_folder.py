@@ -104,23 +104,6 @@ def test_what_a_job_offloads_goes_to_the_folder_it_names(model, tmp_path, monkey
         assert any(name.startswith(str(tmp_path / "off" / "weights")) for name in held)
 
 
-def test_two_jobs_on_one_folder_do_not_disturb_each_other(model, tmp_path):
-    """Each starts, runs and ends while the other's files are in the folder."""
-    params = SamplingParams(max_tokens=5, ignore_eos=True)
-
-    def tokens(llm):
-        return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
-
-    options = {"path": "_DUMMY_", "device": "cpu", "dtype": "float32", "progress": False, "offload_dir": tmp_path}
-    with LLM(str(model), DISK, **options) as one:
-        first = tokens(one)
-        with LLM(str(model), DISK, **options) as two:
-            assert tokens(two) == first
-            assert tokens(one) == first
-        assert tokens(one) == first
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_closed_llm_holds_no_file_and_no_thread(model, tmp_path):
     import gc
     import threading
