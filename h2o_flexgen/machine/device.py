@@ -57,14 +57,10 @@ def open_device(name: str = "auto") -> Device:
 
 
 class Device:
-    """Where the model computes.
-
-    Attributes:
-        workspace_bytes: device memory that matrix libraries keep, known after `CudaDevice.start`.
-    """
+    """Where the model computes."""
 
     is_cuda = False
-    workspace_bytes = 0
+    workspace_bytes = 0  # device memory that matrix libraries keep, known after `CudaDevice.start`
 
     def __init__(self, torch_device: torch.device):
         self.torch_device = torch_device
@@ -183,12 +179,7 @@ class CpuDevice(Device):
 
 
 class CudaDevice(Device):
-    """A GPU.
-
-    Attributes:
-        stall_events: per kind of data ("weights", "cache", "activations"), the pairs of events around compute's waits
-            for it that have not yet been seen to end.
-    """
+    """A GPU."""
 
     is_cuda = True
 
@@ -196,7 +187,7 @@ class CudaDevice(Device):
         super().__init__(torch_device)
         self._pinned: list[Tensor] = []
         self._most_bytes = float("inf")  # of the device's memory
-        self.stall_events = defaultdict(deque)
+        self.stall_events = defaultdict(deque)  # by kind of data, pairs around waits not yet seen to have ended
 
     def _auto_dtype(self, stored: torch.dtype | None) -> torch.dtype:
         """fp16, or bf16 for a checkpoint in bf16 where the GPU has it."""

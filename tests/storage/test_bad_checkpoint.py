@@ -10,9 +10,7 @@ import pytest
 import torch
 from cli_tools import FP32, ON_CPU, ON_DISK, ON_GPU, SHORT, cut, percent, tiny_state, to_bin, write_model
 
-from h2o_flexgen.errors import UserError
 from h2o_flexgen.storage.checkpoint import Checkpoint
-from h2o_flexgen.storage.disk import File
 
 pytest_plugins = ["cli_tools"]
 
@@ -198,10 +196,3 @@ def test_a_checkpoint_that_shrinks_while_the_job_runs(refused, broken, monkeypat
         message = refused("--model", broken, *SHORT, *percent(placement), early=False)
         assert "cut short" in message
         write_model(broken)
-
-
-def test_a_file_reports_where_it_ended(tmp_path):
-    path = tmp_path / "f"
-    path.write_bytes(b"x" * 100)
-    with pytest.raises(UserError, match="ended at byte 100"):
-        File(path).read_at(memoryview(bytearray(200)), 0)
