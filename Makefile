@@ -1,7 +1,7 @@
-.PHONY: help demo test lint bench
+.PHONY: help demo test lint docs-check bench
 
 help:  ## what can be made (the default)
-	@sed -n 's/^\([a-z]*\):  ## /\1  /p' Makefile
+	@sed -n 's/^\([a-z-]*\):  ## /\1  /p' Makefile
 
 demo:  ## set up, then show what the demo model writes
 	bash scripts/demo.sh
@@ -12,6 +12,9 @@ test:  ## set up, then all tests
 lint:  ## rules and format
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+docs-check:  ## do the documents say what the results say?
+	.venv/bin/python -m bench.tables --check
 
 bench:  ## the headline row of the comparison with other systems, under ten minutes (root, for the memory cgroup)
 	bash scripts/bench.sh

@@ -169,12 +169,6 @@ def busy_seconds() -> tuple[float, float]:
     return ticks / os.sysconf("SC_CLK_TCK"), sum(use.ru_utime + use.ru_stime for use in used)
 
 
-def measure_machine(path: Path) -> Path:
-    """Write a hardware profile of this machine, as the policy search reads it."""
-    subprocess.run([sys.executable, "-m", "h2o_flexgen.commands.hardware", "-o", str(path)], cwd=ROOT, check=True)
-    return path
-
-
 def run_flex_opt(options: list[str], folder: Path, cap: int | None = None, timeout: float | None = None) -> dict:
     """The report of a run of the command line, in a memory cgroup of `cap` bytes if there is one. A run that fails has
     "failed" in the place of the report."""

@@ -21,7 +21,7 @@ from h2o_flexgen.formats import GGUF, Int4, Int8, KVFormat
 from h2o_flexgen.formats.forms import COMPRESSED, cache_format
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.attention import cached_attention
-from h2o_flexgen.kernels.int8 import KERNELS, Int8Weight, can_pack, int8_linear, pack, prepare, takes_blocks
+from h2o_flexgen.kernels.int8 import UNPACKED, Int8Weight, can_pack, int8_linear, pack, prepare, takes_blocks
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 
 #: (out, in) of the matrices; rows of activations; a few columns of these are far larger than the rest, as in a model
@@ -60,7 +60,7 @@ def matmuls(out: int, width: int) -> list[dict]:
         halves, eights = x.bfloat16(), torch.randint(-127, 128, (count, width), dtype=torch.int8)
         jobs = {
             "_int_mm": partial(torch._int_mm, eights, codes.t()),
-            **{name: partial(int8_linear, halves, streamed, kernel=name) for name in KERNELS},
+            **{name: partial(int8_linear, halves, streamed, kernel=name) for name in UNPACKED},
             **({"packed": partial(int8_linear, halves, packed)} if packed else {}),
             **({"int4": partial(int8_linear, halves, fours)} if takes_blocks() else {}),
             "bf16": partial(torch.nn.functional.linear, halves, half),
@@ -68,7 +68,7 @@ def matmuls(out: int, width: int) -> list[dict]:
         }
         operations = 2 * count * out * width
         rates = {name: operations / seconds / 1e12 for name, seconds in seconds_of(jobs).items()}
-        best = max(rates[name] for name in (*KERNELS, "packed") if name in rates)
+        best = max(rates[name] for name in (*UNPACKED, "packed") if name in rates)
         found.append({"shape": f"{out} x {width}", "rows": count, "tops": rates, "of_int_mm": best / rates["_int_mm"]})
     return found
 

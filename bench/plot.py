@@ -1,17 +1,15 @@
-"""Draw docs/throughput.png, docs/frontier.png and docs/quality_*.png. Needs matplotlib (the extra `plot`).
+"""Draw docs/throughput.png and docs/quality_*.png. Needs matplotlib (the extra `plot`).
 
 python -m bench.plot
 """
 
 from __future__ import annotations
 
-import textwrap
-
 import matplotlib
 
 from bench.common import ROOT, stored
 from bench.rows import QUANTISED
-from bench.tables import best, cap_text, gain_text, job_text, machine_text, rows_measured
+from bench.tables import best, gain_text, job_text, rows_measured
 from h2o_flexgen.evaluation.figure import draw
 
 matplotlib.use("Agg")
@@ -61,24 +59,6 @@ def ram_text(data: dict) -> str:
     return f"{data['job']['cap_gib'] or data['machine']['ram_gib']:g} GiB"
 
 
-def plot_frontier(data: dict) -> None:
-    """Our throughput over the seconds of a block."""
-    fig, ax = plt.subplots(figsize=(5, 4), layout="constrained")
-    for system in dict.fromkeys(p["system"] for p in data["points"]):
-        points = [p for p in data["points"] if p["system"] == system]
-        ax.plot([p["seconds"]["median"] for p in points], [p["tokens_per_s"] for p in points], "o-", label=system)
-        for p in points:
-            ax.annotate(p["sequences"], (p["seconds"]["median"], p["tokens_per_s"]), fontsize=7)
-    name = f"{job_text(data['job'])}, cap {cap_text(data['job'])}, {machine_text(data['machine'])}"
-    ax.set_title(textwrap.fill(name, 60), fontsize=8)
-    ax.set(xlabel="seconds of a block (its sequences at the points)", ylabel="generated tokens/s")
-    ax.set_xlim(left=0)
-    ax.set_ylim(bottom=0)
-    ax.legend(fontsize=8)
-    fig.savefig(ROOT / "docs" / "frontier.png", dpi=120)
-
-
 if __name__ == "__main__":
     plot_throughput([data for data in rows_measured() if data["job"]["device"] == "cpu"])
-    plot_frontier(stored("frontier"))
     draw(stored("quality_demo"), ROOT / "docs" / "quality_demo.png")

@@ -10,9 +10,9 @@ from statistics import median
 
 import torch
 
-from h2o_flexgen.kernels import int8
-from h2o_flexgen.kernels.int8 import Int8Weight
+from h2o_flexgen.kernels.int8 import Product, multiply
 from h2o_flexgen.kernels.linear import linear, rates
+from h2o_flexgen.kernels.operands import Int8Activations, Int8Weight
 from h2o_flexgen.kernels.rates import INT8
 from h2o_flexgen.machine.device import as_numpy, open_device
 from h2o_flexgen.storage.disk import DiskIO, File, wait
@@ -49,9 +49,9 @@ def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) ->
     if dtype == torch.int8:
         kernel = rates().kernel(INT8, rows)
         weights = [Int8Weight(torch.ones(shape, dtype=dtype), torch.ones(shape[0])) for shape in shapes]
-        inputs = [int8.Rows.of(torch.ones(rows, width, dtype=dtype)) for _, width in shapes]
+        inputs = [Int8Activations.of(torch.ones(rows, width, dtype=dtype)) for _, width in shapes]
         outs = [torch.empty(rows, out) for out, _ in shapes]
-        calls = [partial(int8.multiply, x, [(w, None, out)], kernel) for x, w, out in zip(inputs, weights, outs)]
+        calls = [partial(multiply, x, [Product(w, None, out)], kernel) for x, w, out in zip(inputs, weights, outs)]
     else:
         calls = [partial(linear, torch.randn(rows, w[1], dtype=dtype), torch.randn(w, dtype=dtype)) for w in shapes]
     times: list[float] = []

@@ -2,13 +2,15 @@
 
     python -m bench.tables [--check]
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. `--check` only says whether they are up to date.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. `--check` only reports whether they are up to date.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import exp
 
 from bench.common import RESULTS, ROOT, stored
@@ -16,25 +18,52 @@ from bench.rows import QUANTISED, ROWS, column, file_name, setting_text
 from h2o_flexgen.kv_cache.layers import LayerLosses
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: of the table of all rows; a column that no row has is left out
-COLUMNS = ["transformers", "Accelerate", "ZeRO-Inference", "FlexGen", "llama.cpp", "ours, full cache", "ours, H2O"]
-COLUMNS += [QUANTISED]
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as data.
+
+    Attributes:
+        columns: header -> format string of a cell, filled from a row; a cell whose row lacks a value stays empty.
+        rows: the key of the rows in the result, or what makes them of it.
+        file: the result, where its name is not the table's.
+        above: a line above the table, a format string of the result; below: one below it, made of the result.
+        has_source: whether the machine, the date and the command stand below.
+    """
+
+    columns: dict[str, str]
+    rows: str | Callable[[dict], list[dict]] = "rows"
+    file: str | None = None
+    above: str = ""
+    below: Callable[[dict], str] | None = None
+    has_source: bool = True
+
+    def text(self, data: dict) -> str:
+        rows = data[self.rows] if isinstance(self.rows, str) else self.rows(data)
+        parts = [
+            self.above.format(**data),
+            columns(rows, self.columns),
+            self.below(data) if self.below else "",
+            provenance(data) if self.has_source else "",
+        ]
+        return "\n\n".join(filter(None, parts))
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
 
 
-def columns(rows: list[dict], header: str, template: str) -> str:
-    """A line for each row, by a format string for each column; what a row lacks stays empty."""
+def columns(rows: list[dict], templates: dict[str, str]) -> str:
+    return markdown(list(templates), [[cell(template, row) for template in templates.values()] for row in rows])
 
-    def cell(template: str, row: dict) -> str:
-        try:
-            return template.format(**row)
-        except KeyError:
-            return ""
 
-    return markdown(header.split(" | "), [[cell(t, row) for t in template.split(" | ")] for row in rows])
+def cell(template: str, row: dict) -> str:
+    try:
+        return template.format(**row)
+    except KeyError:
+        return ""
 
 
 def machine_text(m: dict) -> str:
@@ -47,7 +76,7 @@ def version_text(data: dict) -> str:
 
 
 def command_text(data: dict) -> str:
-    """The command of a result, and the commit that has it if it is gone since."""
+    """The command of a result, and the last commit that has it if it is gone."""
     commit = re.match(r"git show (\w+):", data.get("raw", ""))
     return f"`{data['command']}`" + (f" (at commit {commit[1]})" if commit else "")
 
@@ -69,101 +98,47 @@ def cap_text(job: dict) -> str:
     return "none" if job["cap_gib"] is None else f"{job['cap_gib']:g} GiB"
 
 
-# the comparison
-
-
-def rows_measured() -> list[dict]:
-    """The results of all rows but those that try the benchmark."""
-    found = [stored(file_name(name)) for name in ROWS if not name.startswith("tiny ")]
-    return [data for data in found if data]
-
-
-def systems_of(rows: list[dict]) -> list[dict]:
-    """What is known of each system of each row, with its name and the job."""
-    found = []
-    for data in rows:
-        job = f"{job_text(data['job'])}, cap {cap_text(data['job'])}"
-        found += [{"job": job, "name": name} | s for name, s in data["systems"].items()]
-    return found
-
-
-def best(data: dict) -> dict[str, tuple[float, str]]:
-    """Tokens/s of every column of a row that came to its end, of the fastest of its files, and that system."""
-    found: dict[str, tuple[float, str]] = {}
-    for name, s in data["systems"].items():
-        if s["runs"]:
-            found[column(name)] = max(found.get(column(name), (0, "")), (s["tokens_per_s"]["median"], name))
-    return found
-
-
-def gain(data: dict) -> float | None:
-    """The fastest of ours over the fastest other system."""
-    found = best(data)
-    ours, peers = ([rate for name, (rate, _) in found.items() if is_ours(name) == x] for x in (True, False))
-    return max(ours) / max(peers) if ours and peers else None
-
-
 def is_ours(system: str) -> bool:
     return system.startswith("ours")
 
 
-def gain_text(data: dict) -> str:
-    return "-" if gain(data) is None else f"{gain(data):.1f}x"
+# the comparison with other systems: of all its results
 
-
-def throughput(rows: list[dict]) -> str:
-    """A line for each row: median tokens/s of every system, in brackets its batch, the type of its file, and what
-    is quantised. Rows on a GPU are left out: no batch of their peers was ever tried against another."""
-    rows = [data for data in rows if data["job"]["device"] == "cpu"]
-    shown = [name for name in COLUMNS if any(name in map(column, data["systems"]) for data in rows)]
-    lines = []
-    for data in rows:
-        found, cells = best(data), []
-        for name in shown:
-            rate, system = found.get(name, (0, ""))
-            variant = system.removeprefix("ours, " if name == QUANTISED else name).strip()
-            about = [str(data["systems"][system]["batch"])] + [variant] * bool(variant) if system else []
-            cells.append(f"{rate:.1f} ({', '.join(about)})" if system else "-")
-        lines.append([job_text(data["job"]), cap_text(data["job"]), *cells, gain_text(data)])
-    return markdown(["model, prompt + output", "memory cap", *shown, "best of ours over the best peer"], lines)
-
-
-def throughput_details(rows: list[dict]) -> str:
-    found = systems_of(rows)
-    for s in found:
-        t = s.get("tokens_per_s", {})
-        spread = " ({min:.2f} to {max:.2f})".format(**t) if s["runs"] > 1 else ""
-        s["rate"] = f"{t['median']:.2f}{spread}" if t else "died"
-        s |= {"run": s.get("gen_len", "all"), "died": "; ".join(s.get("died", []))}
-    header = "job | system | batch | lowest tier | prefill, s | decode, s | tokens/s | runs | output tokens run | died"
-    times = "{prefill_seconds:.1f} | {decode_seconds:.1f} | {rate} | {runs} | {run} | {died}"
-    return columns(found, header, f"{{job}} | {{name}} | {{batch}} | {{lowest_tier}} | {times}")
-
-
-def headline(data: dict) -> str:
-    """What the command of README's headline gave, and how long it took as a whole."""
-    return f"{throughput_details([data])}\n\n{data['about']}: {data['seconds'] / 60:.1f} minutes."
-
-
-def throughput_ours(rows: list[dict]) -> str:
-    """Our policies, and how near they come to what was predicted and to what bounds them."""
-    header = "job | system | policy of the first run | computes in | time, predicted / measured | peak / plan | "
-    header += "read a step, GB | decode is bound by | of that bound"
-    template = "{job} | {name} | {policy} | {computes_in} | {predicted_over_measured:.2f} | {peak_over_plan:.2f} | "
-    template += "{read_gb_per_step:.2f} | {bound_by} | {share_of_bound:.0%}"
-    return columns([s for s in systems_of(rows) if "policy" in s], header, template)
-
-
-def where(data: dict) -> str:
-    """The machine of a row's results, versions, days and command."""
-    days = sorted({day for s in data["systems"].values() for day in s["dates"]})
-    known = version_text(data)
-    told = dict.fromkeys(s["version"] for s in data["systems"].values() if s.get("version", known) not in known)
-    versions = [known, *told]
-    days = " to ".join(days[:1] + days[1:][-1:])
-    return f"{machine_text(data['machine'])}; {', '.join(versions)}; {days}; {command_text(data)}"
-
-
+#: of the table of all rows; a column that no row has is left out
+SYSTEMS = ["transformers", "Accelerate", "ZeRO-Inference", "FlexGen", "llama.cpp", "ours, full cache", "ours, H2O"]
+SYSTEMS += [QUANTISED]
+DETAILS = {
+    "job": "{job}",
+    "system": "{name}",
+    "batch": "{batch}",
+    "lowest tier": "{lowest_tier}",
+    "prefill, s": "{prefill_seconds:.1f}",
+    "decode, s": "{decode_seconds:.1f}",
+    "tokens/s": "{rate}",
+    "runs": "{runs}",
+    "output tokens run": "{run}",
+    "died": "{died}",
+}
+POLICIES = {
+    "job": "{job}",
+    "system": "{name}",
+    "policy of the first run": "{policy}",
+    "computes in": "{computes_in}",
+    "time, predicted / measured": "{predicted_over_measured:.2f}",
+    "peak / plan": "{peak_over_plan:.2f}",
+    "read a step, GB": "{read_gb_per_step:.2f}",
+    "decode is bound by": "{bound_by}",
+    "of that bound": "{share_of_bound:.0%}",
+}
+#: of README's table
+RESULTS_COLUMNS = {
+    "job": "{job}",
+    "memory": "{memory}",
+    "best other system": "{peer}",
+    "ours": "{exact}",
+    "ours, int8 matmuls or 4 bits": "{quantised}",
+    "gain": "{gain}",
+}
 #: factors that were aimed at: (row, system, over which other one, factor)
 AIMS = [
     ("opt-1.3b 64+256", "ours, H2O + int8", "ours, H2O", 2),
@@ -180,9 +155,93 @@ AIMS = [
 ]
 
 
+def rows_measured() -> list[dict]:
+    """The results of all rows except those that try out the benchmark."""
+    found = [stored(file_name(name)) for name in ROWS if not name.startswith("tiny ")]
+    return [data for data in found if data]
+
+
+def systems_of(rows: list[dict]) -> list[dict]:
+    """What is known of each system of each row, with its name and the job."""
+    found = []
+    for data in rows:
+        job = f"{job_text(data['job'])}, cap {cap_text(data['job'])}"
+        found += [{"job": job, "name": name} | s for name, s in data["systems"].items()]
+    return found
+
+
+def best(data: dict) -> dict[str, tuple[float, str]]:
+    """Tokens/s of every column of a row that ran to the end, of the fastest of its files, and that system."""
+    found: dict[str, tuple[float, str]] = {}
+    for name, s in data["systems"].items():
+        if s["runs"]:
+            found[column(name)] = max(found.get(column(name), (0, "")), (s["tokens_per_s"]["median"], name))
+    return found
+
+
+def gain(data: dict) -> float | None:
+    """The fastest of ours over the fastest other system."""
+    ours = [rate for name, (rate, _) in best(data).items() if is_ours(name)]
+    peers = [rate for name, (rate, _) in best(data).items() if not is_ours(name)]
+    return max(ours) / max(peers) if ours and peers else None
+
+
+def gain_text(data: dict) -> str:
+    return "-" if gain(data) is None else f"{gain(data):.1f}x"
+
+
+def throughput(rows: list[dict]) -> str:
+    """A line for each row: median tokens/s of every system, in brackets its batch, the type of its file, and what
+    is quantised. Rows on a GPU are left out: no batch of their peers was ever tried against another."""
+    rows = [data for data in rows if data["job"]["device"] == "cpu"]
+    shown = [name for name in SYSTEMS if any(name in map(column, data["systems"]) for data in rows)]
+    lines = []
+    for data in rows:
+        found = best(data)
+        cells = []
+        for name in shown:
+            rate, system = found.get(name, (0, ""))
+            variant = system.removeprefix("ours, " if name == QUANTISED else name).strip()
+            about = [str(data["systems"][system]["batch"])] + [variant] * bool(variant) if system else []
+            cells.append(f"{rate:.1f} ({', '.join(about)})" if system else "-")
+        lines.append([job_text(data["job"]), cap_text(data["job"]), *cells, gain_text(data)])
+    return markdown(["model, prompt + output", "memory cap", *shown, "best of ours over the best peer"], lines)
+
+
+def throughput_details(rows: list[dict]) -> str:
+    found = systems_of(rows)
+    for s in found:
+        t = s.get("tokens_per_s", {})
+        spread = " ({min:.2f} to {max:.2f})".format(**t) if s["runs"] > 1 else ""
+        s["rate"] = f"{t['median']:.2f}{spread}" if t else "died"
+        s |= {"run": s.get("gen_len", "all"), "died": "; ".join(s.get("died", []))}
+    return columns(found, DETAILS)
+
+
+def throughput_ours(rows: list[dict]) -> str:
+    """Our policies, and how near they come to what was predicted and to what bounds them."""
+    return columns([s for s in systems_of(rows) if "policy" in s], POLICIES)
+
+
+def where(data: dict) -> str:
+    """The machine of a row's results, versions, days and command."""
+    days = sorted({day for s in data["systems"].values() for day in s["dates"]})
+    known = version_text(data)
+    others = dict.fromkeys(s["version"] for s in data["systems"].values() if s.get("version", known) not in known)
+    versions = ", ".join([known, *others])
+    span = " to ".join(days[:1] + days[1:][-1:])
+    return f"{machine_text(data['machine'])}; {versions}; {span}; {command_text(data)}"
+
+
+def throughput_machines(rows: list[dict]) -> str:
+    header = ["job", "machine; versions; days; command"]
+    return markdown(header, [[job_text(data["job"]), where(data)] for data in rows])
+
+
 def aims(rows: list[dict]) -> str:
-    """How far the factors that were aimed at were reached, where both systems came to their end."""
-    by_name, lines = {data["row"]: data for data in rows}, []
+    """How far the factors that were aimed at were reached, where both systems ran to the end."""
+    by_name = {data["row"]: data for data in rows}
+    lines = []
     for row, ours, other, aim in AIMS:
         data = by_name.get(row, {"systems": {}})
         reached = [data["systems"].get(name, {}).get("tokens_per_s", {}).get("median") for name in (ours, other)]
@@ -193,261 +252,173 @@ def aims(rows: list[dict]) -> str:
     return markdown(["job", "system", "over", "aim", "reached"], lines)
 
 
-def throughput_machines(rows: list[dict]) -> str:
-    header = ["job", "machine; versions; days; command"]
-    return markdown(header, [[job_text(data["job"]), where(data)] for data in rows])
+def results(rows: list[dict]) -> str:
+    """What users get: two real jobs in rows/s, and the jobs of models larger than memory in tokens/s."""
+    found = []
+    data = stored("real_jobs")
+    ram = f"{data['machine']['ram_gib']:g} GiB, all fits"
+    for job, about in data["jobs"].items():
+        runs = {run["system"]: (run["rows_per_s"], "") for run in fastest(data, job)}
+        found.append(result_line(f"SmolLM2-135M: {about}", ram, "rows/s", runs))
+    for row in rows:
+        if row["job"]["device"] == "cpu" and row["job"]["cap_gib"]:
+            runs = {name: (rate, system) for name, (rate, system) in best(row).items()}
+            found.append(result_line(f"{job_text(row['job'])} tokens", cap_text(row["job"]), "tokens/s", runs))
+    return columns(found, RESULTS_COLUMNS)
 
 
-def peer_settings(data: dict) -> str:
-    """What peers ran with, and what else was tried."""
-    lines = []
-    for name, systems in data["rows"].items():
-        for system, s in systems.items():
-            tried = "; ".join(f"{what}: {rate}" for what, rate in s.get("tried", {}).items())
-            lines.append([name, system, setting_text(s), tried])
-    return markdown(["row", "system", "runs with", "tokens/s by batch and options, from 8 tokens"], lines)
+def result_line(job: str, memory: str, unit: str, rates: dict[str, tuple[float, str]]) -> dict:
+    """`rates`: {column: (rate, system)}; of ours the best in floats, and the best with int8 matmuls or fewer bits."""
+    floats = ("ours", "ours, full cache", "ours, H2O")
+    peer = max((rate, name) for name, (rate, _) in rates.items() if not is_ours(name))
+    exact = max((rates[name][0] for name in floats if name in rates), default=0.0)
+    quantised = max(rate for name, (rate, _) in rates.items() if is_ours(name) and name not in floats)
+    words = {"job": job, "memory": memory, "peer": f"{peer[0]:.2f} {unit} ({peer[1]})", "quantised": f"{quantised:.2f}"}
+    return words | {"exact": f"{exact:.2f}" if exact else "-", "gain": f"{max(exact, quantised) / peer[0]:.1f}x"}
 
 
-#: as those of TABLES
-KILLS = (
-    "",
-    "rows",
-    "model | block | rows of a job | kills | of them after a run's first block | jobs to their end",
-    "{model} | {block} | {rows} | {kills} | {behind_the_first_block} | {jobs}",
-)
-#: of one result: a line above the table, where its rows are, the header, and the columns
-TABLES = {
-    "stream_long": (
-        "",
-        "windows",
-        "tokens | perplexity | ms a token | resident, MiB",
-        "{tokens} | {perplexity:.2f} | {ms:.2f} | {mib:.0f}",
-    ),
-    "format_rates": (
-        "{threads} threads, TOP/s.\n\n",
-        "rows",
-        "out x in | rows | `_int_mm` alone | int8, native | transposed | packed | the best of these / `_int_mm` | bf16",
-        "{shape} | {rows} | {tops[_int_mm]:.2f} | {tops[native]:.2f} | {tops[transposed]:.2f} | {tops[packed]:.2f} | "
-        "{of_int_mm:.2f} | {tops[bf16]:.2f}",
-    ),
-    "format_rates_avx2": (
-        "{threads} threads, TOP/s.\n\n",
-        "rows",
-        "out x in | rows | `_int_mm` alone | int8, tiled | int4, as stored | as floats | fp32 | bf16",
-        "{shape} | {rows} | {tops[_int_mm]:.3f} | {tops[tiled]:.3f} | {tops[int4]:.3f} | {tops[floats]:.3f} | "
-        "{tops[fp32]:.3f} | {tops[bf16]:.3f}",
-    ),
-    "rule_steps": ("", "rows", "rule | decode step, ms | over h2o's", "{rule} | {ms:.1f} | {over_h2o:.2f}"),
-    "rule_ideas": ("", "rows", "idea | prose | code", "{idea} | {handbook:+.1%} | {stdlib:+.1%}"),
-    "frontier": (
-        "",
-        "points",
-        "system | sequences | seconds | tokens/s | runs",
-        "{system} | {sequences} | {seconds[median]:.1f} | {tokens_per_s:.1f} | {runs}",
-    ),
-    "engine_ram": (
-        "{workload[model]}, batch {workload[batch]}, {workload[gen_len]} tokens out.\n\n",
-        "rows",
-        "prompt | system | prefill, s | decode step, s | rounds",
-        "{prompt_len} | {system} | {prefill_seconds[median]:.1f} | {decode_step_seconds[median]:.3f} | {rounds}",
-    ),
-    "engine_disk": (
-        "{workload[model]}, weights on disk.\n\n",
-        "blocks",
-        "block | reading alone, s | computing alone, s | step, s | step / floor | peak / plan",
-        "{block} ({policy}) | {seconds[read]:.2f} | {seconds[compute]:.2f} | {seconds[step]:.2f} | "
-        "{step_over_floor:.2f} | {peak_over_plan:.2f}",
-    ),
-    "engine_families": (
-        "",
-        "rows",
-        "model | block | reading alone, s | computing alone, s | step, s | step / floor",
-        "{model} | {block} ({policy}) | {seconds[read]:.2f} | {seconds[compute]:.2f} | {seconds[step]:.2f} | "
-        "{step_over_floor:.2f}",
-    ),
-    "engine_stop": (
-        "{workload[model]}, block {workload[block]}, weights, cache and hidden states on disk.\n\n",
-        "rows",
-        "stops | seconds, median | longest",
-        "{stops} | {median:.1f} | {max:.1f}",
-    ),
-    "jobs_kills": KILLS,
-    "jobs_kills_demo_model": KILLS,
-    "jobs_faults": ("", "rows", "call | went on | clear error", "{call} | {went_on} | {clear_error}"),
-    "engine_gemm": (
-        "",
-        "rows",
-        "shapes | batch | F.linear, TFLOP/s | ours | ours, packed",
-        "{model} | {batch} | {tflops[F.linear]:.2f} | {tflops[ours]:.2f} | {tflops[ours, packed]:.2f}",
-    ),
-    "disk": (
-        "",
-        "rows",
-        "reads | threads | request | alone, GB/s | CPU s per GB | beside compute, GB/s | compute rate left",
-        "{reads} | {threads} | {request_mib} MiB | {alone_gb_per_s:.2f} | {alone_cpu_seconds_per_gb:.2f} | "
-        "{beside_compute_gb_per_s:.2f} | {compute_rate_beside_reads:.0%}",
-    ),
-    "search_papers": (
-        "",
-        "rows",
-        "figures of | job | policy | cache | published, tokens/s | predicted | ratio",
-        "{source} | {model} {prompt_len}+{gen_len} | {policy} | {cache} | {published_tokens_per_s:g} | "
-        "{predicted_tokens_per_s:.2f} | {ratio:.2f}",
-    ),
-    "search_machine": (
-        "",
-        "rows",
-        "model, cap | policy | job | prefill, s | predicted / it | decode, s | predicted / it | bound by",
-        "{model}, {cap_gib:g} GiB | {policy} | {prompt_len}+{gen_len}, {cache} | {prefill[measured]:.2f} | "
-        "{prefill[predicted_over_measured]:.2f} | {decode[measured]:.2f} | {decode[predicted_over_measured]:.2f} | "
-        "{bound_by}",
-    ),
-    "search_top": (
-        "",
-        "cases",
-        "model, cap | job | picked | tokens/s | best of the grid | tokens/s | picked / best | block picked: full, H2O",
-        "{model}, {cap_gib:g} GiB | {num_prompts} x {prompt_len}+{gen_len}, {cache} | {picked[policy]} | "
-        "{picked[tokens_per_s]:.1f} | {best_of_grid[policy]} (of {policies_of_grid}) | "
-        "{best_of_grid[tokens_per_s]:.1f} | {ratio:.2f} | {picked_block[full]}, {picked_block[h2o]}",
-    ),
+OF_ALL_ROWS = {
+    made.__name__: made
+    for made in (throughput, throughput_details, throughput_ours, throughput_machines, aims, results)
 }
 
 
-def prediction(data: dict) -> str:
-    """How near the predictions of `search_machine` came."""
-    told = "{phase}: median {median:.2f}, from {lowest:.2f} to {highest:.2f}"
-    told = "; ".join(told.format(phase=phase, **s) for phase, s in data["summary"].items())
-    return f"Predicted over measured seconds, {told}. Rounds: {data['rows'][0]['rounds']}."
+# one result each: its rows
 
 
-def quality(data: dict) -> str:
-    """What KV budgets cost, by `h2o-flexgen quality`."""
-    w, rows = data["workload"], []
+def headline(data: dict) -> str:
+    """What the command of README's headline gave, and how long it took as a whole."""
+    minutes = f"{data['about']}: {data['seconds'] / 60:.1f} minutes."
+    return "\n\n".join([throughput_details([data]), minutes, provenance(data)])
+
+
+def settings_of_peers(data: dict) -> list[dict]:
+    """What peers ran with, and what else was tried."""
+    found = []
+    for name, systems in data["rows"].items():
+        for system, s in systems.items():
+            tried = "; ".join(f"{what}: {rate}" for what, rate in s.get("tried", {}).items())
+            found.append({"row": name, "system": system, "setting": setting_text(s), "tried": tried})
+    return found
+
+
+def readable(data: dict) -> list[dict]:
+    """Rows with the model and the cache in words."""
+    found = []
     for row in data["rows"]:
-        slots = "all" if row["slots"] is None else "{heavy} + {recent}".format(**row)
-        rule = row["rule"].split("layers=")
-        rule = row["rule"] if len(rule) == 1 else f"{rule[0]}layers"
-        rows.append(row | {"rule": rule, "slots": slots, "mib": row["kv_bytes"] / (1 << 20)})
-    header = "rule | slots, heavy + recent | KV cache of a sequence, MiB | perplexity | rise | agreement"
-    template = "{rule} | {slots} | {mib:.2f} | {perplexity:.2f} | {rise:+.1%} | {agreement:.1%}"
-    job = f"{w['passages']} passages of {', '.join(w['texts'])}, {w['prompt_len']} tokens of prompt and {w['gen_len']}"
-    return f"{w['model']} in {w['dtype']}, {job} teacher-forced.\n\n{columns(rows, header, template)}"
+        ratio = row.get("hh_ratio")
+        model = row["model"].removeprefix("facebook/").upper()
+        found.append(row | {"model": model, "cache": f"H2O {ratio:g}" if ratio else "full"})
+    return found
 
 
-def summaries(data: dict) -> str:
-    """How near the summaries under KV budgets come to the full cache's own."""
-    rows = []
-    for row in data["rows"]:
-        found = {f"rouge_{n}": x for n, x in row["rouge"]["full_cache"]["rouge-score"].items()}
-        rows.append(found | {"rule": row["rule"], "slots": row["slots"] or "all"})
-    template = "{rule} | {slots} | {rouge_1:.3f} | {rouge_2:.3f} | {rouge_l:.3f}"
-    return columns(rows, "rule | slots | ROUGE-1 | ROUGE-2 | ROUGE-L", template)
+def stream_windows(data: dict) -> list[dict]:
+    return [
+        window | {"ms": 1000 * window["seconds_per_token"], "mib": window["resident_bytes"] / MIB}
+        for window in data["windows"]
+    ]
 
 
-def stream_fresh(fresh: dict) -> str:
+def stream_ends(fresh: dict) -> list[dict]:
     """The last two windows of a long stream beside those of one that began later."""
     found = []
     for name, data in (("from the beginning", stored("stream_long")), ("begun 4,096 tokens before them", fresh)):
         last = data["windows"][-2:]
         perplexity = exp(-sum(w["logprob"] for w in last) / sum(w["scored"] for w in last))
         found.append({"stream": name, "tokens": last[-1]["tokens"], "perplexity": perplexity})
-    header, template = (
-        "stream | tokens at its end | perplexity of the last 8,192",
-        "{stream} | {tokens} | {perplexity:.2f}",
-    )
-    return columns(found, header, template)
+    return found
 
 
-def layers_smollm2(data: dict) -> str:
+def layer_slots(data: dict) -> list[dict]:
     """The slots of each layer that a calibration comes to."""
-    known, found = LayerLosses(data["budgets"], data["losses"]), []
+    known = LayerLosses(data["budgets"], data["losses"])
+    found = []
     for slots in (102, 204):
         each = known.slots(slots // 2, slots // 2, data["window"])
         found.append({"slots": slots, "each": " ".join(str(heavy + recent) for heavy, recent in each)})
-    return columns(found, "slots on average | of each layer", "{slots} | {each}")
+    return found
 
 
-def decoding(data: dict) -> str:
-    """Of quantised weights."""
-    header = "from | to fp32 | bf16 | int8 codes, a scale a row"
-    return columns(data["decoding"], header, "{format} | {float32:.1f} | {bfloat16:.1f} | {int8:.1f}")
+def losses_by_bits(data: dict) -> list[dict]:
+    found = []
+    for row in data["rows"]:
+        words = {"weights": row["compress_weight"] or "as stored", "cache": row["compress_cache"] or "floats"}
+        found.append(row | words | {"slots": row["slots"] or "all", "mib": row["kv_bytes"] / MIB})
+    return found
 
 
-def cache_attention(data: dict) -> str:
-    """Of a step over a cache in RAM."""
-    header = "sequences, KV heads x queries of each, head size, slots | fp32 | bf16 | int8 | int4"
-    template = "{cache} | {float32:.1f} | {bfloat16:.1f} | {int8:.1f} | {int4:.1f}"
-    return columns(data["attention"], header, template)
+def losses_by_budget(data: dict) -> list[dict]:
+    found = []
+    for row in data["rows"]:
+        slots = "all" if row["slots"] is None else "{heavy} + {recent}".format(**row)
+        name, *layers = row["rule"].split("layers=")
+        found.append(row | {"rule": name + "layers" * len(layers), "slots": slots, "mib": row["kv_bytes"] / MIB})
+    return found
 
 
-def format_losses(data: dict) -> str:
-    """What fewer bits cost."""
-    rows = [
-        row
-        | {
-            "weights": row["compress_weight"] or "as stored",
-            "cache": row["compress_cache"] or "floats",
-            "slots": row["slots"] or "all",
-            "mib": row["kv_bytes"] / (1 << 20),
-        }
-        for row in data["rows"]
-    ]
-    header = "weights | matmuls | cache | slots | KV cache of a sequence, MiB | perplexity | rise"
-    template = "{weights} | {compute} | {cache} | {slots} | {mib:.2f} | {perplexity:.2f} | {rise:+.1%}"
-    return columns(rows, header, template)
+def rouge_of_summaries(data: dict) -> list[dict]:
+    """How near the summaries under KV budgets come to the full cache's own."""
+    found = []
+    for row in data["rows"]:
+        scores = {f"rouge_{n}": x for n, x in row["rouge"]["full_cache"]["rouge-score"].items()}
+        found.append(scores | {"rule": row["rule"], "slots": row["slots"] or "all"})
+    return found
 
 
 def command_line(data: dict) -> str:
     """One run of the command line."""
-
-    def time(phase: str) -> str:
-        guess = f" (predicted {data['predicted'][f'{phase}_seconds']:.1f} s)" if "predicted" in data else ""
-        return f"{data[phase]['seconds']:.1f} s{guess}, {data[phase]['tokens_per_s']:.3g} tokens/s"
-
     sizes = "{peak_ram_gib:.1f} GiB, {planned_ram_gib:.1f} GiB, {disk_gib:.1f} GiB".format(**data)
-    lines = [["policy", data["policy"]], ["prefill", time("prefill")], ["decode", time("decode")]]
-    return markdown(["command", f"`{data['flex_opt']}`"], [*lines, ["peak RAM, planned, on disk", sizes]])
+    lines = [["policy", data["policy"]]]
+    for phase in ("prefill", "decode"):
+        guess = f" (predicted {data['predicted'][f'{phase}_seconds']:.1f} s)" if "predicted" in data else ""
+        rate = f"{data[phase]['tokens_per_s']:.3g} tokens/s"
+        lines.append([phase, f"{data[phase]['seconds']:.1f} s{guess}, {rate}"])
+    lines.append(["peak RAM, planned, on disk", sizes])
+    return markdown(["command", f"`{data['flex_opt']}`"], lines) + f"\n\n{provenance(data)}"
 
 
-def analysis(data: dict) -> str:
-    """The figures of `h2o-flexgen analyse`: in all, by layer, and the loss."""
-    ranks, overlap, n = data["ranks"], data["overlap"], data["neurons"]
+def figures_of_analysis(data: dict) -> list[dict]:
+    """The figures of `h2o-flexgen analyse`: in all, and by layer."""
+    ranks = data["ranks"]
+    fit = ranks["fit"]
     words = {name: each["spearman"] for name, each in data["words"]["correlation"].items()}
-    fit, by_layer = ranks["fit"], lambda values: f"{min(values):.2f} to {max(values):.2f}"
-    lines = [
-        ["attention below 1 % of its row's maximum", data["sparsity"]["mean"], by_layer(data["sparsity"]["by_layer"])],
-        ["attention that the top tenth of the tokens receives", ranks["top_tenth"], ""],
-        ["exponent of the power law", fit["exponent"], by_layer(fit["exponent_by_layer"])],
-        ["its R2, ranks {} to {}".format(*fit["ranks"]), fit["r2"], ""],
-        ["rank correlation of a word's attention and co-occurrences", words["summed"], ""],
-        ["the same of the attention of one occurrence", words["per_occurrence"], ""],
-        ["heavy hitters that are those of the future", overlap["heavy_mean"], by_layer(overlap["heavy_by_layer"])],
-        ["the same by chance", overlap["heavy_by_chance"], ""],
-        ["all slots that are those of the future", overlap["mean"], by_layer(overlap["by_layer"])],
-        ["tokens for which a neuron is active", n["mean"], by_layer(n["mean_by_layer"])],
-        *([f"activations by the top {float(part):.0%} of neurons", x, ""] for part, x in n["carried"].items()),
+    overlap = data["overlap"]
+    neurons = data["neurons"]
+    figures = [
+        ("attention below 1 % of its row's maximum", data["sparsity"]["mean"], data["sparsity"]["by_layer"]),
+        ("attention that the top tenth of the tokens receives", ranks["top_tenth"], None),
+        ("exponent of the power law", fit["exponent"], fit["exponent_by_layer"]),
+        ("its R2, ranks {} to {}".format(*fit["ranks"]), fit["r2"], None),
+        ("rank correlation of a word's attention and co-occurrences", words["summed"], None),
+        ("the same of the attention of one occurrence", words["per_occurrence"], None),
+        ("heavy hitters that are those of the future", overlap["heavy_mean"], overlap["heavy_by_layer"]),
+        ("the same by chance", overlap["heavy_by_chance"], None),
+        ("all slots that are those of the future", overlap["mean"], overlap["by_layer"]),
+        ("tokens for which a neuron is active", neurons["mean"], neurons["mean_by_layer"]),
+        *((f"activations by the top {float(part):.0%} of neurons", x, None) for part, x in neurons["carried"].items()),
     ]
-    found = markdown(["figure", "mean", "layers"], [[name, f"{mean:.2f}", layers] for name, mean, layers in lines])
-    loss = columns(
-        data["loss"], "tokens behind the prompt see | perplexity | rise", "{cache} | {perplexity:.2f} | {rise:+.1%}"
-    )
-    return f"{found}\n\n{loss}"
+    found = []
+    for name, mean, layers in figures:
+        span = f"{min(layers):.2f} to {max(layers):.2f}" if layers else ""
+        found.append({"figure": name, "mean": mean, "layers": span})
+    return found
+
+
+def losses_of_analysis(data: dict) -> str:
+    templates = {"tokens behind the prompt see": "{cache}", "perplexity": "{perplexity:.2f}", "rise": "{rise:+.1%}"}
+    return columns(data["loss"], templates)
 
 
 # real jobs
 
 
-def fastest(runs: list[dict]) -> list[dict]:
-    """Of the runs of one job that came to their end, the fastest of each system."""
+def fastest(data: dict, job: str) -> list[dict]:
+    """Of the runs of a job that ran to the end, the fastest of each system."""
     found: dict[str, dict] = {}
-    for run in runs:
-        if "failed" not in run and run["seconds"] <= found.get(run["system"], run)["seconds"]:
+    for run in data["runs"]:
+        if run["job"] == job and "failed" not in run and run["seconds"] <= found.get(run["system"], run)["seconds"]:
             found[run["system"]] = run
     return list(found.values())
-
-
-def runs_of(data: dict, job: str) -> list[dict]:
-    return [run for run in data["runs"] if run["job"] == job]
 
 
 def places_text(run: dict) -> str:
@@ -457,137 +428,315 @@ def places_text(run: dict) -> str:
     return f"{run['options']['np']} places" + (", one cache" if "kvu" in run["options"] else "")
 
 
-def real_jobs(data: dict) -> str:
-    """Each system at its best number of places, and how the fastest of ours compares."""
-    lines = []
+def fastest_runs(data: dict) -> list[dict]:
+    """Each system at its best number of places."""
+    found = []
+    for job, about in data["jobs"].items():
+        for run in fastest(data, job):
+            words = {"about": about, "setting": places_text(run)}
+            if run.get("row_steps"):
+                words["ran"] = f"{(run['tokens'] - run['rows']) / run['row_steps']:.0%}"
+            found.append(run | words)
+    return found
+
+
+def gains_of_real_jobs(data: dict) -> str:
+    """How the fastest of ours compares, and which llama-server that is."""
     gains = []
-    for job, about in data["jobs"].items():
-        rates = {True: 0.0, False: 0.0}
-        for run in fastest(runs_of(data, job)):
-            ran = f"{(run['tokens'] - run['rows']) / run['row_steps']:.0%}" if run.get("row_steps") else ""
-            guess = f"{run['predicted_over_measured']:.2f}" if "predicted_over_measured" in run else ""
-            lines.append(run | {"about": about, "setting": places_text(run), "ran": ran, "guess": guess})
-            rates[is_ours(run["system"])] = max(rates[is_ours(run["system"])], run["rows_per_s"])
-        if all(rates.values()):
-            gains.append(f"{job} {rates[True] / rates[False]:.2f}x")
-    header = "job | system | setting | rows/s | tokens/s | seconds | whole command, s | tokens | row-steps that ran"
-    header += " | predicted / measured"
-    template = "{job}: {about} | {system} | {setting} | {rows_per_s:.2f} | {tokens_per_s:.1f} | {seconds:.1f} | "
-    template += "{command_seconds:.1f} | {tokens} | {ran} | {guess}"
-    told = [f"Rows/s of the fastest of ours over llama-server's: {', '.join(gains)}."] if gains else []
-    told += sorted({f"llama-server is that of {run['version']}." for run in data["runs"] if "version" in run})
-    return "\n\n".join([columns(lines, header, template), *told])
+    for job in data["jobs"]:
+        ours = [run["rows_per_s"] for run in fastest(data, job) if is_ours(run["system"])]
+        peers = [run["rows_per_s"] for run in fastest(data, job) if not is_ours(run["system"])]
+        if ours and peers:
+            gains.append(f"{job} {max(ours) / max(peers):.2f}x")
+    lines = [f"Rows/s of the fastest of ours over llama-server's: {', '.join(gains)}."] if gains else []
+    lines += sorted({f"llama-server is that of {run['version']}." for run in data["runs"] if "version" in run})
+    return "\n\n".join(lines)
 
 
-def real_jobs_rates(data: dict) -> str:
-    """Rows/s of llama-server and of ours, each at its best setting."""
-    lines = []
-    for job, about in data["jobs"].items():
-        rates = {run["system"]: run["rows_per_s"] for run in fastest(runs_of(data, job))}
-        peer = rates.pop("llama-server")
-        lines.append([about, f"{peer:.2f}", *(f"{rate:.2f} ({rate / peer:.1f}x)" for rate in rates.values())])
-    return markdown(["job", "llama-server", *rates], lines)
-
-
-def real_jobs_tried(data: dict) -> str:
+def settings_tried(data: dict) -> list[dict]:
     """Seconds of each setting of llama-server."""
-    lines = []
+    found = []
     for run in data["runs"]:
         if is_ours(run["system"]):
             continue
-        seconds = run.get("failed") or f"{run['seconds']:.1f}"
-        computed = f"{run['prompt_tokens_computed'] / run['prompt_tokens']:.0%}" if "seconds" in run else ""
-        lines.append([run["job"], places_text(run), seconds, computed, f"{run['cores_of_others']:.1f}"])
-    header = ["job", "llama-server with", "seconds", "prompt tokens computed", "cores that others took"]
-    return markdown(header, lines)
+        words = {"setting": places_text(run), "took": run.get("failed") or f"{run['seconds']:.1f}"}
+        if "seconds" in run:
+            words["computed"] = run["prompt_tokens_computed"] / run["prompt_tokens"]
+        found.append(run | words)
+    return found
 
 
-def versions(data: dict) -> str:
+def against_older(data: dict) -> list[dict]:
     """An older version beside this one: medians, and the median of the pairs' ratios."""
-    lines = []
+    forms = {"tokens_per_s": "{:.1f}", "running_share": "{:.0%}", "moved_gb": "{:.1f}"}
+    found = []
     for row in data["rows"]:
-        gain = "{ratio:.2f}x ({0:.2f} to {1:.2f})".format(min(row["ratios"]), max(row["ratios"]), **row)
+        both = {figure: old_and_new(row, figure, form) for figure, form in forms.items()}
         seconds = old_and_new(row, row["measure"], "{:.1f}")
-        rate = old_and_new(row, "tokens_per_s", "{:.1f}")
-        ran = old_and_new(row, "running_share", "{:.0%}")
-        moved = old_and_new(row, "moved_gb", "{:.1f}")
-        setting = f"{row['policy']}, {row['computes_in']}, {row['compute']} matmuls"
-        lines.append([row["about"], row["where"], seconds, gain, rate, ran, moved, setting])
-    header = "job | weights and cache | seconds | gain | tokens/s | row-steps of running rows | GB moved | policy"
-    return markdown(header.split(" | "), lines)
+        found.append(row | both | {"seconds": seconds, "least": min(row["ratios"]), "most": max(row["ratios"])})
+    return found
 
 
 def old_and_new(row: dict, figure: str, form: str) -> str:
     return " -> ".join(form.format(row[side][figure]) for side in ("old", "new"))
 
 
-OF_ROWS = (throughput, throughput_details, throughput_ours, throughput_machines, aims)
-OF_ROWS = {function.__name__: function for function in OF_ROWS}
-RUNS = ("opt-30b-searched", "opt-6.7b-8gib", "llama-3.1-8b-8gib")
-OTHERS = dict.fromkeys(RUNS, command_line) | {"prediction": prediction, "analysis_smollm2": analysis}
-OTHERS |= {
-    "format_losses": format_losses,
-    "headline": headline,
-    "stream_fresh": stream_fresh,
-    "decoding": decoding,
-    "cache_attention": cache_attention,
-    "layers_smollm2": layers_smollm2,
-    "real_jobs": real_jobs,
-    "real_jobs_tried": real_jobs_tried,
-    "versions": versions,
+KILLS = Table(
+    {
+        "model": "{model}",
+        "block": "{block}",
+        "rows of a job": "{rows}",
+        "kills": "{kills}",
+        "of them after a run's first block": "{behind_the_first_block}",
+        "jobs to their end": "{jobs}",
+    },
+    readable,
+)
+QUALITY = Table(
+    {
+        "rule": "{rule}",
+        "slots, heavy + recent": "{slots}",
+        "KV cache of a sequence, MiB": "{mib:.2f}",
+        "perplexity": "{perplexity:.2f}",
+        "rise": "{rise:+.1%}",
+        "agreement": "{agreement:.1%}",
+    },
+    losses_by_budget,
+    above="{workload[model]} in {workload[dtype]}, {workload[passages]} passages of {workload[texts][0]}, "
+    "{workload[prompt_len]} tokens of prompt and {workload[gen_len]} teacher-forced.",
+)
+SUMMARIES = Table(
+    {
+        "rule": "{rule}",
+        "slots": "{slots}",
+        "ROUGE-1": "{rouge_1:.3f}",
+        "ROUGE-2": "{rouge_2:.3f}",
+        "ROUGE-L": "{rouge_l:.3f}",
+    },
+    rouge_of_summaries,
+)
+VERSIONS = Table(
+    {
+        "job": "{about}",
+        "weights and cache": "{where}",
+        "seconds": "{seconds}",
+        "gain": "{ratio:.2f}x ({least:.2f} to {most:.2f})",
+        "tokens/s": "{tokens_per_s}",
+        "row-steps of running rows": "{running_share}",
+        "GB moved": "{moved_gb}",
+        "policy": "{policy}, {computes_in}, {compute} matmuls",
+    },
+    against_older,
+)
+TABLES = {
+    "jobs_kills": KILLS,
+    "jobs_kills_demo_model": KILLS,
+    "peer_settings": Table(
+        {
+            "row": "{row}",
+            "system": "{system}",
+            "runs with": "{setting}",
+            "tokens/s by batch and options, from 8 tokens": "{tried}",
+        },
+        settings_of_peers,
+        has_source=False,
+    ),
+    "stream_long": Table(
+        {
+            "tokens": "{tokens}",
+            "perplexity": "{perplexity:.2f}",
+            "ms a token": "{ms:.2f}",
+            "resident, MiB": "{mib:.0f}",
+        },
+        stream_windows,
+    ),
+    "stream_fresh": Table(
+        {
+            "stream": "{stream}",
+            "tokens at its end": "{tokens}",
+            "perplexity of the last 8,192": "{perplexity:.2f}",
+        },
+        stream_ends,
+    ),
+    "format_rates": Table(
+        {
+            "out x in": "{shape}",
+            "rows": "{rows}",
+            "`_int_mm` alone": "{tops[_int_mm]:.2f}",
+            "int8, native": "{tops[native]:.2f}",
+            "transposed": "{tops[transposed]:.2f}",
+            "packed": "{tops[packed]:.2f}",
+            "the best of these / `_int_mm`": "{of_int_mm:.2f}",
+            "bf16": "{tops[bf16]:.2f}",
+        },
+        above="{threads} threads, TOP/s.",
+    ),
+    "format_rates_avx2": Table(
+        {
+            "out x in": "{shape}",
+            "rows": "{rows}",
+            "`_int_mm` alone": "{tops[_int_mm]:.3f}",
+            "int8, tiled": "{tops[tiled]:.3f}",
+            "int4, as stored": "{tops[int4]:.3f}",
+            "as floats": "{tops[floats]:.3f}",
+            "fp32": "{tops[fp32]:.3f}",
+            "bf16": "{tops[bf16]:.3f}",
+        },
+        above="{threads} threads, TOP/s.",
+    ),
+    "decoding": Table(
+        {
+            "from": "{format}",
+            "to fp32": "{float32:.1f}",
+            "bf16": "{bfloat16:.1f}",
+            "int8 codes, a scale a row": "{int8:.1f}",
+        },
+        "decoding",
+        file="format_rates_avx2",
+    ),
+    "cache_attention": Table(
+        {
+            "sequences, KV heads x queries of each, head size, slots": "{cache}",
+            "fp32": "{float32:.1f}",
+            "bf16": "{bfloat16:.1f}",
+            "int8": "{int8:.1f}",
+            "int4": "{int4:.1f}",
+        },
+        "attention",
+        file="format_rates_avx2",
+    ),
+    "format_losses": Table(
+        {
+            "weights": "{weights}",
+            "matmuls": "{compute}",
+            "cache": "{cache}",
+            "slots": "{slots}",
+            "KV cache of a sequence, MiB": "{mib:.2f}",
+            "perplexity": "{perplexity:.2f}",
+            "rise": "{rise:+.1%}",
+        },
+        losses_by_bits,
+    ),
+    "layers_smollm2": Table({"slots on average": "{slots}", "of each layer": "{each}"}, layer_slots),
+    "rule_steps": Table({"rule": "{rule}", "decode step, ms": "{ms:.1f}", "over h2o's": "{over_h2o:.2f}"}),
+    "rule_ideas": Table({"idea": "{idea}", "prose": "{handbook:+.1%}", "code": "{stdlib:+.1%}"}),
+    "engine_stop": Table(
+        {"stops": "{stops}", "seconds, median": "{median:.1f}", "longest": "{max:.1f}"},
+        above="{workload[model]}, block {workload[block]}, weights, cache and hidden states on disk.",
+    ),
+    "engine_gemm": Table(
+        {
+            "shapes": "{model}",
+            "batch": "{batch}",
+            "F.linear, TFLOP/s": "{tflops[F.linear]:.2f}",
+            "ours": "{tflops[ours]:.2f}",
+            "ours, packed": "{tflops[ours, packed]:.2f}",
+        },
+        readable,
+    ),
+    "jobs_faults": Table({"call": "{call}", "went on": "{went_on}", "clear error": "{clear_error}"}),
+    "disk": Table(
+        {
+            "reads": "{reads}",
+            "threads": "{threads}",
+            "request": "{request_mib} MiB",
+            "alone, GB/s": "{alone_gb_per_s:.2f}",
+            "CPU s per GB": "{alone_cpu_seconds_per_gb:.2f}",
+            "beside compute, GB/s": "{beside_compute_gb_per_s:.2f}",
+            "compute rate left": "{compute_rate_beside_reads:.0%}",
+        },
+    ),
+    "search_papers": Table(
+        {
+            "figures of": "{source}",
+            "job": "{model} {prompt_len}+{gen_len}",
+            "policy": "{policy}",
+            "cache": "{cache}",
+            "published, tokens/s": "{published_tokens_per_s:g}",
+            "predicted": "{predicted_tokens_per_s:.2f}",
+            "ratio": "{ratio:.2f}",
+        },
+        readable,
+    ),
+    "analysis_smollm2": Table(
+        {"figure": "{figure}", "mean": "{mean:.2f}", "layers": "{layers}"},
+        figures_of_analysis,
+        below=losses_of_analysis,
+    ),
+    "real_jobs": Table(
+        {
+            "job": "{job}: {about}",
+            "system": "{system}",
+            "setting": "{setting}",
+            "rows/s": "{rows_per_s:.2f}",
+            "tokens/s": "{tokens_per_s:.1f}",
+            "seconds": "{seconds:.1f}",
+            "whole command, s": "{command_seconds:.1f}",
+            "tokens": "{tokens}",
+            "row-steps that ran": "{ran}",
+            "predicted / measured": "{predicted_over_measured:.2f}",
+        },
+        fastest_runs,
+        below=gains_of_real_jobs,
+    ),
+    "real_jobs_tried": Table(
+        {
+            "job": "{job}",
+            "llama-server with": "{setting}",
+            "seconds": "{took}",
+            "prompt tokens computed": "{computed:.0%}",
+            "cores that others took": "{cores_of_others:.1f}",
+        },
+        settings_tried,
+        file="real_jobs",
+    ),
+}
+#: texts that are no plain table, by name: their file, and what makes them
+TEXTS = {
+    "headline": ("headline", headline),
+    "opt-30b-searched": ("opt-30b-searched", command_line),
 }
 
 
-#: of tables that have a name of their own
-FILES = {"prediction": "search_machine", "decoding": "format_rates_avx2", "cache_attention": "format_rates_avx2"}
-FILES |= {"real_jobs_rates": "real_jobs", "real_jobs_tried": "real_jobs"}
-
-
 def table(name: str) -> str:
-    """Raises KeyError for a name that is no table's."""
-    if name in OF_ROWS:
-        return OF_ROWS[name](rows_measured())
-    file = FILES.get(name, name)
+    """Raises KeyError for an unknown name."""
+    if name in OF_ALL_ROWS:
+        return OF_ALL_ROWS[name](rows_measured())
+    if name in TEXTS:
+        file, made = TEXTS[name]
+    else:
+        shape = {"quality": QUALITY, "summaries": SUMMARIES, "versions": VERSIONS}.get(
+            name.partition("_")[0]
+        ) or TABLES[name]
+        file, made = shape.file or name, shape.text
     data = stored(file)
-    if not data:
-        return f"(not measured yet: docs/benchmarks/{file}.json)"
-    if name == "peer_settings":
-        return peer_settings(data)
-    for kind in (quality, summaries):
-        if name.startswith(f"{kind.__name__}_"):
-            return f"{kind(data)}\n\n{provenance(data)}"
-    if name == "real_jobs_rates":  # beside it a link says where the rest stands
-        return real_jobs_rates(data)
-    if name in OTHERS:
-        return f"{OTHERS[name](data)}\n\n{provenance(data)}"
-    above, key, header, template = TABLES[name]
-    rows = [row | readable(row) for row in data[key]]
-    return f"{above.format(**data)}{columns(rows, header, template)}\n\n{provenance(data)}"
-
-
-def readable(row: dict) -> dict:
-    """The model and the cache of a row in words, if it has them."""
-    found = {"model": row["model"].removeprefix("facebook/").upper()} if "model" in row else {}
-    if "seconds_per_token" in row:
-        found |= {"ms": 1000 * row["seconds_per_token"], "mib": row["resident_bytes"] / (1 << 20)}
-    ratio = row.get("hh_ratio")
-    return found | {"cache": f"H2O {ratio:g}" if ratio else "full"}
+    return made(data) if data else f"(not measured yet: docs/benchmarks/{file}.json)"
 
 
 def fill(text: str) -> str:
-    """A document with its tables made anew."""
+    """A document with its tables written again."""
     made = lambda match: f"<!-- table {match[1]} -->\n{table(match[1])}\n<!-- end -->"
     return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", made, text, flags=re.S)
 
 
+def unshown() -> set[str]:
+    """Results that no document shows."""
+    shown = {name for path in DOCUMENTS for name in re.findall(r"<!-- table (\S+) -->", path.read_text())}
+    files = {path.stem for path in RESULTS.glob("*.json") if not path.stem.startswith("quick_")}
+    return {"throughput" if name.startswith("throughput") else name for name in files} - shown
+
+
 def main() -> int:
     stale = [path for path in DOCUMENTS if path.read_text() != fill(path.read_text())]
-    if "--check" not in sys.argv:
-        for path in stale:
-            path.write_text(fill(path.read_text()))
-    what = "stale" if "--check" in sys.argv else f"written from {RESULTS.relative_to(ROOT)}"
-    print("\n".join(f"{path.name}: tables are {what}" for path in stale) or "up to date")
-    return bool(stale and "--check" in sys.argv)
+    if "--check" in sys.argv:
+        problems = [f"{path.name}: tables are stale" for path in stale]
+        problems += [f"no document shows docs/benchmarks/{name}.json" for name in sorted(unshown())]
+        print("\n".join(problems) or "up to date")
+        return bool(problems)
+    for path in stale:
+        path.write_text(fill(path.read_text()))
+        print(f"{path.name}: tables are written from {RESULTS.relative_to(ROOT)}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Policy and KVBudget: what placement decides, and how many tokens a cache keeps. Plain data, no torch."""
+"""Policy and KVBudget: where everything is placed, and how many tokens a cache keeps. Plain data, no torch."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.utils.files import read_json
@@ -14,15 +15,16 @@ TIERS = ("gpu", "cpu", "disk")
 KINDS = ("weights", "cache", "activations")
 GIB = 1 << 30
 MIB = 1 << 20
-#: of what a tier has, this much may be planned for
+#: fraction of a tier's memory that a plan may use
 MARGIN = 0.95
-#: the cache rule of a KV budget that names none; and of one in an old file, from before there was another
+#: the cache rule of a KV budget that names none
 DEFAULT_RULE = "smoothed"
+#: the same in files, which used to name none while this was the only rule
 FIRST_RULE = "h2o"
 
 
 def gib(nbytes: float) -> str:
-    """Bytes as text for people, for example `1.25 GiB`."""
+    """A human-readable number of bytes, for example `1.25 GiB`."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= 0.01 * GIB else f"{nbytes / MIB:.2f} MiB"
 
 
@@ -30,11 +32,14 @@ def gib(nbytes: float) -> str:
 class KVBudget:
     """The fixed number of KV slots per sequence, layer and head (H2O, arXiv 2306.14048, section 4).
 
-    Either ratios of the longest prompt of the job, or sizes in slots; a size wins over a ratio. The recent window is as
-    large as the heavy hitters where it is not given. Without heavy hitters the cache is a local window. `rule` is the
-    cache rule that says which tokens have the slots: its name in `kv_cache.RULES`, or with options: "mean:first=4".
-    With `position_rolling` the tokens that a head holds have the positions 0, 1, 2 ..., whatever was between them in
-    the text (RoPE only).
+    Given as ratios of the job's longest prompt or as sizes in slots; a size wins over a ratio. The recent window
+    defaults to the size of the heavy hitters; without heavy hitters the cache is a local window.
+
+    Attributes:
+        rule: the cache rule that decides which tokens keep their slots: a name in `kv_cache.RULES`, optionally with
+            options, as "mean:first=4".
+        position_rolling: the cached tokens of a head take the positions 0, 1, 2 ..., whatever was evicted between them
+            (RoPE only).
 
     Raises:
         UserError: a ratio outside [0, 1], a negative size, or neither given.
@@ -75,56 +80,56 @@ class KVBudget:
 
     @classmethod
     def from_dict(cls, data: dict) -> KVBudget:
-        """In slots, as `to_dict` and the reports have it. Raises KeyError or UserError."""
+        """The inverse of `to_dict`, for policy files and reports. Raises KeyError or UserError."""
         rule = data.get("rule", FIRST_RULE)
         rolling = data.get("position_rolling", False)
         return cls(hh_size=data["heavy"], recent_size=data["recent"], rule=rule, position_rolling=rolling)
 
     def to_dict(self, longest_prompt: int) -> dict:
-        """In slots, for a job whose longest prompt has `longest_prompt` tokens."""
+        """As slots, for a job whose longest prompt has `longest_prompt` tokens."""
         heavy, recent = self.slots(longest_prompt)
-        found = {"heavy": heavy, "recent": recent, "rule": self.rule}
-        return found | ({"position_rolling": True} if self.position_rolling else {})
+        rolling = {"position_rolling": True} if self.position_rolling else {}
+        return {"heavy": heavy, "recent": recent, "rule": self.rule} | rolling
 
     def slots(self, longest_prompt: int) -> tuple[int, int]:
         """(heavy, recent) for a job whose longest prompt has `longest_prompt` tokens.
 
         Raises:
-            UserError: the budget comes to no slot at all.
+            UserError: both are 0.
         """
-
-        def count(size: int | None, ratio: float | None, default: int) -> int:
-            if size is not None:
-                return int(size)
-            if ratio is None:
-                return default
-            return max(1, int(ratio * longest_prompt)) if ratio > 0 else 0
-
-        heavy = count(self.hh_size, self.hh_ratio, 0)
-        recent = count(self.recent_size, self.recent_ratio, heavy)
+        heavy = _slots(self.hh_size, self.hh_ratio, longest_prompt, default=0)
+        recent = _slots(self.recent_size, self.recent_ratio, longest_prompt, default=heavy)
         if heavy + recent == 0:
             raise UserError("the KV budget is empty: heavy and recent slots cannot both be 0")
         return heavy, recent
 
 
+def _slots(size: int | None, ratio: float | None, longest_prompt: int, default: int) -> int:
+    if size is not None:
+        return int(size)
+    if ratio is None:
+        return default
+    return max(1, int(ratio * longest_prompt)) if ratio > 0 else 0
+
+
 @dataclass(frozen=True)
 class Policy:
-    """Everything that placement decides (FlexGen, arXiv 2303.06865, section 4.2).
+    """How a job is cut into batches, and on which tiers everything is placed (FlexGen, arXiv 2303.06865, section 4.2).
 
     Attributes:
-        gpu_batch_size: sequences of a batch: its KV block of a layer moves, and is attended to, at once. Small batches
-            share the matmuls of a decode step.
-        num_gpu_batches: batches that go through a layer before the next layer is needed.
+        gpu_batch_size: sequences per batch. The KV block of a batch in a layer is moved, and attended to, as a whole;
+            small batches share the matmuls of a decode step.
+        num_gpu_batches: batches that pass through a layer before the next layer is needed.
         percent: weights gpu, weights cpu, cache gpu, cache cpu, activations gpu, activations cpu, each in percent;
-            the rest is on disk. Activations are the hidden states of prefill: those of a decode step, one token of
-            each sequence, stay on the device.
+            the rest is on disk. Activations are the hidden states of prefill; those of a decode step, one token per
+            sequence, stay on the device.
         overlap: move weights and cache while computing.
-        cpu_cache_compute: decode attention of KV blocks on the cpu tier runs on the CPU.
-        prefill_tokens: the most tokens of a prefill micro-batch, of which there is at least one sequence: a layer's
-            workspace grows with them.
+        cpu_cache_compute: in decode attend to KV blocks on the host with the CPU, instead of moving them to the GPU.
+        prefill_tokens: most tokens of a prefill micro-batch, which holds at least one sequence; the workspace of a
+            layer grows with them.
 
     Raises:
-        UserError: a size below 1, or percentages that are negative or exceed 100 together.
+        UserError: a size below 1, or percentages of a kind that are negative or exceed 100 together.
     """
 
     gpu_batch_size: int = 4
@@ -168,7 +173,7 @@ class Policy:
 
     @classmethod
     def from_dict(cls, data: dict) -> Policy:
-        """From plain data, or from the "policy" in it. Raises UserError."""
+        """From plain data, or from its "policy" entry. Raises UserError."""
         data = data.get("policy", data) if isinstance(data, dict) else data
         if not isinstance(data, dict):
             raise UserError("a policy is a JSON object")
@@ -179,39 +184,52 @@ class Policy:
         return cls(**data)
 
 
+class PolicySettings(NamedTuple):
+    """A policy, and the settings that a policy file holds beside it because its block depends on them.
+
+    Attributes:
+        policy, kv_budget: may be "auto".
+        compress_cache, compress_weight, compute: as for `LLM`.
+    """
+
+    policy: Policy | str
+    kv_budget: KVBudget | str | None = None
+    compress_cache: str | None = None
+    compress_weight: str | None = None
+    compute: str = "exact"
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> PolicySettings:
+        """What `Policy.to_json` or the policy search wrote. Raises UserError."""
+        data = read_json("the policy", path)
+        try:
+            policy = Policy.from_dict(data)
+            slots = data.get("kv_budget")
+            kv_budget = None if slots is None else KVBudget.from_dict(slots)
+        except UserError as e:
+            raise UserError(f"the policy {path}: {e}") from None
+        except (TypeError, KeyError, AttributeError):
+            raise UserError(f"the policy {path}: kv_budget must be null or hold the slots heavy and recent") from None
+        return cls(policy, kv_budget, **{name: data[name] for name in cls._fields[2:] if data.get(name)})
+
+
 def given_policy(
     policy: Policy | str | Path,
     kv_budget: KVBudget | str | None = None,
     compress_cache: str | None = None,
     compress_weight: str | None = None,
     compute: str | None = None,
-) -> tuple[Policy | str, KVBudget | str | None, str | None, str | None, str]:
-    """The policy or "auto", the KV budget, the formats of cache and weights, and the matmuls, from what a user may give
-    for them. A file is one that `Policy.to_json` or the policy search wrote, which writes beside the policy the KV
-    budget, the formats and the matmuls that make room for its block. What is given beside it is obeyed. Without both
-    matmuls are "exact".
+) -> PolicySettings:
+    """The settings of a job by a policy, the path of a policy file, or "auto"; other arguments win over the file.
 
     Raises:
-        UserError: anything else, or a file that cannot be read or is no policy.
+        UserError: an argument of another type, or a file that cannot be read or is no policy.
     """
-    if isinstance(policy, (str, Path)) and policy != "auto":
-        path = policy
-        data = read_json("the policy", policy)
-        try:
-            policy = Policy.from_dict(data)
-            slots = data.get("kv_budget")
-            if slots is not None:
-                found = KVBudget.from_dict(slots)
-                kv_budget = kv_budget or found
-            compress_cache = compress_cache or data.get("compress_cache")
-            compress_weight = compress_weight or data.get("compress_weight")
-            compute = compute or data.get("compute")
-        except UserError as e:
-            raise UserError(f"the policy {path}: {e}") from None
-        except (TypeError, KeyError, AttributeError):
-            raise UserError(f"the policy {path}: kv_budget must be null or hold the slots heavy and recent") from None
-    if policy != "auto" and not isinstance(policy, Policy):
+    is_file = isinstance(policy, (str, Path)) and policy != "auto"
+    stored = PolicySettings.from_file(policy) if is_file else PolicySettings(policy)
+    if stored.policy != "auto" and not isinstance(stored.policy, Policy):
         raise UserError(f'policy must be a Policy, a file or "auto", not {policy!r}')
     if kv_budget not in (None, "auto") and not isinstance(kv_budget, KVBudget):
         raise UserError(f'kv_budget must be a KVBudget, such as KVBudget.from_ratio(0.2), or "auto", not {kv_budget!r}')
-    return policy, kv_budget, compress_cache, compress_weight, compute or "exact"
+    given = dict(kv_budget=kv_budget, compress_cache=compress_cache, compress_weight=compress_weight, compute=compute)
+    return stored._replace(**{name: value for name, value in given.items() if value})

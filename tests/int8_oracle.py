@@ -67,7 +67,7 @@ def in_blocks(weight) -> Tensor:
     out, width = weight.shape
     codes = weight.format.codes(weight.raw, weight.shape, 0, out)
     scale, minimum, ones = whole(codes.scale, codes.minimum, 2048 // weight.format.group, 8000)
-    halves = codes.codes.view(out, -1, codes.step)[..., codes.first :]
+    halves = codes.codes.view(*codes.scale.shape, -1)[..., codes.first :]
     both = torch.cat([halves & 15, halves >> 4], dim=-1).double()
     found = ((both * scale[..., None] + minimum[..., None]) * ones[..., None].double()).view(out, width)
     return torch.empty_like(found).index_copy_(0, weight.order, found)

@@ -1,4 +1,4 @@
-"""A cache in 8 or 4 bits: the tokens of an oracle that rounds the same numbers, wherever the cache lies."""
+"""A cache in 8 or 4 bits gives the tokens of an oracle that rounds the same values, wherever the cache is."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLACES = {
     "mixed_in_turn": dict(percent=(100, 0, 40, 30, 100, 0), overlap=False),
     "cpu_attention": dict(percent=(100, 0, 0, 50, 100, 0), cpu_cache_compute=True),
 }
-#: sizes of the first model of each family, so that 4 divides their heads
+#: sizes of the first model of each family, with head sizes divisible by 4
 SIZES = dict.fromkeys(zoo.FIRST.values(), {}) | {
     "opt": dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, word_embed_proj_dim=16)
 }
@@ -44,7 +44,7 @@ SIZES |= {"llama": dict(head_dim=8), "qwen2": dict(hidden_size=32)}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """model(name) -> the tiny model of that name with heads of 8."""
+    """model(name) -> the tiny model of that name."""
     made = {}
 
     def get(name: str = "llama") -> zoo.Tiny:
@@ -101,8 +101,8 @@ def test_every_rule_gives_the_tokens_of_the_oracle(model, n, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_keeps_what_it_keeps_of_floats(model, rule):
-    """Through the whole engine, in RAM and on disk, and with positions that roll."""
+def test_the_placement_does_not_matter_under_any_rule(model, rule):
+    """In RAM and on disk, and with rolling positions; the first token is that of an exact cache."""
     tiny, found = model(), []
     prompts = tiny.prompts([30, 7, 19])
     budgets = [KVBudget.from_size(6, 6, f"{rule}:first=0")]
@@ -116,8 +116,7 @@ def test_every_rule_keeps_what_it_keeps_of_floats(model, rule):
         with opened(tiny, None, budget) as llm:
             dense = tokens(llm, prompts, 12)
         assert found[0] == found[1]
-        assert [row[0] for row in found[0]] == [row[0] for row in dense]  # a prompt is attended to as it is
-        assert found[0] != dense
+        assert [row[0] for row in found[0]] == [row[0] for row in dense]  # a prompt attends to exact K and V
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -131,7 +130,7 @@ def test_in_16_bits_the_placement_does_not_matter_either(model, kind, dtype):
 
 
 def test_without_the_compiled_loops_the_tokens_are_the_same(model, monkeypatch):
-    """As on a GPU: a few heads become floats at a time."""
+    """As on a GPU, a few heads are decoded at a time."""
     budget = (*SLOTS, "h2o", "int4")
     prompts = model().clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
     expected = [t.tokens for t in model().references(prompts, MAX_TOKENS, *budget)]
@@ -175,7 +174,7 @@ def test_a_search_finds_room_for_more_sequences():
 @pytest.mark.parametrize("rolling", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_do_not_depend_on_tiers_or_neighbours(model, kind, rolling):
-    """A chunk attends to what is held as it is stored, and to itself as it is."""
+    """A chunk attends to the quantised cache, and to its own exact keys and values."""
     texts = model().prompts([40, 17])
     budget, found = KVBudget.from_size(6, 6), []
     for place in ("gpu", "disk", "mixed"):
@@ -194,7 +193,7 @@ def test_streams_do_not_depend_on_tiers_or_neighbours(model, kind, rolling):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_read_at_once_is_a_prompt(model, kind):
+def test_a_stream_read_in_one_chunk_equals_a_prompt(model, kind):
     (text,) = model().prompts([30])
     budget = KVBudget.from_size(6, 6)
     with opened(model(), kind, budget) as llm:
@@ -205,7 +204,7 @@ def test_a_stream_read_at_once_is_a_prompt(model, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_behind_a_prompt_score_as_they_were_generated(model, kind):
+def test_generated_tokens_score_as_when_they_were_generated(model, kind):
     prompts = model().prompts(LENGTHS)
     with opened(model(), kind) as llm:
         params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -228,7 +227,7 @@ def test_a_nan_sequence_stays_alone(model):
     assert context[0].isfinite().all() and context[1].isnan().all()
 
 
-def test_a_job_goes_on_in_its_format_only(cli, model, tmp_path):
+def test_a_job_resumes_only_in_its_own_format(cli, model, tmp_path):
     rows, out = write_prompts(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl"
     job = ("--model", model().folder, *FP32, "--input-file", rows, "--output-file", out, "--gen-len", 4)
     code, _, err = cli(*job, "--compress-cache", "int8")
@@ -239,7 +238,7 @@ def test_a_job_goes_on_in_its_format_only(cli, model, tmp_path):
     assert cli(*job, "--compress-cache", "int8")[0] == 0
 
 
-def test_a_format_that_is_chosen_stays_that_of_the_job(cli, model, tmp_path):
+def test_an_automatically_chosen_format_is_kept_in_the_manifest(cli, model, tmp_path):
     rows, out, hardware = write_prompts(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl", tmp_path / "laptop.json"
     hardware.write_text(laptop(dtype="float32").to_json())
     job = ("--model", model().folder, *FP32, "--output-file", out, "--gen-len", 4, "--hardware", hardware)
@@ -252,7 +251,7 @@ def test_a_format_that_is_chosen_stays_that_of_the_job(cli, model, tmp_path):
 # command lines and errors
 
 
-def test_a_policy_file_brings_its_format(model, tmp_path):
+def test_a_policy_file_sets_the_format(model, tmp_path):
     path = tmp_path / "policy.json"
     path.write_text(json.dumps({"policy": {"gpu_batch_size": 2}, "compress_cache": "int8"}))
     assert given_policy(path)[2] == "int8" and given_policy(path, None, "int4")[2] == "int4"
@@ -261,7 +260,7 @@ def test_a_policy_file_brings_its_format(model, tmp_path):
         assert llm.report["compress_cache"] == "int8"
 
 
-def test_plan_says_what_the_format_saves(model, tmp_path, capfd):
+def test_plan_reports_what_the_format_saves(model, tmp_path, capfd):
     hardware, out = tmp_path / "laptop.json", tmp_path / "policy.json"
     hardware.write_text(laptop(dtype="float32").to_json())
     job = (str(model().folder), "--hardware", str(hardware), "--prompt-len", "20", "--gen-len", "8")
@@ -274,7 +273,7 @@ def test_plan_says_what_the_format_saves(model, tmp_path, capfd):
     assert sizes["job"] / sizes["full"] == (8 + 2) / (4 * 8)
 
 
-def test_what_a_model_cannot_have_is_refused(tiny, cli, capfd):
+def test_a_format_that_does_not_fit_the_model_is_rejected(tiny, cli, capfd):
     odd = tiny("llama")  # heads of 6
     with pytest.raises(
         UserError, match="`compress_cache` int4 is for head sizes that 4 divides, not 6: .* or take int8"
@@ -295,18 +294,18 @@ def test_what_a_model_cannot_have_is_refused(tiny, cli, capfd):
 # the choice
 
 
-def test_of_formats_that_are_as_fast_the_one_with_more_bits_is_taken():
+def test_among_equally_fast_formats_the_one_with_more_bits_is_chosen():
     points = [BudgetPoint(None, 100, 1, 1, speed, kind) for speed, kind in ((100, "int4"), (99, "int8"), (90, None))]
     assert largest_free(points).compress_cache == "int8"
     few = BudgetPoint(0.1, 20, 1, 1, 101, None)
-    assert largest_free([*points, few]).compress_cache == "int8"  # slots are missed more than bits
+    assert largest_free([*points, few]).compress_cache == "int8"  # losing slots is worse than losing bits
     weights = [replace(point, compress_weight="int8") for point in points]
     assert largest_free([*points, *weights]).compress_weight is None
     slow = [replace(point, tokens_per_s=50) for point in points]
     assert largest_free([*slow, *weights, replace(weights[0], compress_weight="int4")]).compress_weight == "int8"
 
 
-def test_losses_choose_the_format_too(tmp_path):
+def test_measured_losses_choose_the_format(tmp_path):
     half = {"rule": "h2o", "slots": 50, "hh_ratio": 0.25, "recent_ratio": 0.25}
     rows = [
         {"rule": "full", "slots": None, "rise": 0.0, "kv_bytes": 1000, "compress_cache": None},

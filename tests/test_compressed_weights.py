@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: the engine gives what the same numbers give in fp32, wherever they are."""
+"""Weights in 8 and 4 bits: the engine gives the tokens of the same values in fp32, wherever the weights are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from h2o_flexgen.formats import Int4, Int8, Quantised
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.models.registry import family, read_spec
 
-#: widths that groups of 32 divide
+#: widths divisible by groups of 32
 WIDE = dict(hidden_size=64, num_attention_heads=4)
 SIZES = {
     "opt": WIDE | dict(word_embed_proj_dim=64, ffn_dim=96),
@@ -38,8 +38,8 @@ PLACES = {
 
 
 def quantised(tiny: zoo.Tiny, kind: str, folder) -> zoo.Tiny:
-    """The model whose weights are what those of a compressed one stand for, in fp32; "blocks" is int4 as matmuls in
-    int8 take it where they read it as it is stored."""
+    """The model in fp32 with the values that compressed weights stand for; "blocks" is int4 as matmuls in int8 round it
+    where they read blocks directly."""
     spec, state = read_spec(tiny.folder), load_file(tiny.folder / "model.safetensors")
     layers = family(spec.model_type).tensors(spec)
     ends = {*layers[0].shapes, *layers[-1].shapes}
@@ -64,7 +64,7 @@ def quantised(tiny: zoo.Tiny, kind: str, folder) -> zoo.Tiny:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """models(name, kind) -> a tiny model, and that of the numbers that its compressed weights stand for."""
+    """models(name, kind) -> a tiny model, and the model with the values that its compressed weights stand for."""
     made, root = {}, tmp_path_factory.mktemp("compressed")
 
     def get(name: str, kind: str) -> tuple[zoo.Tiny, zoo.Tiny]:
@@ -89,7 +89,7 @@ def generate(
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("name", zoo.FIRST.values())
-def test_every_family_gives_the_tokens_of_the_quantised_numbers(models, name, kind):
+def test_every_family_gives_the_tokens_of_the_quantised_values(models, name, kind):
     tiny, oracle = models(name, kind)
     prompts = oracle.clear_cut_prompts([9, 4], 8)
     expected = [t.tokens for t in oracle.references(prompts, 8)]
@@ -156,7 +156,7 @@ def test_the_copy_is_made_once_and_replaced_when_the_checkpoint_changes(models, 
 
 
 def test_another_config_makes_another_copy(models, tmp_path):
-    """Of fewer layers, say: the tensors that it lacks would be read as codes."""
+    """A copy of fewer layers, for example, lacks tensors, which would be read as codes."""
     tiny, _ = models("llama", "int8")
     folder, prompts = shutil.copytree(tiny.folder, tmp_path / "model"), tiny.prompts([5])
     expected = generate(tiny.folder, prompts, "int8")
@@ -167,7 +167,7 @@ def test_another_config_makes_another_copy(models, tmp_path):
     assert generate(folder, prompts, "int8") == expected
 
 
-def test_a_copy_that_was_half_written_is_made_again(models, tmp_path, monkeypatch):
+def test_a_partly_written_copy_is_made_again(models, tmp_path, monkeypatch):
     tiny, _ = models("llama", "int8")
     home, prompts = tmp_path / "home", tiny.prompts([5])
     (home / "converted" / "partial").mkdir(parents=True)
@@ -178,7 +178,7 @@ def test_a_copy_that_was_half_written_is_made_again(models, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("damage", ["no files", "cut short"])
-def test_no_matrix_is_read_from_the_checkpoint_as_codes(models, tmp_path, damage):
+def test_a_damaged_copy_is_made_again(models, tmp_path, damage):
     tiny, _ = models("llama", "int8")
     prompts = tiny.prompts([5])
     expected = generate(tiny.folder, prompts, "int8")
@@ -190,7 +190,7 @@ def test_no_matrix_is_read_from_the_checkpoint_as_codes(models, tmp_path, damage
     assert generate(tiny.folder, prompts, "int8") == expected
 
 
-def test_other_weights_of_the_same_size_and_time_have_a_copy_of_their_own(models, tmp_path):
+def test_other_weights_of_the_same_size_and_time_get_their_own_copy(models, tmp_path):
     tiny, _ = models("llama", "int8")
     prompts = tiny.prompts([5])
     folder = shutil.copytree(tiny.folder, tmp_path / "model")
@@ -205,7 +205,7 @@ def test_other_weights_of_the_same_size_and_time_have_a_copy_of_their_own(models
     assert generate(folder, prompts, "int8") != before
 
 
-#: makes a copy in files of a few bytes, and is killed before the second one
+#: makes a copy in files of a few bytes, and is killed before the second file
 KILLED = """
 import os, signal, sys
 import safetensors.torch
@@ -221,7 +221,7 @@ LLM(sys.argv[1], compress_weight="int8", device="cpu", dtype="float32", progress
 """
 
 
-def test_a_copy_whose_making_was_killed_is_made_again(models, tmp_path):
+def test_a_copy_is_made_again_if_its_process_was_killed(models, tmp_path):
     tiny, _ = models("llama", "int8")
     prompts = tiny.prompts([5])
     expected = generate(tiny.folder, prompts, "int8")
@@ -244,7 +244,7 @@ def test_a_copy_whose_making_was_killed_is_made_again(models, tmp_path):
     ],
     ids=str,
 )
-def test_what_cannot_be_is_said_before_a_copy_is_made(models, tmp_path, asked, message):
+def test_wrong_options_are_reported_before_a_copy_is_made(models, tmp_path, asked, message):
     tiny, _ = models("llama", "int8")
     with pytest.raises(UserError, match=message):
         LLM(str(tiny.folder), compress_weight="int8", device="cpu", dtype="float32", progress=False, **asked)
@@ -252,7 +252,7 @@ def test_what_cannot_be_is_said_before_a_copy_is_made(models, tmp_path, asked, m
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_named(models, tmp_path, bad):
+def test_an_error_names_weights_that_are_not_finite(models, tmp_path, bad):
     tiny, _ = models("llama", "int8")
     folder = shutil.copytree(tiny.folder, tmp_path / "model")
     state, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
@@ -264,7 +264,7 @@ def test_weights_that_are_not_finite_are_named(models, tmp_path, bad):
     assert copies(tmp_path / "home") == ["lock"]
 
 
-def test_a_cache_folder_without_room(models, monkeypatch):
+def test_a_cache_folder_without_space_is_an_error(models, monkeypatch):
     from types import SimpleNamespace
 
     tiny, _ = models("llama", "int8")
@@ -273,7 +273,7 @@ def test_a_cache_folder_without_room(models, monkeypatch):
         LLM(str(tiny.folder), compress_weight="int8", device="cpu", dtype="float32", progress=False)
 
 
-def test_a_format_that_the_model_cannot_have(tiny):
+def test_a_width_that_no_group_divides_is_an_error(tiny):
     with pytest.raises(UserError, match="int4 is for groups of 64 or 32 inputs, and the 24 of .* use int8"):
         LLM(str(tiny("llama").folder), compress_weight="int4", device="cpu", dtype="float32", progress=False)
 

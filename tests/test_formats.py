@@ -1,4 +1,4 @@
-"""What bytes stand for: formats against plain arithmetic in fp32, and GGUF's types against the package `gguf`."""
+"""Formats against plain arithmetic in fp32, and GGUF's types against the package `gguf`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = (24, 192)
 
 @pytest.fixture(params=["numba", "torch"])
 def decoder(request, monkeypatch):
-    """Both decoders: compiled loops, and torch's operators, which CUDA has."""
+    """Both decoders: compiled loops, and torch's operators, which CUDA uses."""
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
@@ -70,21 +70,21 @@ def int4_oracle(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_int8_has_a_scale_for_each_row(decoder, dtype):
+def test_int8_has_a_scale_per_row(decoder, dtype):
     x = matrix()
     assert torch.equal(decoded(Int8(), encoded(Int8(), x), dtype=dtype), int8_oracle(x).to(dtype))
 
 
 @pytest.mark.parametrize("group", [32, 64])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_int4_has_scale_and_minimum_for_each_group(decoder, dtype, group):
+def test_int4_has_a_scale_and_a_minimum_per_group(decoder, dtype, group):
     x, form = matrix(), Int4(group)
     assert torch.equal(decoded(form, encoded(form, x), dtype=dtype), int4_oracle(x, group).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", GGUF)
-def test_a_gguf_type_is_what_the_package_reads(decoder, name, dtype):
+def test_a_gguf_type_decodes_as_in_the_package(decoder, name, dtype):
     raw = gguf.quantize(matrix().numpy(), gguf.GGMLQuantizationType[name])
     expected = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[name]))
     assert GGUF[name].nbytes(SHAPE) == raw.nbytes
@@ -92,7 +92,7 @@ def test_a_gguf_type_is_what_the_package_reads(decoder, name, dtype):
 
 
 @pytest.mark.parametrize("form", [Int8(), Int4(32), *GGUF.values()], ids=lambda form: form.name)
-def test_rows_are_decoded_alone(decoder, form):
+def test_rows_can_be_decoded_alone(decoder, form):
     raw = torch.randint(0, 60, (form.nbytes(SHAPE),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tensor, whole = form.view(raw, SHAPE), decoded(form, raw)
     part = torch.empty(7, SHAPE[1])
@@ -105,10 +105,10 @@ def test_rows_are_decoded_alone(decoder, form):
 
 
 @pytest.mark.parametrize("name", GGUF)
-def test_the_rows_of_heads_are_put_in_order(decoder, name):
+def test_rows_of_heads_are_reordered(decoder, name):
     raw = torch.randint(0, 60, (GGUF[name].nbytes(SHAPE),), dtype=torch.uint8)
-    whole, turned = decoded(GGUF[name], raw), decoded(replace(GGUF[name], heads=3), raw)
-    assert torch.equal(turned, whole.view(3, 4, 2, -1).transpose(1, 2).reshape(SHAPE))
+    whole, reordered = decoded(GGUF[name], raw), decoded(replace(GGUF[name], heads=3), raw)
+    assert torch.equal(reordered, whole.view(3, 4, 2, -1).transpose(1, 2).reshape(SHAPE))
 
 
 def test_threads_share_the_rows_of_a_large_matrix(monkeypatch):
@@ -119,13 +119,13 @@ def test_threads_share_the_rows_of_a_large_matrix(monkeypatch):
 
 
 @pytest.mark.parametrize("form", [Dense(torch.bfloat16), Int8(), Int4(64), *GGUF.values()], ids=lambda form: form.name)
-def test_the_arrays_of_a_tensor_are_all_its_bytes(form):
+def test_the_arrays_of_a_tensor_cover_its_bytes(form):
     arrays = form.arrays(SHAPE)
     ends = [offset + SHAPE[0] * size for offset, size in arrays]
     assert [offset for offset, _ in arrays] == [0, *ends[:-1]] and ends[-1] == form.nbytes(SHAPE)
 
 
-def test_bits_of_an_element():
+def test_bits_per_element():
     shape = (64, 4096)
     bits = {form.name: 8 * form.nbytes(shape) / (64 * 4096) for form in (Int8(), *GGUF.values())}
     assert bits == {"int8": 8 + 32 / 4096, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5.0}
@@ -134,7 +134,7 @@ def test_bits_of_an_element():
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("form", [Int8(), Int4(32)], ids=lambda form: form.name)
-def test_what_is_not_finite_is_seen(form, bad):
+def test_values_that_are_not_finite_are_detected(form, bad):
     x = matrix()
     assert form.view(encoded(form, x), SHAPE).is_finite()
     x[7, 9] = bad
@@ -144,12 +144,12 @@ def test_what_is_not_finite_is_seen(form, bad):
 LAYERS = [{"words": (96, 20)}, {"q": (32, 64), "norm": (64,), "down": (64, 96)}, {"norm2": (64,), "head": (96, 20)}]
 
 
-def test_embedding_and_head_are_int8_and_vectors_stay():
+def test_embedding_and_head_are_int8_and_vectors_stay_floats():
     assert compressed("int4", LAYERS) == {"words": Int8(), "q": Int4(64), "down": Int4(32), "head": Int8()}
     assert compressed("int8", LAYERS) == dict.fromkeys(("words", "q", "down", "head"), Int8())
 
 
-def test_a_format_that_a_model_cannot_have():
+def test_a_compression_that_does_not_fit_the_model_is_an_error():
     with pytest.raises(UserError, match="the 40 of 'q' cannot be cut into them: use int8"):
         compressed("int4", [{}, {"q": (8, 40)}, {}])
     with pytest.raises(UserError, match="is one of int8, int4, not 'int2'"):
@@ -158,14 +158,14 @@ def test_a_format_that_a_model_cannot_have():
 
 @pytest.mark.parametrize("form", [Int4(32), Int4(64), *GGUF.values()], ids=lambda form: f"{form.name}-{form.group}")
 @pytest.mark.parametrize("heads", [0, 3])
-def test_unpacking_to_int8_gives_every_row_one_scale(decoder, form, heads):
+def test_conversion_to_int8_gives_every_row_one_scale(decoder, form, heads):
     form, (rows, width) = replace(form, heads=heads), SHAPE
     raw = torch.randint(0, 256, (form.nbytes(SHAPE),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     blocks = raw.view(rows, width // form.group, -1)
-    blocks[..., 1] = blocks[..., 1] % 16 + 32  # of the scale in fp16: neither huge nor infinite
+    blocks[..., 1] = blocks[..., 1] % 16 + 32  # a scale in fp16 that is neither huge nor infinite
     if form.has_minimum:
         blocks[..., 3] = blocks[..., 3] % 16 + 160
-    # as rounding makes them, every group has its largest code, and of 4 bits its smallest one
+    # every group has its largest code, and in 4 bits its smallest one, as rounding makes them
     blocks[..., form._head] = 0xF0 if form.bits == 4 else 127
     if form.bits == 8:
         blocks[blocks == 128] = 129
@@ -184,8 +184,8 @@ def test_unpacking_to_int8_gives_every_row_one_scale(decoder, form, heads):
 
 
 @pytest.mark.parametrize("form, largest", [(GGUF["Q8_0"], 127), (GGUF["Q4_0"], 8), (GGUF["Q4_1"], 16)])
-def test_the_scale_of_a_row_goes_by_what_codes_may_be(decoder, form, largest):
-    """Not by what they are, which would take a second look at all of them."""
+def test_the_scale_of_a_row_depends_on_the_possible_codes(decoder, form, largest):
+    """Not on the actual ones, which would take another pass over them."""
     shape = (2, 64)
     raw = torch.zeros(2, 2, form._block, dtype=torch.uint8)
     raw[..., :2] = torch.tensor([1.0, 0.5], dtype=torch.float16).view(torch.uint8).view(2, 1, 2)
@@ -198,7 +198,7 @@ def test_the_scale_of_a_row_goes_by_what_codes_may_be(decoder, form, largest):
     assert torch.equal(Int8().parts(out.raw, shape)[1], torch.tensor(expected) / 127)
 
 
-def test_weights_that_are_not_finite_stay_so_in_int8(decoder):
+def test_weights_that_are_not_finite_remain_so_in_int8(decoder):
     form, shape = GGUF["Q4_0"], (2, 64)
     raw = torch.zeros(2, 2, form._block, dtype=torch.uint8)
     raw[1, 0, :2] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
@@ -214,11 +214,11 @@ def test_compiled_loops_encode_as_torch_does(monkeypatch, form, dtype):
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(2)) * torch.logspace(-9, 4, 4000)[:, None]
     x[1], x[2], x[3] = 0.0, 3.0, -70000.0
     x[4, 5], x[5, 6], x[6, 7], x[7] = torch.inf, -torch.inf, torch.nan, torch.inf
-    x[8], x[9] = 1e-8, -1e-8  # scales that are no longer fp16
+    x[8], x[9] = 1e-8, -1e-8  # scales too small for fp16
     x = x.to(dtype)
 
     def coded() -> torch.Tensor:
-        """What the codes stand for."""
+        """What x becomes when it is encoded and decoded."""
         buffer, out = torch.zeros(form.nbytes(tuple(x.shape)), dtype=torch.uint8), torch.empty(x.shape)
         form.encode(x, buffer)
         form.decode(buffer, tuple(x.shape), out)

@@ -1,4 +1,4 @@
-"""`compute` int8: the engine gives what transformers does with the same matmuls, slowly, wherever the weights are."""
+"""`compute` int8: the engine gives the scores of transformers with the same matmuls, wherever the weights are."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from test_compressed_weights import PLACES, models  # noqa: F401  a fixture
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels import int8, operands
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.storage import weights
 
-#: of log-probabilities: an element that is rounded to another code, since it differed in its last bit, changes them so
+#: tolerance of log-probabilities: elements that differ in their last bit may round to different codes
 BOUND = 0.01
-#: the same where later tokens see what was rounded so in a cache in 4 bits
+#: the same where later tokens see such a difference through a cache in 4 bits
 BOUND_CACHED = 0.05
-#: what is an outlier in these tests, where rows are so short that real limits are never met
+#: the outlier ratio of these tests, whose rows are too short for real outliers
 LIMIT = 3.0
 
 
 @pytest.fixture(autouse=True)
 def many_outliers(monkeypatch):
-    monkeypatch.setattr(int8, "TIMES", LIMIT)
+    monkeypatch.setattr(operands, "OUTLIER_RATIO", LIMIT)
 
 
 def score(
@@ -45,7 +45,7 @@ def logprobs(model, text: list[int], prompt_len: int = 4) -> list[float]:
 
 @pytest.fixture(params=["int8", "int4", "blocks"])
 def kind(request):
-    """How weights are compressed: "blocks" is int4 on a CPU that multiplies it as it is stored."""
+    """How weights are compressed: "blocks" is int4 on a CPU that multiplies blocks directly."""
     if request.param == "blocks":
         request.getfixturevalue("fast_blocks")
     return request.param
@@ -66,12 +66,12 @@ def test_every_family_gives_the_scores_of_the_oracle(models, name, kind):  # noq
 
 
 def close_call_free(tiny, model, kind: str) -> tuple[list, list]:
-    """Two texts, and their scores by a model whose matmuls are in int8. A change in the last bit of an input moves none
-    of their elements to another code or across the limit of outliers: sums in another order would do that too."""
+    """Two texts, and their scores by a model whose matmuls are in int8. No element is so close to another code or to
+    the outlier limit that a change in its last bit matters, as sums in another order would make."""
 
     def scores(texts: list, noise: int | None) -> list[list[float]]:
         oracle = copy.deepcopy(model)
-        patch(oracle, LIMIT, int8.FEW, rounds=kind != "blocks", noise=noise)
+        patch(oracle, LIMIT, operands.MAX_OUTLIERS, rounds=kind != "blocks", noise=noise)
         return [logprobs(oracle, text) for text in texts]
 
     for seed in range(100):
@@ -83,19 +83,20 @@ def close_call_free(tiny, model, kind: str) -> tuple[list, list]:
 
 
 def difference(some: list[list[float]], others: list[list[float]]) -> float:
-    """The largest one of two lists of scores."""
+    """The largest difference between two lists of scores."""
     return max(abs(a - b) for x, y in zip(some, others) for a, b in zip(x, y))
 
 
 @pytest.mark.parametrize("n, rule", [*enumerate(RULES)])
 def test_with_a_cache_in_fewer_bits_every_rule_gives_the_scores_of_the_oracle(models, n, rule, kind):  # noqa: F811
     tiny, rounded = models("llama", kind)
-    oracle = multiplying(rounded.oracle, LIMIT, int8.FEW, rounds=kind != "blocks")
+    oracle = multiplying(rounded.oracle, LIMIT, operands.MAX_OUTLIERS, rounds=kind != "blocks")
     cache, place = ("int8", "int4")[n % 2], [*PLACES.values()][n % len(PLACES)]
     budget = (3, 2, f"{rule}:first=0")
-    # no eviction and no code of the cache is a close call, which an element of a matmul could decide
-    made = ((text, oracle.generate(text, 6, *budget, cache)) for seed in range(100) for text in tiny.prompts([9], seed))
-    text, trace = next((text, trace) for text, trace in made if trace.slack > 1e-3 and trace.rounding > 1)
+    # no eviction and no code of the cache is so close a call that one element of a matmul could decide it
+    texts = (tiny.prompts([9], seed)[0] for seed in range(100))
+    traces = ((text, oracle.generate(text, 6, *budget, cache)) for text in texts)
+    text, trace = next((text, trace) for text, trace in traces if trace.slack > 1e-3 and trace.rounding > 1)
     options = dict(budget=KVBudget.from_size(*budget), prompt_len=len(text), cache=cache, percent=place)
     (found,) = score(tiny.folder, [text + trace.tokens], compressed(kind), **options)
     assert found == pytest.approx(trace.logprobs, abs=BOUND_CACHED)
@@ -130,7 +131,7 @@ def test_floats_in_the_checkpoint_must_be_compressed_first(models):  # noqa: F81
         score(tiny.folder, [], "int8", "int4")
 
 
-def test_random_weights_are_multiplied_so_too(kind):
+def test_random_weights_are_multiplied_in_int8_too(kind):
     found = []
     for percent in (PLACES["gpu"], PLACES["disk"]):
         options = dict(path="_DUMMY_", compress_weight=compressed(kind), compute="int8", device="cpu", dtype="float32")

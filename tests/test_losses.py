@@ -1,4 +1,4 @@
-"""A budget is chosen by what it was measured to cost."""
+"""A budget is chosen by its measured loss."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def file(tmp_path):
     "max_loss, rule, ratio",
     [(0.5, "h2o", 0.2), (0.3, "h2o", 0.2), (0.29, "h2o", 0.4), (0.05, "mean", 0.4), (0.02, "mean", 0.8)],
 )
-def test_the_cheapest_within_the_limit(file, max_loss, rule, ratio):
+def test_the_cheapest_budget_within_the_limit_is_chosen(file, max_loss, rule, ratio):
     found = Losses.from_file(file(), max_loss).cheapest()
     assert found.kv_budget == KVBudget.from_ratio(ratio / 2, ratio / 2, rule)
 
 
-def test_nothing_is_good_enough(file):
+def test_a_limit_that_no_budget_meets_is_refused(file):
     with pytest.raises(UserError, match=r"costs at most 0.01, the best is h2o with 0.4 heavy \+ 0.4 recent .*\+2.0%"):
         Losses.from_file(file(), 0.01).cheapest()
 
 
-def test_between_measured_budgets_the_loss_is_on_a_line(file):
+def test_the_loss_is_interpolated_between_measured_budgets(file):
     losses = Losses.from_file(file())
     at = [losses.at("h2o", ratio) for ratio in (0.2, 0.3, 0.4, 1.4, 2.0, 5.0)]
     assert at == pytest.approx([0.3, 0.2, 0.1, 0.01, 0, 0])
@@ -80,12 +80,12 @@ def test_between_measured_budgets_the_loss_is_on_a_line(file):
         Losses.from_file(file(hh_share=0.25)).at("h2o", 0.4)
 
 
-def test_more_heavy_slots_than_a_prompt_has_tokens_cannot_be_asked_for(file):
+def test_budgets_of_more_heavy_slots_than_prompt_tokens_are_left_out(file):
     assert len(Losses.from_file(file([*ROWS, row("h2o", 2.2, 0.0, 900)])).settings) == 5
 
 
 @pytest.mark.parametrize("max_loss, hint", [(2.0, "for 2 % give 0.02"), (-0.1, "not -0.1"), (float("nan"), "not nan")])
-def test_a_limit_out_of_range(file, max_loss, hint):
+def test_a_limit_out_of_range_is_refused(file, max_loss, hint):
     with pytest.raises(UserError, match=f"`max_loss` must lie in .0, 1., {hint}|{hint}"):
         Losses.from_file(file(), max_loss)
 
@@ -95,14 +95,14 @@ def test_a_limit_out_of_range(file, max_loss, hint):
     ["[]", "{}", '{"workload": {}, "rows": []}', json.dumps(result([{"rule": "h2o", "slots": 3}]))],
     ids=["list", "empty", "no workload", "no rise"],
 )
-def test_a_file_of_another_kind(tmp_path, text):
+def test_a_file_of_another_kind_is_refused(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(UserError, match="holds no perplexities of KV budgets"):
         Losses.from_file(path)
 
 
-def test_a_file_that_is_not_there_or_no_json(tmp_path):
+def test_a_missing_file_or_one_that_is_not_json_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot read `quality`"):
         Losses.from_file(tmp_path / "nowhere.json")
     (tmp_path / "a.json").write_text("{")
@@ -111,6 +111,6 @@ def test_a_file_that_is_not_there_or_no_json(tmp_path):
 
 
 @pytest.mark.parametrize("broken", [{"hh_ratio": "a"}, {"rise": None}, {"kv_bytes": "many"}])
-def test_values_of_another_type(file, broken):
+def test_values_of_another_type_are_refused(file, broken):
     with pytest.raises(UserError, match="holds no perplexities"):
         Losses.from_file(file([ROWS[1] | broken]))

@@ -1,4 +1,4 @@
-"""Policy, KVBudget and Plan: plain data that says what is wrong with it."""
+"""Policy, KVBudget and MemoryPlan: plain data that refuses nonsense and says what is wrong."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_policy_is_read_from_a_file(tmp_path):
     ],
     ids=str,
 )
-def test_a_policy_that_cannot_be_is_refused(changes):
+def test_an_impossible_policy_is_refused(changes):
     with pytest.raises(UserError):
         Policy(**changes)
 
@@ -100,13 +100,13 @@ def test_a_policy_that_cannot_be_is_refused(changes):
     ],
     ids=str,
 )
-def test_a_policy_file_that_makes_no_sense_is_refused(data, tmp_path):
+def test_a_policy_file_of_nonsense_is_refused(data, tmp_path):
     (tmp_path / "p.json").write_text(json.dumps(data))
     with pytest.raises(UserError):
         given_policy(tmp_path / "p.json")
 
 
-def test_a_policy_file_that_is_no_json_or_not_there_is_refused(tmp_path):
+def test_a_missing_policy_file_or_one_that_is_not_json_is_refused(tmp_path):
     (tmp_path / "p.json").write_text("{")
     with pytest.raises(UserError, match="not JSON"):
         given_policy(tmp_path / "p.json")
@@ -163,7 +163,7 @@ def test_the_recent_window_follows_the_heavy_hitters_unless_it_is_given():
     ],
     ids=str,
 )
-def test_a_budget_that_cannot_be_is_refused(values):
+def test_an_impossible_budget_is_refused(values):
     with pytest.raises(UserError):
         KVBudget(**values)
 
@@ -174,8 +174,8 @@ def test_the_rule_of_a_budget_is_a_name(rule):
         KVBudget.from_size(4, rule=rule)
 
 
-def test_a_budget_that_names_no_rule_is_h2o_in_policy_files_too(tmp_path):
-    """Files of before there was a choice name none."""
+def test_a_budget_without_a_rule_is_h2o_in_policy_files(tmp_path):
+    """Files written while H2O was the only rule name none."""
     (tmp_path / "p.json").write_text(json.dumps({"policy": {}, "kv_budget": {"heavy": 5, "recent": 3}}))
     assert given_policy(tmp_path / "p.json")[1] == KVBudget(hh_size=5, recent_size=3, rule="h2o")
 

@@ -140,8 +140,8 @@ def models_of(args: argparse.Namespace, found, profile) -> dict:
             errors.append(e)
             continue
         in_blocks = takes_in_blocks(formats.values(), args.compute, cuda)
-        what = (stored, cuda, is_new, formats, copied, args.compute, kind is not None, in_blocks)
-        models[kind] = ModelData.of(found.spec, profile.dtype, *what)
+        others = dict(copy_bytes=copied, compute=args.compute, compressed=kind is not None, in_blocks=in_blocks)
+        models[kind] = ModelData.of(found.spec, profile.dtype, stored, cuda, is_new, formats, **others)
     if not models:
         raise errors[0]
     return models

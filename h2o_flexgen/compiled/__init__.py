@@ -1,9 +1,10 @@
-"""Loops compiled for this CPU by numba: several times as fast as a few torch operators (docs/formats.md).
+"""Loops that numba compiles for this CPU: several times as fast as the torch operators they replace (docs/formats.md).
 
-They release the GIL, so that threads can share the rows of a matrix (`threads.py`). So that loops are vectorised, their
-lengths are not known when they are compiled, and what is added up to an index is unsigned (`U`). Arrays of floats are
-those of `threads.float_array`.
+They release the GIL, so threads can share the rows of a matrix (`threads.py`). LLVM vectorises them as long as their
+lengths are unknown at compile time and indices are sums of unsigned integers (`U`). Floats come as `float_array` of
+`threads.py` views them. A NamedTuple of arrays crosses from Python as a plain tuple: numba takes a microsecond a call
+to recognise a NamedTuple, and next to nothing for a tuple.
 """
 
-#: how vectors of a KV cache are stored: floats, or codes behind a scale of fp16, those of 4 bits behind a minimum too
+#: how a KV cache stores vectors: floats, or codes behind a scale in fp16 (int4: and a minimum in fp16)
 FP32, FP16, BF16, INT8, INT4 = range(5)

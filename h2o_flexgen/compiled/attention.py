@@ -1,13 +1,15 @@
-"""A KV cache as it is stored, in floats or in codes of 8 and 4 bits: one new token in, and attention over it.
+"""Attention over a KV cache in the form it is stored in, floats or codes of 8 or 4 bits, and writes of new tokens.
 
-Numba vectorises none of this well (widths are small, and arrays might overlap), hence the innermost loops in LLVM's
-language. Vectors become float32 in a buffer, a few at a time, which the queries of a group then share.
+Numba vectorises little of this by itself (vectors are short, and arrays might overlap), so the innermost loops are
+written in LLVM IR. Stored vectors are widened to float32 in a buffer, a few at a time, for all queries of a group.
 
-Shapes: B sequences, H KV heads, n = B * H, G query heads to each, S slots, D elements of a head. A cache has segments
-of slots, each (B, H, S, bytes of a vector); they come as arrays of addresses and of sizes.
+Shapes: B sequences, H KV heads, n = B * H, G query heads per KV head, S slots, D elements of a head. A cache is cut
+along its slots into segments, each (B, H, slots, bytes of a vector).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -15,145 +17,141 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from h2o_flexgen.compiled import BF16, FP16, FP32, INT4, INT8
-from h2o_flexgen.compiled.floats import element, exp, float_of
-from h2o_flexgen.compiled.simd import add_up, loop, pointer
+from h2o_flexgen.compiled.floats import SUMS, element, exp, float_of
+from h2o_flexgen.compiled.simd import FLOAT, I8, I32, I64, add_up, load, loop, store
 
-#: floats of a vector register, and stored vectors that are used at once
+#: floats in a vector register
 LANES = 16
+#: stored vectors that are widened and used at once
 VECTORS = 4
-#: sums in another order, but NaN stays NaN
-_SUMS = {"reassoc", "contract", "nsz"}
-_I8 = ir.IntType(8)
-_I32 = ir.IntType(32)
-_I64 = ir.IntType(64)
-_FLOAT = ir.FloatType()
+
+
+class Vectors(NamedTuple):
+    """The keys of a cache, or its values, as they are stored."""
+
+    kind: int  # FP32 to INT4
+    width: int  # elements of a vector, D
+    nbytes: int  # of a vector
+    segments: np.ndarray  # (N,) int64, addresses
+
+
+class Slots(NamedTuple):
+    """The slots of a cache, and which of them hold tokens."""
+
+    sizes: np.ndarray  # (N,) int64, of each segment
+    cached_len: np.ndarray  # (B,) int64, slots in use, the first ones
+    empty: np.ndarray  # (B, H or 1, S) bool, those without a token; without elements if there are none
 
 
 # innermost loops, on addresses
 
 
-def _each(builder, count, body, lanes=LANES):
-    """body(offset) for each `lanes` of `count` elements, a multiple of them; none of 0."""
-    with builder.if_then(builder.icmp_unsigned("!=", count, _I64(0))):
-        loop(builder, lanes, count, [], lambda n, _: body(n) or [])
-
-
-def _floats(builder, address, index, lanes=LANES):
-    """A pointer to floats from element `index` on."""
-    return pointer(builder, builder.add(address, builder.mul(index, _I64(4))), _FLOAT, lanes)
+def _at(builder, address, index):
+    """The address of float `index` of those at an address."""
+    return builder.add(address, builder.mul(index, I64(4)))
 
 
 def _multiply_add(builder, a, b, total):
     return builder.fadd(builder.fmul(a, b, ("contract",)), total, ("contract",))
 
 
-def _nothing():
-    return ir.Constant(_I8.as_pointer(), None)
-
-
 @intrinsic
 def _address(_, integer):
-    return types.voidptr(types.int64), lambda _, builder, __, args: builder.inttoptr(args[0], _I8.as_pointer())
+    return types.voidptr(types.int64), lambda _, builder, __, args: builder.inttoptr(args[0], I8.as_pointer())
 
 
 @intrinsic
 def _dots(_, rows, x, out, width):
-    """Dot products of VECTORS rows of float32 with `x`, all at addresses and of `width`, a multiple of LANES."""
+    """Write the dot products of VECTORS rows of float32 with x to `out`. All but `width`, a multiple of LANES, are
+    addresses."""
 
     def build(_, builder, __, args):
         rows, x, out, width = args
 
         def body(n, totals):
-            vector = builder.load(_floats(builder, x, n), align=4)
-            places = [builder.add(n, builder.mul(width, _I64(j))) for j in range(VECTORS)]
-            loaded = [builder.load(_floats(builder, rows, place), align=4) for place in places]
+            vector = load(builder, _at(builder, x, n), FLOAT, LANES)
+            starts = [builder.add(n, builder.mul(width, I64(j))) for j in range(VECTORS)]
+            loaded = [load(builder, _at(builder, rows, start), FLOAT, LANES) for start in starts]
             return [_multiply_add(builder, row, vector, total) for row, total in zip(loaded, totals)]
 
-        zeros = ir.Constant(ir.VectorType(_FLOAT, LANES), [0.0] * LANES)
-        totals = loop(builder, LANES, width, [zeros] * VECTORS, body)
-        builder.store(add_up(builder, totals), _floats(builder, out, _I64(0), VECTORS), align=4)
-        return _nothing()
+        totals = loop(builder, LANES, width, [_splat(FLOAT, 0.0, LANES)] * VECTORS, body)
+        store(builder, add_up(builder, totals), out)
 
-    return types.none(*[types.int64] * 4), build
+    return types.void(*[types.int64] * 4), build
 
 
 @intrinsic
 def _mix(_, rows, weights, total, width):
-    """Add VECTORS rows times their weights to `total`; all as in `_dots`."""
+    """Add VECTORS rows, each times its weight, to `total`; arguments as in `_dots`."""
 
     def build(_, builder, __, args):
         rows, weights, total, width = args
-        four = builder.load(_floats(builder, weights, _I64(0), VECTORS), align=4)
-        each = [builder.shuffle_vector(four, four, ir.VectorType(_I32, LANES)([j] * LANES)) for j in range(VECTORS)]
+        loaded = load(builder, weights, FLOAT, VECTORS)
+        spread = [builder.shuffle_vector(loaded, loaded, _splat(I32, j, LANES)) for j in range(VECTORS)]
 
-        def body(n):
-            target = _floats(builder, total, n)
-            found = builder.load(target, align=4)
-            for j, weight in enumerate(each):
-                place = builder.add(n, builder.mul(width, _I64(j)))
-                found = _multiply_add(builder, builder.load(_floats(builder, rows, place), align=4), weight, found)
-            builder.store(found, target, align=4)
+        def body(n, _):
+            target = _at(builder, total, n)
+            found = load(builder, target, FLOAT, LANES)
+            for j, weight in enumerate(spread):
+                start = builder.add(n, builder.mul(width, I64(j)))
+                row = load(builder, _at(builder, rows, start), FLOAT, LANES)
+                found = _multiply_add(builder, row, weight, found)
+            store(builder, found, target)
+            return []
 
-        _each(builder, width, body)
-        return _nothing()
+        loop(builder, LANES, width, [], body)
 
-    return types.none(*[types.int64] * 4), build
+    return types.void(*[types.int64] * 4), build
 
 
 def _widening(nbytes, convert):
-    """An intrinsic function (source, target, count): elements of so many bytes at an address become float32 at another.
-    convert(builder, bits, type of the floats) -> floats."""
+    """An intrinsic (source, target, count) that widens `count` elements of `nbytes` each to float32, from one address
+    to another. convert(builder, bits, vector type of the floats) -> floats."""
 
     def build(_, builder, __, args):
         source, target, count = args
-        whole = builder.and_(count, _I64(-LANES))
-        for lanes, begin, size in ((LANES, _I64(0), whole), (1, whole, builder.sub(count, whole))):
 
-            def body(n, lanes=lanes, begin=begin):
+        def widen(lanes, begin, size):
+            def body(n, _):
                 n = builder.add(n, begin)
-                place = builder.add(source, builder.mul(n, _I64(nbytes)))
-                bits = builder.load(pointer(builder, place, ir.IntType(8 * nbytes), lanes), align=1)
-                floats = convert(builder, bits, ir.VectorType(_FLOAT, lanes))
-                builder.store(floats, _floats(builder, target, n, lanes), align=4)
+                start = builder.add(source, builder.mul(n, I64(nbytes)))
+                bits = load(builder, start, ir.IntType(8 * nbytes), lanes)
+                store(builder, convert(builder, bits, ir.VectorType(FLOAT, lanes)), _at(builder, target, n))
+                return []
 
-            _each(builder, size, body, lanes)
-        return _nothing()
+            with builder.if_then(builder.icmp_unsigned("!=", size, I64(0))):
+                loop(builder, lanes, size, [], body)
+
+        whole = builder.and_(count, I64(-LANES))
+        widen(LANES, I64(0), whole)
+        widen(1, whole, builder.sub(count, whole))
 
     @intrinsic
     def widen(_, source, target, count):
-        return types.none(types.int64, types.int64, types.int64), build
+        return types.void(types.int64, types.int64, types.int64), build
 
     return widen
 
 
-def _lanes(like, kind, value=None):
-    """A vector type with as many lanes as another; of a value the constant."""
-    found = ir.VectorType(kind, like.count)
-    return found if value is None else found([value] * like.count)
+def _splat(kind, value, lanes):
+    return ir.VectorType(kind, lanes)([value] * lanes)
 
 
 def _bf16(builder, bits, floats):
-    return builder.bitcast(builder.shl(builder.zext(bits, _lanes(floats, _I32)), _lanes(floats, _I32, 16)), floats)
+    wide = builder.zext(bits, ir.VectorType(I32, floats.count))
+    return builder.bitcast(builder.shl(wide, _splat(I32, 16, floats.count)), floats)
 
 
 def _fp16(builder, bits, floats):
-    return builder.fpext(builder.bitcast(bits, _lanes(floats, ir.HalfType())), floats)
-
-
-def _low(builder, bits, floats):
-    return builder.uitofp(builder.and_(bits, _lanes(floats, _I8, 15)), floats)
-
-
-def _high(builder, bits, floats):
-    return builder.uitofp(builder.lshr(bits, _lanes(floats, _I8, 4)), floats)
+    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), floats.count)), floats)
 
 
 _from_fp32 = _widening(4, lambda builder, bits, floats: builder.bitcast(bits, floats))
 _from_fp16 = _widening(2, _fp16)
 _from_bf16 = _widening(2, _bf16)
 _from_int8 = _widening(1, lambda builder, bits, floats: builder.sitofp(bits, floats))
-_from_low = _widening(1, _low)
-_from_high = _widening(1, _high)
+_from_low = _widening(1, lambda builder, bits, to: builder.uitofp(builder.and_(bits, _splat(I8, 15, to.count)), to))
+_from_high = _widening(1, lambda builder, bits, to: builder.uitofp(builder.lshr(bits, _splat(I8, 4, to.count)), to))
 
 
 # vectors
@@ -166,8 +164,8 @@ def _half(address):
 
 @njit(nogil=True)
 def _widen(kind, address, nbytes, count, D, rows, width, scales):
-    """Stored vectors, one each `nbytes`, as they are without scale and minimum: to float32 rows of `width` at an
-    address, and those (2, VECTORS)."""
+    """Widen `count` stored vectors of `nbytes` each to float32, codes without scale and minimum, into rows of `width`
+    floats at an address; scales and minima go to `scales` (2, VECTORS)."""
     for j in range(count):
         source = address + j * nbytes
         target = rows + 4 * j * width
@@ -187,7 +185,7 @@ def _widen(kind, address, nbytes, count, D, rows, width, scales):
             scales[1, j] = _half(source + 2)
 
 
-@njit(nogil=True, fastmath=_SUMS)
+@njit(nogil=True, fastmath=SUMS)
 def _softmax(x):
     most = np.float32(-np.inf)
     for s in range(len(x)):
@@ -201,91 +199,92 @@ def _softmax(x):
 
 
 @njit(nogil=True)
-def _logits(kind, nbytes, segments, sizes, cached_len, h, D, query, rows, scales, p):
-    """Queries (G, width) times the first `cached_len` keys of head h, which are never in 4 bits: into p
-    (G, cached_len + VECTORS)."""
+def _logits(keys, sizes, cached_len, h, query, rows, scales, p):
+    """Write the dot products of the queries (G, width) with the first `cached_len` keys of head h, which are never in
+    4 bits, to p (G, cached_len + VECTORS). Buffers: rows (VECTORS, width), scales (2, VECTORS)."""
     first = 0
     width = rows.shape[1]
     rows_at = rows.ctypes.data
     query_at = query.ctypes.data
     p_at = p.ctypes.data
     for n in range(len(sizes)):
-        few = min(sizes[n], cached_len - first)
-        begin = segments[n] + h * sizes[n] * nbytes
-        for s in range(0, few, VECTORS):
-            count = min(VECTORS, few - s)
-            _widen(kind, begin + s * nbytes, nbytes, count, D, rows_at, width, scales)
+        used = min(sizes[n], cached_len - first)
+        begin = keys.segments[n] + h * sizes[n] * keys.nbytes
+        for s in range(0, used, VECTORS):
+            count = min(VECTORS, used - s)
+            _widen(keys.kind, begin + s * keys.nbytes, keys.nbytes, count, keys.width, rows_at, width, scales)
             for g in range(len(query)):
                 _dots(rows_at, query_at + 4 * g * width, p_at + g * p.strides[0] + 4 * (first + s), width)
-                if kind == INT8:
+                if keys.kind == INT8:
                     for j in range(count):
                         p[g, first + s + j] *= scales[0, j]
-        first += few
+        first += used
 
 
 @njit(nogil=True)
-def _sums(kind, nbytes, segments, sizes, cached_len, h, D, total, rows, scales, p):
-    """The first `cached_len` values of head h, times their weights p as in `_logits`: added up in total (G, width)."""
+def _sums(values, sizes, cached_len, h, total, rows, scales, p):
+    """Write the sum of the first `cached_len` values of head h, each times its weight in p, to total (G, width). Shapes
+    and buffers as in `_logits`."""
     first = 0
     width = rows.shape[1]
     weights = np.zeros(VECTORS, np.float32)
     rows_at = rows.ctypes.data
     total_at = total.ctypes.data
     weights_at = weights.ctypes.data
+    total[:] = 0
+    scales[0] = 1
+    scales[1] = 0
     for n in range(len(sizes)):
-        few = min(sizes[n], cached_len - first)
-        begin = segments[n] + h * sizes[n] * nbytes
-        for s in range(0, few, VECTORS):
-            count = min(VECTORS, few - s)
+        used = min(sizes[n], cached_len - first)
+        begin = values.segments[n] + h * sizes[n] * values.nbytes
+        for s in range(0, used, VECTORS):
+            count = min(VECTORS, used - s)
             if count < VECTORS:
                 rows[:] = 0
                 weights[:] = 0
-            _widen(kind, begin + s * nbytes, nbytes, count, D, rows_at, width, scales)
+            _widen(values.kind, begin + s * values.nbytes, values.nbytes, count, values.width, rows_at, width, scales)
             for g in range(len(total)):
-                least = np.float32(0)
+                minimum = np.float32(0)
                 for j in range(count):
                     weights[j] = p[g, first + s + j] * scales[0, j]
-                    least += p[g, first + s + j] * scales[1, j]
+                    minimum += p[g, first + s + j] * scales[1, j]
                 _mix(rows_at, weights_at, total_at + 4 * g * width, width)
-                if kind == INT4:
-                    for i in range(D):
-                        total[g, i] += least
-        first += few
+                if values.kind == INT4:
+                    for i in range(values.width):
+                        total[g, i] += minimum
+        first += used
 
 
 @njit(nogil=True, cache=True)
-def attend(begin, end, kinds, nbytes, k, v, sizes, cached_len, empty, q, context, received):
-    """Attention of one query to each query head, for the KV heads `begin` to `end` of n.
+def attend(begin, end, keys, values, slots, q, context, received):
+    """Attention of one query per query head, for the KV heads `begin` to `end` of n.
 
     Args:
-        kinds, nbytes: of the vectors of K and of V, (2,) int64.
-        k, v: addresses of the segments; sizes: their slots. int64 all.
-        cached_len: (B,) int64, slots that are in use, the first ones.
-        empty: (B, H or 1, S) bool, which of them hold no token; without elements if all do.
-        q: (n, G, D) floats, as `threads.float_array` has them; context: the same, written.
-        received: (n, S) float32, to which what each slot receives from its G queries is added; without elements where
-            that is not wanted.
+        keys, values: `Vectors`; slots: `Slots`; as plain tuples.
+        q: (n, G, D) floats, as from `threads.float_array`; context: the same, written.
+        received: (n, S) float32, to which the attention that each slot receives from its G queries is added; without
+            elements if not wanted.
     """
+    keys = Vectors(*keys)
+    values = Vectors(*values)
+    sizes, cached_len, empty = slots
     G, D = q.shape[1:]
     heads = len(q) // len(cached_len)
     width = -(-D // LANES) * LANES
     scale = np.float32(1 / np.sqrt(D))
     rows = np.zeros((VECTORS, width), np.float32)
+    scales = np.empty((2, VECTORS), np.float32)
     query = np.zeros((G, width), np.float32)
     total = np.empty((G, width), np.float32)
-    every = np.empty((G, np.max(cached_len) + VECTORS), np.float32)
-    scales = np.empty((2, VECTORS), np.float32)
+    longest = np.empty((G, np.max(cached_len) + VECTORS), np.float32)
     for h in range(begin, end):
         b = h // heads
         count = cached_len[b]
-        p = every[:, : count + VECTORS]
+        p = longest[:, : count + VECTORS]
         for g in range(G):
             for i in range(D):
                 query[g, i] = float_of(q[h, g, i]) * scale
-        total[:] = 0
-        scales[0] = 1
-        scales[1] = 0
-        _logits(kinds[0], nbytes[0], k, sizes, count, h, D, query, rows, scales, p)
+        _logits(keys, sizes, count, h, query, rows, scales, p)
         for g in range(G):
             if empty.size:
                 for s in range(count):
@@ -295,9 +294,7 @@ def attend(begin, end, kinds, nbytes, k, v, sizes, cached_len, empty, q, context
             if received.size:
                 for s in range(count):
                     received[h, s] += p[g, s]
-        scales[0] = 1
-        scales[1] = 0
-        _sums(kinds[1], nbytes[1], v, sizes, count, h, D, total, rows, scales, p)
+        _sums(values, sizes, count, h, total, rows, scales, p)
         for g in range(G):
             for i in range(D):
                 context[h, g, i] = element(total[g, i], context)
@@ -305,17 +302,24 @@ def attend(begin, end, kinds, nbytes, k, v, sizes, cached_len, empty, q, context
 
 @njit(nogil=True, cache=True)
 def put(segments, sizes, slots, new):
-    """Write new vectors (n, bytes) uint8 into slots (n,) of n heads; segments and their sizes as in `attend`."""
+    """Write new vectors (n, bytes) uint8 to slots (n,) of n heads.
+
+    Args:
+        segments, sizes: as in `Vectors` and `Slots`.
+
+    Raises:
+        IndexError: a slot that the cache lacks; vectors of earlier heads are written.
+    """
     for h in range(len(slots)):
         slot = slots[h]
         n = 0
         if slot < 0:
-            raise IndexError("a slot before the first one")
+            raise IndexError("slot is negative")
         while n < len(sizes) and slot >= sizes[n]:
             slot -= sizes[n]
             n += 1
         if n == len(sizes):
-            raise IndexError("a slot behind the last one")
+            raise IndexError("slot is beyond the last one")
         target = carray(_address(segments[n] + (h * sizes[n] + slot) * new.shape[1]), (new.shape[1],), np.uint8)
         for i in range(len(target)):
             target[i] = new[h, i]

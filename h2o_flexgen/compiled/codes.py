@@ -5,28 +5,28 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from h2o_flexgen.compiled.floats import bits_of, element, float_of, from_bits
-
-U = np.uint64
-
+from h2o_flexgen.compiled.floats import U, bits_of, element, float_of, from_bits
 
 # codes to floats, and to other codes
 
 
 @njit(nogil=True, inline="always")
-def _decode_row(codes, scale, minimum, factor, first, step, half, out):
-    """(code * scale + minimum) * factor of each element."""
-    size = U(len(out)) // U(len(scale))
-    for g in range(U(len(scale))):
+def _decode_row(codes, scale, minimum, factor, first, out):
+    """(code * scale + minimum) * factor of each element; arguments as in `to_floats`, of one row."""
+    groups = U(len(scale))
+    size = U(len(out)) // groups
+    step = U(len(codes)) // groups
+    nbytes = step - U(first)
+    for g in range(groups):
         s = scale[g]
         m = minimum[g]
-        at = U(first) + g * U(step)
+        at = g * step + U(first)
         low = g * size
-        if half:
-            high = low + U(half)
-            for i in range(U(half)):
+        if nbytes < size:
+            high = low + nbytes
+            for i in range(nbytes):
                 out[low + i] = element((np.float32(codes[at + i] & np.uint8(15)) * s + m) * factor, out)
-            for i in range(U(half)):
+            for i in range(nbytes):
                 out[high + i] = element((np.float32(codes[at + i] >> np.uint8(4)) * s + m) * factor, out)
         else:
             for i in range(size):
@@ -34,47 +34,46 @@ def _decode_row(codes, scale, minimum, factor, first, step, half, out):
 
 
 @njit(nogil=True, cache=True)
-def to_floats(codes, scale, minimum, order, first, step, half, out):
-    """code * scale + minimum, for R rows of G groups.
+def to_floats(codes, scale, minimum, order, first, out):
+    """Write code * scale + minimum for R rows of G groups.
 
     Args:
-        codes: (R, bytes of a row); int8, or uint8 with two codes each.
+        codes: (R, bytes of a row); int8, or uint8 with two codes of 4 bits each, where the first half of a group is in
+            the lower 4 bits.
         scale, minimum: (R, G), float32.
         order: (R,), the row of `out` that each becomes.
-        first, step: where in a row the codes of the first group begin, and how far apart those of two groups are.
-        half: 0 for codes of 8 bits; of 4 bits the codes in half a group, which are the lower ones of as many bytes,
-            while the upper ones are the other half.
+        first: bytes of a group before its codes.
         out: (rows, width), floats.
     """
     for r in range(len(codes)):
-        _decode_row(codes[r], scale[r], minimum[r], np.float32(1), first, step, half, out[order[r]])
+        _decode_row(codes[r], scale[r], minimum[r], np.float32(1), first, out[order[r]])
 
 
 @njit(nogil=True, cache=True)
-def to_int8(codes, scale, minimum, order, first, step, half, out, out_scale):
-    """As `to_floats`, but into symmetric codes of 8 bits, `out` (rows, width) int8, with one scale for a row,
-    `out_scale` (rows,) float32: 127 is the largest that the codes of any of its groups can stand for
-    (`codes.Codes.largest`)."""
+def to_int8(codes, scale, minimum, order, first, out, out_scale):
+    """As `to_floats`, but to symmetric codes of 8 bits, `out` (rows, width) int8, with one scale a row, `out_scale`
+    (rows,) float32: 127 stands for the largest number that the codes of any of its groups can stand for
+    (`formats.codes.Codes.largest`)."""
+    is_packed = codes.shape[1] - first * scale.shape[1] < out.shape[1]
+    highest = np.float32(15 if is_packed else 127)
     for r in range(len(codes)):
         most = np.uint32(0)
         for g in range(scale.shape[1]):
-            s = scale[r, g]
-            m = minimum[r, g]
-            one, other = (m, np.float32(15) * s + m) if half else (m, np.float32(127) * s)
-            most = max(most, max(bits_of(abs(one)), bits_of(abs(other))))
+            lowest = minimum[r, g]
+            most = max(most, max(bits_of(abs(lowest)), bits_of(abs(highest * scale[r, g] + lowest))))
         largest = from_bits(most)
         out_scale[order[r]] = largest / np.float32(127)
         factor = np.float32(127) / max(largest, np.float32(1e-30))
-        _decode_row(codes[r], scale[r], minimum[r], factor, first, step, half, out[order[r]])
+        _decode_row(codes[r], scale[r], minimum[r], factor, first, out[order[r]])
 
 
 @njit(nogil=True, cache=True)
 def scales(halves, begin, end, has_minimum, centre, scale, minimum):
-    """Of rows of blocks (`formats.Blocks`), `begin` to `end` of R, the scales and minima, both (R, G) float32.
+    """Write the scales and minima, both (R, G) float32, of rows of blocks (`formats.Blocks`), `begin` to `end` of R.
 
     Args:
         halves: (R, G, bytes / 2) fp16, the blocks.
-        centre: without a minimum in the block the minimum is the scale times this.
+        centre: if blocks have no minimum, it is the scale times this.
     """
     for r in range(begin, end):
         for g in range(scale.shape[1]):
@@ -87,7 +86,7 @@ def scales(halves, begin, end, has_minimum, centre, scale, minimum):
 
 @njit(nogil=True, inline="always")
 def _size(bits):
-    """The bits of the absolute value, of those of a float. They compare as floats do, and NaN is the largest of all."""
+    """The bits of a float's absolute value. They compare as floats do, and NaN is above all others."""
     return bits & np.uint32(0x7FFFFFFF)
 
 
@@ -102,10 +101,10 @@ def _largest(row):
 
 @njit(nogil=True, cache=True)
 def encode8(x, begin, end, halves, codes):
-    """Each row of x (R, I), floats, as a block of 8 bits without a minimum (`formats.Blocks`): rows `begin` to `end`.
+    """Write rows `begin` to `end` of x (R, I), floats, each as a block of 8 bits without a minimum (`formats.Blocks`).
 
     Args:
-        halves: (R, W / 2) fp16, codes: (R, W) int8: the same bytes, the blocks.
+        halves: (R, W / 2) fp16, and codes: (R, W) int8, views of the same blocks.
     """
     for r in range(begin, end):
         row = x[r]
@@ -116,13 +115,13 @@ def encode8(x, begin, end, halves, codes):
             for i in range(len(row)):
                 code = min(max(float_of(row[i]) / scale, np.float32(-127)), np.float32(127))
                 target[i] = element(code, target)
-        else:  # all stand for 0, or for NaN
+        else:  # all elements are 0, or NaN
             target[:] = 0
 
 
 @njit(nogil=True, inline="always")
 def _ordered(bits):
-    """The bits of a float as an int32 that compares with others as their floats do. It is its own inverse."""
+    """The bits of a float as an int32 that compares with others as their floats do; its own inverse."""
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
@@ -133,12 +132,12 @@ def _code4(x, start, scale):
 
 @njit(nogil=True, cache=True)
 def encode4(x, begin, end, halves, codes):
-    """The same as a block of 4 bits with a minimum; `codes` uint8."""
+    """As `encode8`, to blocks of 4 bits with a minimum; `codes` is uint8."""
     half = U(x.shape[1] // 2)
     for r in range(begin, end):
         row = x[r]
         target = codes[r, 4:]
-        # NaN comes before all others, or after them
+        # NaN is below or above all others, by its sign
         first = np.int32(2**31 - 1)
         last = np.int32(-(2**31))
         for i in range(len(row)):
@@ -156,11 +155,11 @@ def encode4(x, begin, end, halves, codes):
                 low = _code4(row[i], start, scale)
                 high = _code4(row[half + i], start, scale)
                 target[i] = low | (high << np.uint8(4))
-        else:  # all stand for the minimum, or for NaN
+        else:  # all elements are the minimum, or NaN
             target[:] = 0
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})  # inlined by numba it would lose that, and its vectors
+@njit(nogil=True, cache=True, fastmath={"reassoc"})  # inlined by numba it would lose the flag
 def _sum_abs(row):
     total = np.float32(0)
     for i in range(len(row)):
@@ -170,7 +169,7 @@ def _sum_abs(row):
 
 @njit(nogil=True, inline="always")
 def _above(row, limit):
-    """How many absolute values are above the limit, which is given as its bits."""
+    """The number of absolute values above a limit, given as its bits."""
     count = np.uint32(0)
     for i in range(len(row)):
         count += np.uint32(_size(bits_of(float_of(row[i]))) > limit)
@@ -179,19 +178,23 @@ def _above(row, limit):
 
 @njit(nogil=True, cache=True)
 def quantise(x, times, few, begin, end, codes, limit, largest):
-    """The rows of x (R, I), floats, in int8; outliers become 0. Returns (I,) uint8, 1 where any of its rows has an
-    outlier: were it shared, threads would overwrite each other's.
+    """Write rows `begin` to `end` of x (R, I), floats, in int8, with 0 for outliers. Returns (I,) uint8, 1 where any of
+    these rows has an outlier, a new array, since threads that share one would overwrite each other's.
 
     Args:
-        times: an outlier is above this many times the mean absolute value, doubled until a row has at most `few`.
-        codes: (R, I) int8; limit, largest: (R,) float32, above which elements are outliers, and of the others the
-            largest; of all three rows `begin` to `end` are written.
+        times: an outlier is above this many times the mean absolute value of its row, doubled until at most `few` are.
+        codes: (R, I) int8.
+        limit: (R,) float32, the absolute value above which elements are outliers.
+        largest: (R,) float32, the largest of the others.
     """
     is_outlier = np.zeros(x.shape[1], np.uint8)
     for r in range(begin, end):
         row = x[r]
         target = codes[r]
-        highest = most = top = _largest(row)  # of all, of what stays, and the limit, as bits
+        # as bits: the largest element, the largest that is no outlier, and the limit
+        highest = _largest(row)
+        most = highest
+        top = highest
         mean = np.float32(times * _sum_abs(row) / np.float32(len(row))) if few else np.float32(np.inf)
         if mean < from_bits(highest) < np.inf:
             while _above(row, bits_of(mean)) > few:
@@ -217,8 +220,8 @@ def quantise(x, times, few, begin, end, codes, limit, largest):
 
 @njit(nogil=True, cache=True)
 def outliers(x, limit, columns, kept):
-    """Those of each row of x (R, I), floats, at some columns (U,) into kept (R, U) float32, 0 where an element is
-    none."""
+    """Write the outliers of each row of x (R, I), floats, at `columns` (U,) to kept (R, U) float32, and 0 for elements
+    that are none."""
     for r in range(len(x)):
         for u in range(len(columns)):
             value = float_of(x[r, columns[u]])

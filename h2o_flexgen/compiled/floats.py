@@ -1,7 +1,6 @@
-"""Floats of 16, 32 and 64 bits in compiled loops, whose arrays `threads.float_array` makes: numba has
-no type for those of 16 bits.
+"""Floats of 16, 32 and 64 bits in compiled loops, as `threads.float_array` views them: numba has no types of 16 bits.
 
-What numba keeps of a loop is dated by the file of that loop alone: after a change here, touch those that use it.
+Numba's cache goes by the date of a loop's own file: after a change here, touch the files that use it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,10 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+
+U = np.uint64
+#: fastmath flags: sums may be reordered, but NaN stays NaN
+SUMS = {"reassoc", "contract", "nsz"}
 
 
 @intrinsic
@@ -26,7 +29,7 @@ def from_bits(_, bits):
 
 @intrinsic
 def float_of(_, x):
-    """An element of an array of floats as float32."""
+    """An element of a float array as float32."""
 
     def convert(_, builder, __, args):
         if x == types.int16:
@@ -41,7 +44,7 @@ def float_of(_, x):
 
 @intrinsic
 def element(_, x, array):
-    """A float32 as an element of an array, of floats or of codes of 8 bits: the nearest one, of two the even one."""
+    """A float32 rounded to an element of `array`, floats or codes of 8 bits: to the nearest, ties to even."""
     kind = array.dtype
 
     def convert(_, builder, __, args):
@@ -63,10 +66,10 @@ def element(_, x, array):
 
 @njit(nogil=True, fastmath={"contract"})
 def exp(x):
-    """e^x of a float32, 0 or less, but for the last bit or two; NaN stays. Cephes' expf, without branches.
+    """e^x of a float32 <= 0, to within two units in the last place; NaN stays. Cephes' expf without branches.
 
-    It has flags of its own: with those of a loop that reorders sums, what is added to round would be left out."""
-    shifted = x * np.float32(1.4426950408889634) + np.float32(12582912)  # in its low bits the power of two
+    It sets its own fastmath flags: if sums could be reordered, the constant that rounds `shifted` would cancel out."""
+    shifted = x * np.float32(1.4426950408889634) + np.float32(12582912)  # its low bits are the power of two
     n = shifted - np.float32(12582912)
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
     p = np.float32(1.9875691500e-4) * r + np.float32(1.3981999507e-3)

@@ -1,19 +1,17 @@
-"""What is done to each row of a matrix between matmuls, in one pass over it instead of torch's five."""
+"""Operations on each row of a matrix between matmuls, in one pass over it where torch needs five."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from h2o_flexgen.compiled.floats import element, exp, float_of
-
-#: sums in another order, but NaN stays NaN
-_SUMS = {"reassoc", "contract", "nsz"}
+from h2o_flexgen.compiled.floats import SUMS, element, exp, float_of
 
 
-@njit(nogil=True, cache=True, fastmath=_SUMS)
+@njit(nogil=True, cache=True, fastmath=SUMS)
 def rms_norm(begin, end, x, weight, eps, out):
-    """RMSNorm of rows (N, E) floats into `out`, rounded before the weight (E,) as transformers does."""
+    """Write RMSNorm of rows `begin` to `end` of x (N, E), floats, to `out`, rounded before it is multiplied by the
+    weight (E,), as transformers does."""
     for r in range(begin, end):
         row = x[r]
         target = out[r]
@@ -25,10 +23,10 @@ def rms_norm(begin, end, x, weight, eps, out):
             target[i] = element(float_of(element(float_of(row[i]) * scale, out)) * float_of(weight[i]), out)
 
 
-@njit(nogil=True, cache=True, fastmath=_SUMS)
+@njit(nogil=True, cache=True, fastmath=SUMS)
 def maxima(begin, end, logits, tokens, sums):
-    """Of rows (N, V) the place of the largest, of equal ones the first, and the logarithm of the sum of their
-    exponentials, NaN if one is; into int64 and float32 (N,)."""
+    """Write argmax (of equal logits the first) and logsumexp of rows `begin` to `end` of logits (N, V), floats, to
+    tokens (N,) int64 and sums (N,) float32; the sum is NaN if a logit is."""
     for r in range(begin, end):
         row = logits[r]
         most = np.float32(-np.inf)

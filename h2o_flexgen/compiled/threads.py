@@ -1,4 +1,4 @@
-"""Runs compiled loops on all cores, or says that there are none."""
+"""Compiled loops on all cores, where numba is available."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: elements that are not worth a second thread, and parts for each thread at most
+#: work on fewer elements is not worth a second thread
 SMALL = 1 << 18
+#: parts per thread at most
 PARTS = 4
 
 
 def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
-    """work(begin, end) for parts of range(count), by all threads if their `size` is worth it. There are more parts than
-    threads, each of which takes the next one when it is done: cores are not all as fast, or as free."""
+    """Call work(begin, end) for parts of range(count), on all threads if `size`, its elements, is worth it. There are
+    more parts than threads, and a thread takes the next one when it is done: cores differ in speed and load."""
     threads = torch.get_num_threads() if size > SMALL else 1
     parts = max(threads, min(PARTS * threads, size // SMALL)) if threads > 1 else 1
     cuts = [count * n // parts for n in range(parts + 1)]
-    left = iter(list(zip(cuts, cuts[1:])))  # which gives each part to one thread, as long as there is a GIL
+    left = iter(list(zip(cuts, cuts[1:])))  # under the GIL no two threads get the same part
 
     def take() -> None:
         for ends in left:
@@ -32,40 +33,39 @@ def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
     try:
         take()
     finally:
-        for _ in left:  # after an error nobody begins another part
+        for _ in left:  # after an error no thread begins another part
             pass
-        # a thread that sleeps wakes up too late for little work
-        begun = [job for job in jobs if not job.cancel()]
-        wait(begun)
-    for job in begun:
+        # with little work, all of it is done before a thread wakes up
+        started = [job for job in jobs if not job.cancel()]
+        wait(started)
+    for job in started:
         job.result()
 
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads that decode beside the one that asks. They sleep when they wait, unlike those of OpenMP."""
+    """Threads that help the calling one. They sleep while they wait, unlike OpenMP's."""
     return ThreadPoolExecutor(threads, "decode")
 
 
 @cache
 def compiled():
-    """The package `loops` with all its modules; None without numba, which follows new versions of Python months later,
-    where it finds no folder to keep what it compiles, and on CPUs that do not convert fp16 (those of PCs before
-    2012)."""
+    """This package with all its modules. None without numba (which supports new versions of Python months after their
+    release), where numba finds no folder for its cache, and on CPUs without fp16 conversions (PCs before 2012)."""
     try:
         from llvmlite.binding import get_host_cpu_features
 
         if machine() == "x86_64" and not get_host_cpu_features().get("f16c"):
             return None
         from h2o_flexgen import compiled
-        from h2o_flexgen.compiled import attention, codes, rowwise, tiles, tiles4  # noqa: F401, `compiled` has them from now on
+        from h2o_flexgen.compiled import attention, codes, rowwise, tiles, tiles4  # noqa: F401, attributes of `compiled`
     except (ImportError, RuntimeError):
         return None
     return compiled
 
 
 def float_array(x: Tensor) -> np.ndarray:
-    """Floats on the CPU as compiled loops take them, in the same memory: fp16 as their bits in int16, bf16 as theirs in
-    uint16, fp32 and fp64 as they are."""
+    """Floats on the CPU as compiled loops take them, in the same memory: bits of fp16 in int16, bits of bf16 in uint16,
+    fp32 and fp64 unchanged."""
     bits = {torch.float16: torch.int16, torch.bfloat16: torch.uint16}
     return x.view(bits.get(x.dtype, x.dtype)).numpy()

@@ -1,12 +1,12 @@
-"""How the elements of a tensor lie in bytes, one format a file. Only this package and the loops know bits.
+"""How tensors are laid out in bytes, one format per file. Only this package and the compiled loops know bits.
 
-    Dense(dtype)        floats
-    Int8()              of a matrix: int8 codes, one fp32 scale for each row
+    Dense(dtype)        floats, one after another
+    Int8()              an fp32 scale for every row of a matrix, then its int8 codes
     Int4(group)         blocks along a row: fp16 scale and minimum of a group, then its codes of 4 bits (as Q4_1)
-    Q8_0, Q4_0, Q4_1    GGUF's blocks of 32 elements, as they lie in the file
+    Q8_0, Q4_0, Q4_1    GGUF's blocks of 32 elements, byte for byte as in the file
 
-A code stands for code * scale + minimum. Scale and minimum are of a row, or of a group of neighbours in a row, so that
-rows can be read and decoded alone.
+A code stands for code * scale + minimum. A scale and a minimum belong to one row, or to a group of neighbours in a row,
+so that any row can be read and decoded alone.
 """
 
 from h2o_flexgen.formats.base import Format, Shape

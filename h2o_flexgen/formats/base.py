@@ -1,4 +1,4 @@
-"""What a format is: how the elements of a tensor lie in bytes."""
+"""The base class of formats."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Shape = tuple[int, ...]
 
 
 class Format:
-    """Of the tensors of one kind.
+    """How the elements of a tensor are laid out in bytes.
 
     Attributes:
-        name: for people and files.
-        dtype: of the bytes as they are moved: a float type, or uint8.
-        alignment: of the address of the first byte.
-        is_dense: floats as they are.
-        heads: of queries or keys whose rows are in llama.cpp's order (`Quantised.order`); 0 for any other tensor.
+        name: in files and messages.
+        dtype: of the tensor that holds the bytes: a float type, or uint8.
+        alignment: of the first byte's address, in bytes.
+        is_dense: whether the elements are plain floats.
+        heads: how many heads of queries or keys have their rows in llama.cpp's order (`Quantised.order`); 0 for any
+            other tensor.
     """
 
     name: str
@@ -33,15 +34,15 @@ class Format:
     heads: int = 0
 
     def row_bytes(self, width: int) -> tuple[int, ...]:
-        """A tensor is one or several arrays, one after the other: bytes of a row of `width` elements in each."""
+        """The bytes of a row of `width` elements in each of the arrays that a tensor consists of, in their order."""
         raise NotImplementedError
 
     def nbytes(self, shape: Shape) -> int:
-        """Of a tensor."""
+        """The bytes of a tensor."""
         return prod(shape[:-1]) * sum(self.row_bytes(shape[-1]))
 
     def arrays(self, shape: Shape) -> list[tuple[int, int]]:
-        """[(offset, bytes of a row)] of each array of a tensor."""
+        """[(offset, bytes of a row)] for each array of a tensor."""
         sizes = self.row_bytes(shape[-1])
         return list(zip(accumulate((prod(shape[:-1]) * size for size in sizes), initial=0), sizes))
 
@@ -54,11 +55,11 @@ class Format:
         return Quantised(self, buffer[: self.nbytes(shape)], shape)
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
-        """Write a float tensor into a buffer of its bytes (uint8, aligned)."""
+        """Write a float tensor into a buffer (uint8, aligned) in this format."""
         raise NotImplementedError
 
     def encode_parts(self, shape: Shape, parts: Iterable[tuple[int, Tensor]], buffer: Tensor) -> None:
-        """Write a matrix into a buffer of its bytes, part by part: (first row, rows)."""
+        """Write a matrix into a buffer in this format, part by part: (first row, rows)."""
         for begin, part in parts:
             encoded = torch.empty(self.nbytes(tuple(part.shape)), dtype=torch.uint8)
             self.encode(part, encoded)
@@ -74,13 +75,13 @@ class Format:
 
     @property
     def loop_kind(self) -> int:
-        """By which number `loops.attention` knows this format."""
+        """The number of this format in `compiled.attention`."""
         raise NotImplementedError
 
     def stored(self, x: Tensor) -> Tensor:
-        """Floats x (..., D) as a cache stores them: (..., W) of `dtype`, each vector by itself."""
+        """Floats x (..., D) as a cache stores them: (..., W) of `dtype`, every vector on its own."""
         return x
 
     def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """What `stored` stands for: (..., D)."""
+        """The inverse of `stored`, in a float type: (..., D)."""
         return stored.to(dtype)

@@ -1,4 +1,4 @@
-"""Rows cut into blocks of 8 or 4 bits: ours of 4 bits, those of GGUF files, and vectors of a cache."""
+"""Rows cut into blocks of codes of 8 or 4 bits: int4, types of GGUF files, and vectors of a cache."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from h2o_flexgen.formats.base import Format, Shape
 from h2o_flexgen.formats.codes import MOST, Codes
 from h2o_flexgen.formats.matrix import Quantised
 
-#: elements of a cache that are encoded at once: what stays in a CPU's cache, or is worth a GPU's kernels
+#: elements of a cache that are encoded at once: what stays in a CPU's cache, or keeps a GPU busy
 ENCODED_PART = {"cpu": 1 << 16, "cuda": 1 << 20}
 
 
 @dataclass(frozen=True)
 class Blocks(Format):
-    """Each row is cut into groups of neighbours, each a block: its scale in fp16, its minimum in fp16 if it has one,
-    and its codes. Of 4 bits the first half of a group are the lower ones of its bytes. Without a minimum the codes are
-    centred: those of 4 bits stand for code - 8.
+    """A row is a sequence of blocks, one per group of neighbours: its scale in fp16, its minimum in fp16 if it has one,
+    and its codes in int8, or in 4 bits with the first half of the group in the lower nibbles and the second half in the
+    upper ones. Without a minimum codes of 4 bits stand for code - 8.
 
-    The types Q8_0, Q4_0 and Q4_1 of GGUF; https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h."""
+    With groups of 32 these are GGUF's Q8_0, Q4_0 and Q4_1:
+    https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+    """
 
     name: str
     bits: int
@@ -36,7 +38,7 @@ class Blocks(Format):
 
     @property
     def _head(self) -> int:
-        """Bytes of a block before its codes."""
+        """The bytes of a block before its codes."""
         return 4 if self.has_minimum else 2
 
     @property
@@ -44,10 +46,9 @@ class Blocks(Format):
         return self._head + self.group * self.bits // 8
 
     @property
-    def layout(self) -> tuple[int, int, int, bool]:
-        """Of 4 bits: bytes of a row before its first codes, from those of one block to the next, and of the codes of a
-        block; whether there are minima."""
-        return self._head, self._block, self.group // 2, self.has_minimum
+    def layout(self) -> tuple[int, int]:
+        """For codes of 4 bits: the bytes of a block before its codes, and of its codes."""
+        return self._head, self.group // 2
 
     @property
     def loop_kind(self) -> int:
@@ -62,7 +63,7 @@ class Blocks(Format):
         centre = -8.0 if self.bits == 4 else 0.0
         loops = None if raw.is_cuda else threads.compiled()
         if loops is not None:
-            # torch's threads would go on waiting for work, on the cores that those of the decoder need
+            # torch's threads would go on waiting for work, on the cores that the decoder's threads need
             scale, minimum = torch.empty(2, *raw.shape[:2])
             blocks = raw.numpy().view(np.int16)
             rest = (np.float32(centre), scale.numpy(), minimum.numpy())
@@ -73,10 +74,10 @@ class Blocks(Format):
             scale = raw[..., :2].view(torch.float16)[..., 0].float()
             minimum = raw[..., 2:4].view(torch.float16)[..., 0].float() if self.has_minimum else scale * centre
         codes = raw.view(len(raw), -1)
-        return Codes(codes if self.bits == 4 else codes.view(torch.int8), scale, minimum, self._head, self._block)
+        return Codes(codes if self.bits == 4 else codes.view(torch.int8), scale, minimum, self._head)
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
-        """Of 4 bits with a minimum, and of 8 bits without; the others come from files."""
+        """For 4 bits with a minimum, and for 8 bits without; other blocks come from files."""
         raw = buffer[: self.nbytes(tensor.shape)].view(-1, self._block)
         x = tensor.reshape(-1, self.group).contiguous()
         loops = None if x.is_cuda else threads.compiled()
@@ -105,7 +106,7 @@ class Blocks(Format):
     def stored(self, x: Tensor) -> Tensor:
         vectors = x.reshape(-1, x.shape[-1])
         found = torch.empty(len(vectors), *self.row_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
-        by_loops = not x.is_cuda and threads.compiled() is not None  # which need no buffers
+        by_loops = not x.is_cuda and threads.compiled() is not None  # they need no buffers
         step = max(1, (vectors.numel() if by_loops else ENCODED_PART[x.device.type]) // x.shape[-1])
         for few, target in zip(vectors.split(step), found.split(step)):
             self.encode(few, target.view(-1))
@@ -119,10 +120,10 @@ class Blocks(Format):
         return out
 
 
-def Int4(group: int) -> Blocks:  # noqa: N802  a format, as the others
-    """Codes of 4 bits with scale and minimum for each group of 64 or 32 inputs: 4.5 or 5 bits an element."""
+def Int4(group: int) -> Blocks:  # noqa: N802  a format like the others
+    """Codes of 4 bits with a scale and a minimum per group of 64 or 32 inputs: 4.5 or 5 bits per element."""
     return Blocks("int4", 4, group, True)
 
 
-#: by GGUF's names
+#: by their names in GGUF
 GGUF = {f.name: f for f in (Blocks("Q8_0", 8, 32, False), Blocks("Q4_0", 4, 32, False), Blocks("Q4_1", 4, 32, True))}

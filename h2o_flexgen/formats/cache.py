@@ -1,4 +1,4 @@
-"""How K and V lie in a cache."""
+"""The formats of a KV cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from h2o_flexgen.formats.dense import Dense
 
 
 class KVFormat(NamedTuple):
-    """Of K and of V in a cache."""
+    """How K and V are stored: each vector, one token's in one head, on its own."""
 
     k: Format
     v: Format
@@ -27,5 +27,5 @@ class KVFormat(NamedTuple):
         return self.k.is_dense
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, as `Format.stored`."""
+        """Both as a cache stores them; see `Format.stored`."""
         return self.k.stored(k), self.v.stored(v)

@@ -1,5 +1,5 @@
-"""Codes of 8 and 4 bits with scales and minima, to floats and to int8: on a CPU by compiled loops (`loops`), elsewhere
-by torch's operators. How they lie in bytes is for `formats`."""
+"""Codes of 8 and 4 bits with scales and minima, to floats and to int8: by compiled loops on a CPU, elsewhere by torch's
+operators. Their layout in bytes is up to each format."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch import Tensor
 
 from h2o_flexgen.compiled.threads import compiled, float_array, in_threads
 
-#: of codes in int8: -127 to 127, and below this largest element rows count as 0
+#: codes in int8 go from -127 to 127
 MOST = 127
+#: rows whose largest element is below this count as 0
 LEAST = 1e-30
 
 
 class Codes(NamedTuple):
-    """A matrix of R rows and G groups a row as a decoder reads it.
+    """A matrix of R rows with G groups each, as a decoder reads it.
 
     Attributes:
-        codes: (R, bytes of a row); int8, or uint8 with two codes each.
+        codes: (R, bytes of a row); int8, or uint8 with two codes per byte.
         scale, minimum: (R, G), fp32.
-        first, step: where in a row the codes of the first group begin, and how far apart those of two groups are.
+        first: the bytes of a group before its codes.
     """
 
     codes: Tensor
     scale: Tensor
     minimum: Tensor
     first: int
-    step: int
 
     @property
     def largest(self) -> Tensor:
-        """(R,): of the absolute values that the codes of a row can stand for."""
+        """(R,): the largest absolute value that the codes of a row can stand for."""
         most = MOST if self.codes.dtype == torch.int8 else 15
         return torch.maximum(self.minimum.abs(), (most * self.scale + self.minimum).abs()).amax(dim=1)
 
@@ -47,11 +47,12 @@ class Codes(NamedTuple):
 
     def decode_by_loops(self, order: Tensor, out: Tensor) -> None:
         """Write the floats into the rows `order` of `out`, of any float type, by compiled loops."""
-        self._in_loops(compiled().codes.to_floats, order, out.shape[1], float_array(out))
+        self._in_loops(compiled().codes.to_floats, order, float_array(out))
 
     def to_int8(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
-        """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale for each row (O,), by torch's
-        operators: 127 stands for the largest number that the row's codes can stand for, whether or not one does."""
+        """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale per row (O,), by torch's
+        operators: 127 stands for the largest value that the row's codes can stand for, whether or not one of them
+        does."""
         order = order.to(scale.device)
         largest = self.largest
         wide = torch.empty(len(order), codes.shape[1], device=scale.device)
@@ -61,17 +62,16 @@ class Codes(NamedTuple):
 
     def to_int8_by_loops(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """The same by compiled loops."""
-        self._in_loops(compiled().codes.to_int8, order, codes.shape[1], codes.numpy(), scale.numpy())
+        self._in_loops(compiled().codes.to_int8, order, codes.numpy(), scale.numpy())
 
-    def _in_loops(self, kernel, order: Tensor, width: int, *targets) -> None:
-        """A compiled loop over rows, shared among all threads."""
-        half = 0 if self.codes.dtype == torch.int8 else width // self.scale.shape[1] // 2
+    def _in_loops(self, kernel, order: Tensor, *targets) -> None:
+        """Run a compiled loop over rows, in all threads."""
         arrays = [x.contiguous().numpy() for x in (self.codes, self.scale, self.minimum, order)]
 
         def part(begin: int, end: int) -> None:
-            kernel(*(x[begin:end] for x in arrays), self.first, self.step, half, *targets)
+            kernel(*(x[begin:end] for x in arrays), self.first, *targets)
 
-        in_threads(part, len(order), len(order) * width)
+        in_threads(part, len(order), len(order) * targets[0].shape[1])
 
 
 def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
@@ -79,9 +79,9 @@ def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     x = x.float()
     largest = x.abs().amax(dim=1)
     scale.copy_(largest).div_(MOST)
-    codes.copy_(x.mul(_factor(largest)[:, None]).round_())  # as many divisions take four times as long
+    codes.copy_(x.mul(_factor(largest)[:, None]).round_())  # dividing takes four times as long
 
 
 def _factor(largest: Tensor) -> Tensor:
-    """MOST / largest, rounded once, as torch does not."""
+    """MOST / largest, rounded once; torch would multiply by a reciprocal."""
     return torch.full_like(largest, MOST).div_(largest.clamp(min=LEAST))

@@ -1,4 +1,4 @@
-"""Floats as they are."""
+"""Plain floats."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from h2o_flexgen import compiled
 from h2o_flexgen.formats.base import Format, Shape
 
-#: what compiled loops call floats
+#: how compiled loops denote float types
 LOOP_KINDS = {torch.float32: compiled.FP32, torch.float16: compiled.FP16, torch.bfloat16: compiled.BF16}
 
 
 @dataclass(frozen=True)
 class Dense(Format):
-    """Floats as they are."""
+    """Floats one after another, row by row."""
 
     dtype: torch.dtype
 
@@ -47,17 +47,17 @@ class Dense(Format):
         convert(out, self.view(buffer, shape))
 
 
-#: elements that `convert` turns from fp16 into bf16 at once, through fp32
+#: elements that `convert` takes from fp16 to bf16 at once, through fp32
 _CONVERT_ELEMENTS = 1 << 18
 
 
 def convert(dst: Tensor, src: Tensor) -> None:
-    """Copy to another dtype or device on the compute device, with all threads; both contiguous, of the same shape."""
+    """Copy to another dtype or device, with all threads; both tensors contiguous and of the same shape."""
     if dst.dtype == src.dtype or torch.float32 in (dst.dtype, src.dtype):
         dst.copy_(src)
         return
     for target, part in zip(dst.view(-1).split(_CONVERT_ELEMENTS), src.view(-1).split(_CONVERT_ELEMENTS)):
-        target.copy_(part.float())  # twice as fast as directly between fp16 and bf16
+        target.copy_(part.float())  # twice as fast as directly
 
 
 def dtype_name(dtype: torch.dtype) -> str:

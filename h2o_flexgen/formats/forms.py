@@ -7,9 +7,9 @@ import torch
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Blocks, Dense, Format, Int4, Int8, KVFormat, Shape
 
-#: sizes of groups for `Int4`, the best first: a larger one takes fewer bytes
+#: group sizes of `Int4`, the best first: larger groups take fewer bytes
 GROUPS = (64, 32)
-#: of head sizes, for each format of a cache: else scales in fp16 would be at odd addresses
+#: what must divide the head size for each format of a cache, so that fp16 scales are at even addresses
 DIVISORS = {None: 1, "int8": 2, "int4": 4}
 #: what `compress_weight` and `compress_cache` may be
 COMPRESSED = ("int8", "int4")
@@ -21,11 +21,11 @@ COMPUTE = ("exact", "int8")
 
 
 def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:
-    """{name: format} of the matrices of a model under `compress_weight`: int8, or int4 but for those of embedding and
-    head, the first and the last layer.
+    """{name: format} of a model's matrices under `compress_weight`. With int4 the embedding and the head, which are the
+    first and the last layer, are still int8.
 
     Raises:
-        UserError: another kind, or inputs that no group divides.
+        UserError: the kind is unknown, or no group size divides the inputs of a matrix.
     """
     if kind not in COMPRESSED:
         raise UserError(f"`compress_weight` is one of {', '.join(COMPRESSED)}, not {kind!r}")
@@ -45,12 +45,12 @@ def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:
 
 
 def in_memory(form: Format, dtype: torch.dtype) -> Format:
-    """In which a tensor is kept in RAM and on a GPU, for a job that computes in `dtype`."""
+    """The format in which a tensor is kept in RAM and on a GPU, for a job that computes in `dtype`."""
     return Dense(dtype) if form.is_dense else form
 
 
 def check_compute(compute: str, formats: dict[str, Format]) -> None:
-    """Raises UserError unless `compute` is known, and for int8 there are matrices in 8 or 4 bits among `formats`."""
+    """Raises UserError if `compute` is unknown, or is int8 while all `formats` are floats."""
     if compute not in COMPUTE:
         raise UserError(f"`compute` is one of {', '.join(COMPUTE)}, not {compute!r}")
     if compute == "int8" and all(form.is_dense for form in formats.values()):
@@ -63,12 +63,12 @@ def check_compute(compute: str, formats: dict[str, Format]) -> None:
 
 
 def cache_format(kind: str | None, dtype: torch.dtype, head_dim: int) -> KVFormat:
-    """Of a cache under `compress_cache`, for a job that computes in `dtype`. A vector of K or V, one token's in one
-    head, has one scale, in fp16, and of 4 bits one minimum. K is in 8 bits in both: a model bears 4 bits in V, and not
-    in K (docs/formats.md).
+    """The format of a cache under `compress_cache`, for a job that computes in `dtype`. Every vector of K or V has an
+    fp16 scale, and in 4 bits an fp16 minimum. K is in 8 bits under both: models tolerate 4 bits in V, but not in K
+    (docs/formats.md).
 
     Raises:
-        UserError: another kind, or a head size that it does not fit.
+        UserError: the kind is unknown, or does not fit the head size.
     """
     if kind is None:
         return KVFormat.dense(dtype)
@@ -85,11 +85,11 @@ def cache_format(kind: str | None, dtype: torch.dtype, head_dim: int) -> KVForma
 
 
 def cache_formats(kind: str | None, dtype: torch.dtype, head_dim: int) -> list[KVFormat]:
-    """That of `cache_format`; of "auto" those that heads of this size can have."""
+    """What `cache_format` gives; for "auto" all formats that fit heads of this size."""
     kinds = [each for each in COMPRESSED if has_cache_format(each, head_dim)] if kind == "auto" else [kind]
     return [cache_format(each, dtype, head_dim) for each in kinds]
 
 
 def has_cache_format(kind: str | None, head_dim: int) -> bool:
-    """Whether heads of this size can be cached so."""
+    """Whether the format fits heads of this size."""
     return head_dim % DIVISORS[kind] == 0

@@ -1,4 +1,4 @@
-"""Codes of 8 bits, with one scale for each row of a matrix."""
+"""Codes of 8 bits with one scale per row of a matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2o_flexgen.formats.codes import Codes, quantise_rows
 
 @dataclass(frozen=True)
 class Int8(Format):
-    """A matrix (O, I) as `scale` (O,) in fp32 and then `codes` (O, I) in int8; the largest of a row is 127 or -127."""
+    """A matrix (O, I) is O scales in fp32, then O x I codes in int8, where the largest of a row is 127 or -127."""
 
     name = "int8"
     bits = 8
@@ -30,7 +30,7 @@ class Int8(Format):
 
     def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
         codes, scale = (x[begin:end] for x in self.parts(buffer, shape))
-        return Codes(codes, scale[:, None], torch.zeros_like(scale)[:, None], 0, 0)
+        return Codes(codes, scale[:, None], torch.zeros_like(scale)[:, None], 0)
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
         codes, scale = self.parts(buffer, tuple(tensor.shape))

@@ -1,4 +1,4 @@
-"""A matrix as it is stored, and how it is decoded a part at a time."""
+"""A quantised matrix, decoded a part at a time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from h2o_flexgen.formats.codes import Codes
 if TYPE_CHECKING:
     from h2o_flexgen.formats.base import Format, Shape
 
-#: elements that are decoded at once: by threads, and where that takes buffers of several times their size
+#: elements that are decoded at once: by compiled loops, and by torch, which takes buffers of several times their size
 PART = 1 << 24
 BUFFERED_PART = 1 << 22
 
 
 @dataclass
 class Quantised:
-    """A matrix (O, I) as it is stored.
+    """A matrix (O, I) in its stored format.
 
     Attributes:
         raw: its bytes (uint8), on any device.
-        in_int8: whether its matmul is one in int8; in_blocks: with its codes as they are.
+        in_int8: whether it is multiplied in int8; in_blocks: whether that reads the stored codes directly.
     """
 
     format: Format
@@ -56,19 +56,18 @@ class Quantised:
 
     @property
     def order(self) -> Tensor:
-        """Which row of the matrix each stored row is: llama.cpp lays the two elements of a head that RoPE rotates
-        together side by side, where a checkpoint has them half a head apart."""
+        """Which row of the matrix each stored row is: llama.cpp puts the two elements of a head that RoPE rotates
+        together side by side, while a checkpoint has them half a head apart."""
         return _order(self.shape[0], self.format.heads)
 
     def take(self, ids: Tensor) -> Quantised:
-        """Some of the rows, of a matrix without heads; `ids` (n,), on the same device."""
+        """The rows `ids` (n,), on the same device, of a matrix without heads."""
         arrays = self.format.arrays(self.shape)
         rows = [self.raw[at : at + self.shape[0] * size].view(-1, size)[ids] for at, size in arrays]
         return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
 
     def blocks(self) -> tuple:
-        """Of a matrix in blocks of 4 bits on the CPU, what `tiles4.multiply` reads: its bytes twice, which stored row
-        each one is, and how a row lies in bytes."""
+        """A matrix in blocks of 4 bits on the CPU, as `tiles4.Blocks` in a plain tuple."""
         raw = self.raw.view(self.shape[0], -1).numpy()
         return raw, raw.view(np.int16), _stored_rows(self.shape[0], self.format.heads), *self.format.layout
 
@@ -77,15 +76,15 @@ class Quantised:
         return all(bool(x.isfinite().all()) for _, codes in parts for x in (codes.scale, codes.minimum))
 
     def _parts(self, begin: int, count: int, size: int) -> Iterator[tuple[slice, Codes]]:
-        """Of `count` rows from `begin` on, some `size` elements at once: (which of these rows, their codes)."""
+        """`count` rows from `begin` on, about `size` elements at a time: (which of these rows, their codes)."""
         step = max(1, size // self.shape[1])
         for at in range(0, count, step):
             end = min(at + step, count)
             yield slice(at, end), self.format.codes(self.raw, self.shape, begin + at, begin + end)
 
     def decode(self, out: Tensor, begin: int = 0) -> None:
-        """Write rows from `begin` on into `out`, (rows, I) contiguous, of any float type, on the same device; of a
-        matrix with `heads` all of them."""
+        """Write rows from `begin` on into `out`, (rows, I) contiguous, of any float type, on the same device; all rows
+        of a matrix with `heads`."""
         by_loops = not out.is_cuda and threads.compiled() is not None
         has_heads = self.format.heads > 0
         order = self.order[: len(out)] if by_loops or has_heads else None
@@ -99,15 +98,15 @@ class Quantised:
                 out[order[rows].to(out.device)] = part
 
     def into(self, out: Tensor | Quantised, begin: int = 0) -> None:
-        """Write as many rows as `out` has, from `begin` on, into it, as `decode` or `to_int8`."""
+        """Fill `out` with rows from `begin` on, as `decode` or `to_int8`."""
         if isinstance(out, Quantised):
             self.to_int8(out, begin)
         else:
             self.decode(out, begin)
 
     def to_int8(self, out: Quantised, begin: int = 0) -> None:
-        """Write rows from `begin` on into `out`, in `Int8` on the same device, as `Codes.to_int8`; of a matrix with
-        `heads` all of them."""
+        """Write rows from `begin` on into `out`, in `Int8` on the same device, as `Codes.to_int8`; all rows of a matrix
+        with `heads`."""
         by_loops = not self.is_cuda and threads.compiled() is not None
         order = self.order[: out.shape[0]]
         target = out.format.parts(out.raw, out.shape)
@@ -120,16 +119,16 @@ def _order(count: int, heads: int) -> Tensor:
     return rows.view(heads, 2, -1).transpose(1, 2).reshape(-1) if heads else rows
 
 
-@lru_cache(maxsize=256)  # a matmul of few rows takes less time than this
+@lru_cache(maxsize=256)  # it takes longer than a matmul of few rows
 def _stored_rows(count: int, heads: int) -> np.ndarray:
     """Which stored row each row of a matrix is: the inverse of `Quantised.order`."""
     return _order(count, heads).argsort().numpy()
 
 
 def decode_bytes(formats: Iterable[Format], dtype: torch.dtype, cuda: bool) -> int:
-    """What decoding takes besides its result in `dtype`: codes and floats of a part, these twice where they become
-    codes of 8 bits, and of a matrix with heads also the part before its rows are in order. Compiled loops take
-    scales and minima only, which are not counted."""
+    """The bytes that decoding takes besides its result in `dtype`: the codes and floats of a part, the floats twice
+    when they become codes of 8 bits, and for a matrix with heads also the part before its rows are reordered. Compiled
+    loops need only scales and minima, which are not counted."""
     quantised = [form for form in formats if not form.is_dense]
     if not quantised or (not cuda and threads.compiled()):
         return 0

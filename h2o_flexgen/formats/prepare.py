@@ -1,4 +1,4 @@
-"""Compile what decodes on a CPU, or read it from numba's cache: once, before memory is measured."""
+"""Compile the loops that decode on a CPU, or read them from numba's cache, before memory is measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from h2o_flexgen.formats.int8 import Int8
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """What decodes matrices into `dtype` and into int8."""
+    """For decoding matrices to `dtype` and to int8."""
     shape = 1, 32
     for form in (Int8(), Int4(32)):
         matrix = form.view(torch.zeros(form.nbytes(shape), dtype=torch.uint8), shape)

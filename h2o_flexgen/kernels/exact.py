@@ -4,8 +4,8 @@ native   torch's own `F.linear` in the 16-bit type
 widened  through fp32, a slice of W at a time, which stays in the CPU's cache
 packed   oneDNN's, on a W that was laid out for it beforehand; such a W has no other kernel
 
-All are exact: 16-bit elements are multiplied and added up in fp32, and rounded once. bf16 through fp16 is no option:
-its range is too small for bf16, so a value may overflow.
+All are exact: 16-bit elements are multiplied and added up in fp32, and rounded once. bf16 through fp16 is no option,
+since values may overflow the range of fp16.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: bytes of weights and rows of tokens in float32 at once, where matmuls in 16 bits go through float32
+#: bytes of weights and rows of tokens in fp32 at once, where matmuls in 16 bits go through fp32
 WIDEN_BYTES = 4 << 20
 WIDEN_ROWS = 512
-
-
-#: most rows of x with which W, not x, is the left operand of the matmul in `widened`
+#: up to this many rows of x, W is the left operand of the matmul in `widened`
 LEFT_ROWS = 256
 
 
@@ -49,30 +47,28 @@ def _widen(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `linear`, of a weight from `pack`."""
+    """As `linear`, for a weight from `pack`."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A 16-bit matrix (O, I) in RAM as oneDNN wants it; good for `linear` only. Holds as many bytes."""
+    """A 16-bit matrix (O, I) in RAM in oneDNN's layout, for `linear` only; as many bytes."""
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether `pack` works here in this type: its operators are those of torch's compiler, not public ones, and oneDNN
+    """Whether `pack` works here in this type: its operators belong to torch's compiler and are not public, and oneDNN
     has fp16 on few CPUs."""
-    rows = 33
-    out = 70
     width = 48
     # small integers, so that every order of adding up is exact
-    x, weight = (torch.arange(n * width).remainder(7).to(dtype).view(n, width) for n in (rows, out))
-    bias = torch.arange(out).to(dtype)
+    x, weight = (torch.arange(n * width).remainder(7).to(dtype).view(n, width) for n in (33, 70))
+    bias = torch.arange(len(weight)).to(dtype)
     try:
         return torch.equal(packed(x, pack(weight), bias), F.linear(x, weight, bias))
     except (AttributeError, RuntimeError):
         return False
 
 
-#: of matrices that are not packed
+#: for matrices that are not packed
 KERNELS: dict[str, Callable] = {"native": F.linear, "widened": widened}

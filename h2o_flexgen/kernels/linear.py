@@ -1,8 +1,8 @@
-"""x @ W.T + b by the kernel that was measured to be fastest here: of floats one of `exact`, of codes one of `int8`.
+"""x @ W.T + b by the kernel that was measured to be the fastest here: one of `exact` for floats, of `int8` for codes.
 
-CPU flags do not tell which kernel is fastest: on some CPUs with bf16 instructions `F.linear` is slower in bf16 than in
-fp32. So each kernel is timed, once in a process or, kept with the profile, on a machine. Those of `int8`, which are not
-exact, run only where they are asked for. fp32, and all floats on CUDA, are always multiplied by `F.linear`.
+CPU flags do not show which kernel is fastest: on some CPUs with bf16 instructions `F.linear` is slower in bf16 than in
+fp32. So each kernel is timed, once per process or, kept with the profile, once per machine. Matmuls in int8, which are
+not exact, run only where they are asked for. fp32, and all floats on CUDA, always go to `F.linear`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Blocks, Dense, Format, Int8, Quantised, dtype_name
 from h2o_flexgen.kernels import exact, int8
-from h2o_flexgen.kernels.int8 import Int8Weight, int8_linears
+from h2o_flexgen.kernels.int8 import int8_linears
+from h2o_flexgen.kernels.operands import Int8Weight
 from h2o_flexgen.kernels.rates import HALF_TYPES, INT8, ROWS, KernelRates
 from h2o_flexgen.kernels.timing import measure
 
-#: bytes of a quantised head that are decoded at once
+#: bytes of a quantised head that are decoded at once, and what divides the rows of such a slice
 SLICE_BYTES = 16 << 20
-#: which divides the rows of such a slice
 SLICE_MULTIPLE = 16
 
 _HALVES = tuple(getattr(torch, name) for name in HALF_TYPES)
@@ -34,10 +34,10 @@ _rates: KernelRates | None = None
 def linear(
     x: Tensor, weight: Tensor | Quantised | Int8Weight, bias: Tensor | None = None, outliers: bool = True
 ) -> Tensor:
-    """`F.linear` by the fastest kernel; in int8 with an `Int8Weight`, and what is quantised to be multiplied so.
+    """`F.linear` by the fastest kernel; in int8 with an `Int8Weight`, or a quantised weight marked for it.
 
     Args:
-        x: (..., I); weight: (O, I), as it is, from `exact.pack`, or quantised; bias: (O,). All else of one dtype.
+        x: (..., I); weight: (O, I), floats, from `exact.pack`, or quantised; bias: (O,). All floats of one dtype.
         outliers: as for `int8_linears`.
 
     Returns:
@@ -49,17 +49,17 @@ def linear(
 def linears(
     x: Tensor, layers: list[tuple[Tensor | Quantised | Int8Weight, Tensor | None]], outliers: bool = True
 ) -> list[Tensor]:
-    """The same of several weights with their biases, some of which may be in int8."""
+    """The same for several weights with their biases; some may be in int8."""
     are_int8 = [_is_int8(weight) for weight, _ in layers]
     outs = iter(())
     if any(are_int8):
-        kernel = "native" if x.is_cuda else _chosen_int8(x.numel() // x.shape[-1])
+        kernel = "cuda" if x.is_cuda else _chosen_int8(x.numel() // x.shape[-1])
         outs = iter(int8_linears(x, list(compress(layers, are_int8)), outliers, kernel))
     return [next(outs) if is_int8 else _linear(x, *layer, outliers) for is_int8, layer in zip(are_int8, layers)]
 
 
 def _is_int8(weight: Tensor | Quantised | Int8Weight) -> bool:
-    """Whether the kernels of `int8` take a weight as it is."""
+    """Whether the kernels of `int8` read a weight directly."""
     return isinstance(weight, Int8Weight) or (isinstance(weight, Quantised) and weight.in_blocks)
 
 
@@ -74,8 +74,8 @@ def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, outliers
 
 
 def sliced(x: Tensor, weight: Quantised, bias: Tensor | None = None, outliers: bool = True) -> Tensor:
-    """As `linear`, of a quantised weight without heads, of which SLICE_BYTES are decoded, or turned into codes of 8
-    bits, at a time."""
+    """As `linear`, for a quantised weight without `heads`, which is decoded, or converted to codes of 8 bits,
+    SLICE_BYTES at a time."""
     rows = x.reshape(-1, x.shape[-1])
     (height, width) = weight.shape
     out = x.new_empty(len(rows), height)
@@ -111,8 +111,8 @@ def packs_int8() -> bool:
 
 
 def takes_in_blocks(formats: Iterable[Format], compute: str, cuda: bool, asked: bool | None = None) -> bool:
-    """Whether matmuls of a model with matrices in these formats take blocks of 4 bits as they are stored (`tiles4`): as
-    `asked`, or on CPUs where that is hardly slower.
+    """Whether int8 matmuls of a model with matrices in these formats read blocks of 4 bits as stored (`tiles4`): as
+    `asked`, or by default on CPUs where that is hardly slower.
 
     Raises:
         UserError: it is asked for, and this CPU cannot.
@@ -120,7 +120,7 @@ def takes_in_blocks(formats: Iterable[Format], compute: str, cuda: bool, asked: 
     if compute != "int8" or cuda or asked is False or not any(map(_is_block, formats)):
         return False
     if asked and not int8.takes_blocks():
-        raise UserError("`in_blocks`: weights in 4 bits are multiplied as they are stored on CPUs with AVX2 only")
+        raise UserError("`in_blocks`: matmuls read weights in 4 bits directly on CPUs with AVX2 only")
     return int8.takes_blocks() and (asked or rates().takes_blocks())
 
 
@@ -129,13 +129,13 @@ def _is_block(form: Format) -> bool:
 
 
 def is_as_stored(form: Format, in_blocks: bool) -> bool:
-    """Whether matmuls in int8 take a quantised matrix as it is stored."""
+    """Whether matmuls in int8 read a quantised matrix as stored."""
     return form == Int8() or (in_blocks and _is_block(form))
 
 
 def matmul_format(form: Format, dtype: torch.dtype, compute: str, in_blocks: bool, is_head: bool = False) -> Format:
-    """Which `linear` is given, of a matrix that is kept in `form`: floats, or with `compute` "int8" codes if it is
-    quantised; a head as it is, of which `linear` makes these a slice at a time."""
+    """What `linear` is given for a matrix that is kept in `form`: floats, or with `compute` "int8" codes if it is
+    quantised. A quantised head stays in its form, which `linear` converts a slice at a time."""
     if form.is_dense:
         return Dense(dtype)
     if is_head or (compute == "int8" and is_as_stored(form, in_blocks)):
@@ -144,7 +144,7 @@ def matmul_format(form: Format, dtype: torch.dtype, compute: str, in_blocks: boo
 
 
 def always_tiles() -> bool:
-    """Whether tiles, which hold no sums (`int8.tiled`), are the kernel of all matmuls in int8 that they cover."""
+    """Whether `int8.Tiled`, which holds no sums, is the kernel of all matmuls in int8 that it covers."""
     return not packs_int8() and all(_chosen_int8(rows) == "tiled" for rows in ROWS)
 
 
@@ -165,7 +165,7 @@ def are_known() -> bool:
 
 
 def rates() -> KernelRates:
-    """The rates that kernels are chosen by, measured now if there are none yet."""
+    """The rates that choose kernels, measured now if none are known."""
     if _rates is None:
         use(measure())
     return _rates
@@ -182,5 +182,5 @@ def _chosen_int8(rows: int) -> str:
 
 
 def slice_rows(width: int, itemsize: int) -> int:
-    """Rows of a quantised matrix that are decoded at once: a multiple of what kernels in int8 want."""
+    """Rows of a quantised matrix that are decoded at once, a multiple of what int8 kernels prefer."""
     return max(SLICE_MULTIPLE, SLICE_BYTES // (width * itemsize) // SLICE_MULTIPLE * SLICE_MULTIPLE)

@@ -1,4 +1,4 @@
-"""How fast each kernel was measured to be on a CPU, and which of them these rates choose: plain data."""
+"""How fast each kernel was measured to be on a CPU, and which kernels these rates choose: plain data."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from math import log
 
 #: rows (tokens) of the matmuls that are timed: a decode step of one sequence up to the prefill of a micro-batch
 ROWS = (1, 8, 32, 128, 512)
-#: rows by which types and layouts are compared, as if as many tokens went through the model at each of them
+#: rows at which types and layouts are compared, as if the same number of tokens went through the model at each of them
 MIX = ROWS[1:]
-#: those of a batch
+#: rows of a batch
 MANY = ROWS[2:]
-#: what is less than this many times faster is no reason to leave the plain kernel
+#: a kernel must be more than this many times faster to replace the plain one
 MARGIN = 1.1
 #: types in which a matmul has more than one exact kernel
 HALF_TYPES = ("bfloat16", "float16")
-#: the names of matmuls in int8 among those of float types: with weights in 8 bits, and in 4 as they are stored
+#: how matmuls in int8 are named among float types: with weights in 8 bits, and in blocks of 4 bits
 INT8 = "int8"
 INT4 = "int4"
 
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Measured rates of one CPU, as `measure` finds them.
+    """Measured rates of one CPU, as `timing.measure` finds them.
 
     Attributes:
-        linear: {dtype, or "int8" and "int4": {kernel: {rows: flops per second}}}. A kernel that cannot run here is
-            not in it.
+        linear: {dtype, or "int8" and "int4": {kernel: {rows: flops per second}}}, without kernels that cannot run here.
         attention: {dtype: flops per second} of the batched matmuls in attention over a prompt.
     """
 
@@ -35,12 +34,11 @@ class KernelRates:
 
     @classmethod
     def from_dict(cls, data: dict) -> KernelRates:
-        """What `dataclasses.asdict` and JSON made of one. Raises KeyError, TypeError, ValueError or AttributeError if
-        it is none."""
-        linear = {
-            dtype: {kernel: {n: float(table[str(n)]) for n in ROWS} for kernel, table in kernels.items()}
-            for dtype, kernels in data["linear"].items()
-        }
+        """The inverse of `dataclasses.asdict`, also through JSON. Raises KeyError, TypeError, ValueError or
+        AttributeError for other data."""
+        linear = {}
+        for dtype, kernels in data["linear"].items():
+            linear[dtype] = {kernel: _by_rows(table) for kernel, table in kernels.items()}
         return cls(linear, {dtype: float(rate) for dtype, rate in data["attention"].items()})
 
     def kernel(self, dtype: str, rows: int) -> str:
@@ -56,15 +54,15 @@ class KernelRates:
         return packed is not None and MARGIN * _seconds(packed) < self._unpacked_seconds(dtype)
 
     def takes_blocks(self) -> bool:
-        """Whether matmuls in int8 of many rows are at most MARGIN slower with weights in 4 bits as they are stored than
-        with codes of 8 bits, which must be made of them first."""
+        """Whether int8 matmuls of many rows are at most MARGIN slower with weights in blocks of 4 bits than with codes
+        of 8 bits, which must be made from them first."""
         if INT4 not in self.linear:
             return False
-        best = {n: max(table[n] for table in self.linear[INT8].values()) for n in MANY}
-        return _seconds(self.linear[INT4]["tiled"], MANY) < MARGIN * _seconds(best, MANY)
+        fastest = {rows: self._fastest(INT8, rows) for rows in MANY}
+        return _seconds(self.linear[INT4]["tiled"], MANY) < MARGIN * _seconds(fastest, MANY)
 
     def gains_by_int8(self, dtype: str) -> bool:
-        """Whether matmuls in int8, be it with weights in 4 bits as they are stored, are clearly faster than in a float
+        """Whether matmuls in int8, with weights in 8 bits or in blocks of 4 bits, are clearly faster than in a float
         type, or were not measured."""
         if INT8 not in self.linear:
             return True
@@ -79,12 +77,11 @@ class KernelRates:
     def dtype(self, stored: str | None = None) -> str:
         """The type to compute in: the 16-bit one with the least seconds over MIX, or float32 if that is faster still.
 
-        Of types within MARGIN of each other, the one the checkpoint is stored in comes first, then bfloat16 for its
-        range, and float32 last for its memory. A checkpoint in bfloat16 is never computed in float16, whose range
-        is too small for it.
+        Among types within MARGIN of each other, the checkpoint's own comes first, then bfloat16 for its range, and
+        float32 last for its memory. A checkpoint in bfloat16 is never computed in float16, whose range is too small.
 
         Args:
-            stored: of the checkpoint, if that is known.
+            stored: the type of the checkpoint, if known.
         """
         order = [stored] if stored in HALF_TYPES else []
         order += [t for t in HALF_TYPES if t not in order and not (t == "float16" and stored == "bfloat16")]
@@ -92,11 +89,18 @@ class KernelRates:
         return next(t for t, s in seconds.items() if s <= MARGIN * min(seconds.values()))
 
     def seconds(self, dtype: str) -> float:
-        """For a flop at each of the rows of MIX, with the best kernels."""
+        """For one flop at each of the rows of MIX, with the best kernels."""
         return _seconds(self.linear[dtype]["packed"]) if self.packs(dtype) else self._unpacked_seconds(dtype)
 
     def _unpacked_seconds(self, dtype: str) -> float:
         return _seconds({n: self.linear[dtype][self.kernel(dtype, n)][n] for n in MIX})
+
+    def _fastest(self, dtype: str, rows: int) -> float:
+        return max(table[rows] for table in self.linear[dtype].values())
+
+
+def _by_rows(table: dict[str, float]) -> dict[int, float]:
+    return {rows: float(table[str(rows)]) for rows in ROWS}
 
 
 def _seconds(rates: dict[int, float], rows: tuple[int, ...] = MIX) -> float:

@@ -1,4 +1,4 @@
-"""What is done to each row between matmuls: by torch, or on CPUs in one pass by compiled loops."""
+"""Operations on single rows between matmuls: by torch, or on CPUs in one pass by compiled loops."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ from h2o_flexgen.kernels.attention import WIDENED_ELEMENTS, by_loops
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of (..., E) (arXiv 1910.07467), its mean square in fp32."""
+    """RMSNorm of x (..., E) (arXiv 1910.07467), with its mean square in fp32."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows)
     if _by_loops(rows, weight):
-        _each_row(
-            threads.compiled().rowwise.rms_norm,
-            rows,
-            float_array(rows),
-            float_array(weight),
-            np.float32(eps),
-            float_array(out),
-        )
+        arrays = (float_array(rows), float_array(weight), np.float32(eps), float_array(out))
+        _each_row(threads.compiled().rowwise.rms_norm, rows, *arrays)
         return out.view(x.shape)
     few = max(1, WIDENED_ELEMENTS[x.device.type] // x.shape[-1])  # rows that are in fp32 at once
     for part, target in zip(rows.split(few), out.split(few)):
@@ -36,8 +30,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows (N, V) the place of the largest, of equal ones the first, and the logarithm of the sum of their
-    exponentials, NaN if one of them is: (N,) int64 and fp32."""
+    """For each row of logits (N, V) the index of the largest, the first among equals, and the log of the sum of
+    exponentials, NaN if a logit is: (N,) int64 and (N,) fp32."""
     if not _by_loops(logits):
         wide = logits.float()
         return wide.argmax(-1), wide.logsumexp(-1)
@@ -48,7 +42,7 @@ def maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Compile the loops of a job that computes in `dtype`, or read them from numba's cache."""
+    """Compile the loops for a job that computes in `dtype`, or read them from numba's cache."""
     row = torch.ones(1, 1, dtype=dtype)
     rms_norm(row, row[0], 1.0)
     maxima(row)
@@ -59,5 +53,5 @@ def _by_loops(*tensors: Tensor) -> bool:
 
 
 def _each_row(loop: Callable[..., None], like: Tensor, *arrays) -> None:
-    """A loop over the rows of a matrix, by all threads."""
+    """Run a loop over the rows of a matrix, in all threads."""
     in_threads(lambda begin, end: loop(begin, end, *arrays), len(like), like.numel())

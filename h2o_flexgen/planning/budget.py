@@ -1,25 +1,41 @@
-"""How large a KV budget the machine can afford for free."""
+"""The largest KV budget that costs no throughput."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from math import inf
+from typing import NamedTuple
 
-from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.policy import KVBudget
-from h2o_flexgen.utils.progress import bar
 
-T = TypeVar("T")
-#: of a cache and of weights, by what they lose
+#: formats of a cache and of weights, from the least loss to the most
 FORMATS = (None, "int8", "int4")
-#: the floor of an automatic budget: heavy hitters, and as many recent tokens, as a fraction of the longest prompt
+#: the smallest automatic budget: heavy hitters, and equally many recent tokens, as a fraction of the longest prompt
 MIN_HH_RATIO = 0.1
-#: each budget that is tried has this many times the slots of the one before
+#: growth of the slots from one automatic budget to the next
 GROWTH = 1.25
-#: throughput that a larger budget may cost and still count as free
+#: fraction of the throughput that a larger budget may cost and still count as free
 FREE = 0.03
+
+
+class BudgetChoice(NamedTuple):
+    """A KV budget that a job may have; everything is None for the full cache.
+
+    Attributes:
+        ratio, share: heavy slots, and all slots, over the tokens of the longest prompt.
+    """
+
+    kv_budget: KVBudget | None = None
+    ratio: float | None = None
+    share: float | None = None
+
+    @classmethod
+    def of(cls, kv_budget: KVBudget | None, longest: int) -> BudgetChoice:
+        if kv_budget is None:
+            return cls()
+        heavy, recent = kv_budget.slots(longest)
+        return cls(kv_budget, heavy / longest, (heavy + recent) / longest)
 
 
 @dataclass(frozen=True)
@@ -29,10 +45,10 @@ class BudgetPoint:
     Attributes:
         ratio: heavy hitters over the longest prompt; None for the full cache.
         slots: heavy and recent slots together, or those of the full cache, per sequence, layer and KV head.
-        compress_cache: the format of the cache: int8, int4, or None for floats.
-        compress_weight: that of the weights; None: as the checkpoint has them.
-        loss: the measured rise of the perplexity, as a fraction; None if it is not known.
-        allowed: the loss is within what the user accepts.
+        compress_cache: format of the cache: int8, int4, or None for floats.
+        compress_weight: format of the weights; None: as in the checkpoint.
+        loss: the measured rise of the perplexity, as a fraction; None if unknown.
+        allowed: whether the user accepts that loss.
     """
 
     ratio: float | None
@@ -46,71 +62,54 @@ class BudgetPoint:
     allowed: bool = True
 
 
-def budget_choices(floor: float, longest: int, total: int) -> list[tuple[float | None, KVBudget | None]]:
-    """Budgets from the floor to the full cache, smallest first: [(ratio, budget)].
+def budget_choices(floor: float, longest: int, total: int) -> list[BudgetChoice]:
+    """Budgets from the floor to the full cache, smallest first.
 
     Args:
+        floor: the ratio of the smallest budget.
         longest, total: tokens of the longest prompt, and with its output.
 
     Raises:
         UserError: a floor outside (0, 0.5].
     """
-    if not 0 < floor <= 0.5:  # above that half, heavy and recent tokens are the whole prompt
+    if not 0 < floor <= 0.5:  # at 0.5 heavy and recent slots hold the whole prompt
         raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
     choices = []
     ratio = floor
     while not choices or 2 * max(1, int(ratio * longest)) < total:  # an output may be longer than its prompt
         budget = KVBudget.from_ratio(ratio) if ratio <= 1 else KVBudget.from_size(int(ratio * longest))
-        choices.append((ratio, budget))
+        choices.append(BudgetChoice(budget, ratio, 2 * ratio))
         ratio = float(f"{GROWTH * ratio:.3g}")
-    return [*choices, (None, None)]
+    return [*choices, BudgetChoice()]
 
 
-def size_budget(
-    choices: Sequence[tuple], find: Callable[..., tuple[BudgetPoint, T]], progress: bool
-) -> tuple[T, list[BudgetPoint]]:
-    """Search with every budget, or budget and formats.
+def largest_free(curve: list[BudgetPoint]) -> BudgetPoint:
+    """The point of best quality whose throughput is within 3 % of the highest.
 
-    Args:
-        choices: arguments of `find`, for each format the fewest slots first.
-        find: gives the point of the curve, and the choice that belongs to it.
-
-    Returns:
-        The choice that is `largest_free`, and the curve.
+    The best quality is the least loss. Where losses are unknown it is the most slots, then the most bits, since a model
+    misses tokens more than bits; 4-bit weights rank last, since they may cost more than either. Of equals the last of
+    `curve` wins.
 
     Raises:
-        PlanError: nothing fits, not even with the smallest budget.
-        UserError: nothing that fits is allowed.
+        UserError: no point is allowed.
     """
-    found = {}
-    errors = []
-    for each in bar(choices, "sizing the KV cache", unit="choices", show=progress):
-        try:
-            point, choice = find(*each)
-            found[point] = choice
-        except PlanError as e:
-            errors.append(e)
-    if not found:
-        raise errors[0]
-    if not any(point.allowed for point in found):
+    allowed = [point for point in curve if point.allowed]
+    if not allowed:
         raise UserError(
             "nothing that fits into memory is known to lose at most `max_loss`: raise it, or measure larger budgets "
             "for `quality`"
         )
-    curve = list(found)
-    return found[largest_free(curve)], curve
-
-
-def largest_free(curve: list[BudgetPoint]) -> BudgetPoint:
-    """Of the points that are allowed, and whose throughput is within 3 % of the highest, that with the least loss:
-    quality that costs nothing. Where losses are not known it is that with most slots, and then with most bits, for a
-    model misses bits less than tokens; but weights of 4 bits come last, which may cost more than either."""
-    allowed = [point for point in curve if point.allowed]
     least = (1 - FREE) * max(point.tokens_per_s for point in allowed)
+    free = [point for point in allowed if point.tokens_per_s >= least]
+    return max(reversed(free), key=_quality)
 
-    def quality(point: BudgetPoint) -> tuple:
-        loss = math.inf if point.loss is None else point.loss
-        bits = [-FORMATS.index(kind) for kind in (point.compress_cache, point.compress_weight)]
-        return -loss, point.compress_weight != "int4", point.slots, *bits, point.ratio is None
 
-    return max(reversed([point for point in allowed if point.tokens_per_s >= least]), key=quality)
+def _quality(point: BudgetPoint) -> tuple:
+    return (
+        -inf if point.loss is None else -point.loss,
+        point.compress_weight != "int4",
+        point.slots,
+        -FORMATS.index(point.compress_cache),
+        -FORMATS.index(point.compress_weight),
+        point.ratio is None,
+    )

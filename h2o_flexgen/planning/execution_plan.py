@@ -1,4 +1,4 @@
-"""What the planner decides and the engine runs: plain data."""
+"""The decision of the planner, which the engine runs: plain data below both."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from h2o_flexgen.storage.decoded import Decoding
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """A policy for a workload, with all that follows from it: what the engine runs.
+    """A policy for a workload, and everything that follows from it.
 
     Attributes:
+        workload: what the policy was planned for.
+        kv_budget: None for the full cache; never "auto".
         rule: the cache rule of `kv_budget`.
-        compress_cache, compress_weight: as for `LLM`, and not "auto".
-        decoding: how quantised matrices are decoded when they are loaded, as the device has room for all of them in the
-            form that matmuls read; None where they stay as they are stored.
-        plan: the bytes it needs. A policy that was given may need more than there is (`plan.check`).
-        prediction: what it costs; None while this machine has not been measured.
-        shared_tokens: the most that prompts share, so that what they share has room.
-        least_free: places that are free before rows enter while others run.
-        predict: lengths of outputs -> what it would cost with them.
-        curve: where the KV budget or the format is "auto" the trade of slots and bits for throughput; else empty.
+        placement: the tier of every tensor and KV block.
+        plan: the bytes needed on each tier. A policy that the user gave may need more than there is (`plan.check`).
+        prediction: seconds of each phase; None while this machine has not been measured.
+        compress_cache, compress_weight: as for `LLM`, but never "auto".
+        decoding: how quantised matrices are decoded while they are loaded, if the device has room for all of them in
+            the form that matmuls read; None if they stay as stored.
+        shared_tokens: tokens of a prefix shared by prompts for which the plan has room.
+        least_free: free places that the scheduler waits for before rows enter beside running ones.
+        predict: output lengths, and the fraction of prompt tokens that were shared -> the prediction; None without one.
+        curve: every KV budget and format that was tried for an "auto", with its throughput; else empty.
     """
 
     workload: Workload
@@ -38,7 +41,7 @@ class ExecutionPlan:
     rule: CacheRule
     placement: Placement
     plan: MemoryPlan
-    prediction: Prediction | None
+    prediction: Prediction | None = None
     compress_cache: str | None = None
     compress_weight: str | None = None
     decoding: Decoding | None = None

@@ -1,4 +1,4 @@
-"""What KV budgets cost in quality, as `h2o-flexgen quality` has measured it. Plain data, no torch."""
+"""What KV budgets cost in quality, as measured by `h2o-flexgen quality`. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from h2o_flexgen.utils.files import read_json
 
 
 def weights_text(compress_weight: str | None, compute: str) -> str:
-    """The format of weights, and the matmuls, for people."""
+    """The format of the weights and the matmuls they go through, human-readable."""
     return f"weights {'in ' + compress_weight if compress_weight else 'as stored'} and {compute} matmuls"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a setting costs.
+    """The measured cost of one KV budget and cache format.
 
     Attributes:
         rule: the cache rule, with its options.
-        hh_ratio, recent_ratio: slots as fractions of the longest prompt that was measured.
-        rise: of the perplexity over the full cache's: 0.02 is 2 %.
-        kv_bytes: of a sequence's cache in all layers.
-        compress_cache: the format of the cache: int8, int4, or None for floats.
+        hh_ratio, recent_ratio: slots as fractions of the longest measured prompt; None for the full cache.
+        rise: increase in perplexity relative to the full cache: 0.02 is 2 %.
+        kv_bytes: size of a sequence's cache, all layers together.
+        compress_cache: format of the cache: int8, int4, or None for floats.
     """
 
     rule: str
@@ -36,13 +36,19 @@ class Loss:
     kv_bytes: int
     compress_cache: str | None = None
 
+    @classmethod
+    def from_row(cls, row: dict) -> Loss:
+        """From a row of a quality file. Raises KeyError if a value is missing."""
+        compress_cache = row.get("compress_cache")
+        return cls(row["rule"], row["hh_ratio"], row["recent_ratio"], row["rise"], row["kv_bytes"], compress_cache)
+
     @property
     def is_full(self) -> bool:
         return self.hh_ratio is None
 
     @property
     def ratio(self) -> float:
-        """Slots; not of a full cache."""
+        """Slots as a fraction of the longest prompt; undefined for the full cache."""
         return self.hh_ratio + self.recent_ratio
 
     @property
@@ -59,14 +65,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class Losses:
-    """The settings of a file by `h2o-flexgen quality --output`, and how much loss is accepted.
+    """The measurements in a file by `h2o-flexgen quality --output`, and the loss the user accepts.
 
     Attributes:
-        path: the file; model: the name of the model that was measured.
-        full_ratio: tokens of prompt and output over those of the prompt: from so many slots on there is no loss.
-        hh_share: the part of the slots that was for heavy hitters.
-        max_loss: the largest rise of the perplexity that is accepted, as a fraction; None: any.
-        weights: format of the weights, and matmuls, with which they were measured, as in `weights_text`.
+        path: the file; model: name of the measured model.
+        full_ratio: tokens of prompt and output over those of the prompt: a budget of this ratio evicts nothing.
+        hh_share: fraction of the slots that went to heavy hitters.
+        max_loss: largest accepted rise of the perplexity, as a fraction; None accepts any.
+        weights: weight format and matmuls of the measurement, as `weights_text` gives them.
     """
 
     path: str
@@ -79,7 +85,7 @@ class Losses:
 
     @classmethod
     def from_file(cls, path: str | Path, max_loss: float | None = None) -> Losses:
-        """Raises UserError: `max_loss` is not in [0, 1), or the file cannot be read or is of another kind."""
+        """Raises UserError if `max_loss` is outside [0, 1), or the file cannot be read or holds something else."""
         if max_loss is not None and not 0 <= max_loss < 1:
             percent = f": for {max_loss:g} % give {max_loss / 100:g}" if 1 <= max_loss <= 100 else ""
             raise UserError(f"`max_loss` must lie in [0, 1), not {max_loss:g}{percent}")
@@ -87,13 +93,12 @@ class Losses:
         try:
             job = data["workload"]
             full_ratio = (job["prompt_len"] + job["gen_len"]) / job["prompt_len"]
-            names = ("rule", "hh_ratio", "recent_ratio", "rise", "kv_bytes")
             rows = [row for row in data["rows"] if row["slots"] is not None or row.get("compress_cache")]
-            settings = [Loss(*(row[name] for name in names), row.get("compress_cache")) for row in rows]
-            # a KV budget cannot name more heavy or recent slots than the prompt has tokens
+            settings = map(Loss.from_row, rows)
+            # a KV budget cannot ask for more heavy or recent slots than the prompt has tokens
             settings = [loss for loss in settings if loss.is_full or max(loss.hh_ratio, loss.recent_ratio) <= 1]
             for loss in settings:
-                loss.kv_budget, f"{loss.rise + loss.kv_bytes:g}"  # raise for what is no budget, no number
+                loss.kv_budget, f"{loss.rise + loss.kv_bytes:g}"  # raise for an invalid budget or a non-number
             weights = weights_text(job.get("compress_weight"), job.get("compute", "exact"))
             return cls(str(path), job["model"], tuple(settings), full_ratio, job["hh_share"], max_loss, weights)
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
@@ -102,12 +107,12 @@ class Losses:
 
     @property
     def formats(self) -> set[str | None]:
-        """Of the cache, in which something was measured; the full cache as floats always is."""
+        """The measured cache formats; None (floats) is always among them, since the full cache is the baseline."""
         return {None} | {loss.compress_cache for loss in self.settings}
 
     def cheapest(self, compress_cache: str | None = None) -> Loss:
-        """The setting with the fewest bytes among those within `max_loss`, with the cache in this format, or in any for
-        "auto". Raises UserError if there is none."""
+        """The setting with the fewest bytes within `max_loss`, in this cache format, or in any for "auto". Raises
+        UserError if there is none."""
         settings = [loss for loss in self.settings if compress_cache in ("auto", loss.compress_cache)]
         if not settings:
             others = f" with `compress_cache` {compress_cache}" if compress_cache else ""
@@ -122,27 +127,32 @@ class Losses:
         return min(good, key=lambda loss: (loss.kv_bytes, loss.rise))
 
     def allows(self, rise: float | None) -> bool:
-        """Whether a loss is accepted; one that is not known (None) is not, unless any is."""
+        """Whether a rise of the perplexity is accepted; an unknown one (None) only without `max_loss`."""
         return self.max_loss is None or (rise is not None and rise <= self.max_loss)
 
     def at(self, rule: str | None, ratio: float | None, compress_cache: str | None = None) -> float | None:
-        """The loss of a rule with slots for this part of the longest prompt, half of them heavy, and of the full cache
-        for None; with the cache in this format. It is on straight lines between what was measured and the full cache;
-        None below the smallest budget that was measured, and for a full cache that was not.
+        """The rise of the perplexity, interpolated linearly between the measured budgets and the full cache.
+
+        Args:
+            ratio: slots as a fraction of the longest prompt, half of them heavy; None for the full cache.
+
+        Returns:
+            None if unknown: below the smallest measured budget, or for a full cache in a format that was not measured.
 
         Raises:
-            UserError: the rule was not measured with such halves.
+            UserError: the rule was not measured with half heavy, half recent slots.
         """
-        same = [loss for loss in self.settings if loss.compress_cache == compress_cache]
-        full = [loss.rise for loss in same if loss.is_full] if compress_cache else [0.0]
+        in_format = [loss for loss in self.settings if loss.compress_cache == compress_cache]
+        full = [loss.rise for loss in in_format if loss.is_full] if compress_cache else [0.0]
         if ratio is None:
             return full[0] if full else None
-        known = sorted((loss.ratio, loss.rise) for loss in same if loss.rule == rule and not loss.is_full)
-        if not known or self.hh_share != 0.5:
-            in_format = f" in {compress_cache}" if compress_cache else ""
-            half = "that is half heavy, half recent"
-            raise UserError(f"`quality` {self.path} has no budget of rule {rule}{in_format} {half}")
-        if ratio < known[0][0]:
+        budgets = sorted((loss.ratio, loss.rise) for loss in in_format if loss.rule == rule and not loss.is_full)
+        if not budgets or self.hh_share != 0.5:
+            name = f"rule {rule}" + (f" in {compress_cache}" if compress_cache else "")
+            raise UserError(f"`quality` {self.path} has no budget of {name} that is half heavy, half recent")
+        smallest, _ = budgets[0]
+        if ratio < smallest:
             return None
-        known = [point for point in known if point[0] < self.full_ratio] + [(self.full_ratio, rise) for rise in full]
-        return float(np.interp(ratio, *zip(*known)))
+        known = [point for point in budgets if point[0] < self.full_ratio] + [(self.full_ratio, rise) for rise in full]
+        ratios, rises = zip(*known)
+        return float(np.interp(ratio, ratios, rises))

@@ -1,39 +1,191 @@
-"""The only chooser of a policy: for a job that is about to run, and for one that is only asked about."""
+"""The only chooser of a policy, both for jobs that run and for the command that only plans them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import product
 
-from h2o_flexgen.errors import UserError
+from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.formats.forms import has_cache_format
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.machine.profile import Profile
-from h2o_flexgen.planning.budget import FORMATS, BudgetPoint, budget_choices, size_budget
+from h2o_flexgen.planning.budget import FORMATS, BudgetChoice, BudgetPoint, budget_choices, largest_free
+from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.cost import CostModel
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.memory import MemoryPlan, Resources, path_tokens, plan_policy
 from h2o_flexgen.planning.placement import Placement
-from h2o_flexgen.planning.search import Constraints, Search
+from h2o_flexgen.planning.search import Search
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.planning.workload import GROUP_ROWS, Workload
 from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.utils.progress import bar
 
-#: sequences of a batch where everything is resident: with more the matmuls of a CPU get no faster; fewer if they do not
-#: fit
+#: batch sizes tried with everything resident: above the first the matmuls of a CPU get no faster
 RESIDENT_BATCHES = (GROUP_ROWS, GROUP_ROWS // 2)
 
 
-class Planner:
-    """Chooses policies for a model on a machine.
+@dataclass(frozen=True)
+class CandidateJob:
+    """A job under one KV budget and one format each for cache and weights.
+
+    Attributes:
+        model: in these formats, its matrices as stored.
+        compress_weight: as for `LLM`, but not "auto".
+        policy: the user's; None leaves it to the planner.
+    """
+
+    model: ModelData
+    compress_weight: str | None
+    budget: BudgetChoice
+    workload: Workload
+    resources: Resources
+    constraints: Constraints
+    policy: Policy | None = None
+
+    @cached_property
+    def rule(self) -> CacheRule:
+        return rule_for(self.budget.kv_budget, self.workload.longest, self.workload.gen_len, self.model.spec)
+
+    @cached_property
+    def forms(self) -> list[ModelData]:
+        """The model with its quantised matrices decoded while they are loaded, fastest first, then as stored."""
+        return [*self.model.decodings(), self.model]
+
+    @cached_property
+    def without_search(self) -> tuple[ModelData, Policy] | None:
+        """The form and the policy where there is nothing to search: one is given, or everything can be resident."""
+        for form in self.forms:
+            policy = self.policy or self._resident(form)
+            if policy is not None and self._suits(form, policy):
+                return form, policy
+        return None
+
+    def execution_plan(self, profile: Profile | None) -> ExecutionPlan:
+        """The fastest policy of this candidate; `profile` may be None if `without_search` is not.
+
+        Raises:
+            PlanError: nothing fits, or nothing is fast enough for `max_latency`.
+            UserError: the search cannot be run.
+        """
+        if self.without_search is not None:
+            form, policy = self.without_search
+        else:
+            shapes = self.model.shapes(self.rule, self.workload)
+            policy = Search(profile, shapes, self.workload, self.resources, self.constraints).best().policy
+            form = next(form for form in self.forms if self._suits(form, policy))
+        shapes = form.shapes(self.rule, self.workload)
+        placement, memory = self._plan(form, policy)
+        found = ExecutionPlan(
+            workload=self.workload,
+            policy=policy,
+            kv_budget=self.budget.kv_budget,
+            rule=self.rule,
+            placement=placement,
+            plan=memory,
+            compress_cache=form.compress_cache,
+            compress_weight=self.compress_weight,
+            decoding=form.decoding,
+            shared_tokens=path_tokens(shapes, self.resources),
+        )
+        return found if profile is None else self._predicted(found, CostModel(profile, shapes, self.workload.gen_len))
+
+    def point(self, plan: ExecutionPlan) -> BudgetPoint:
+        """The point of the curve for the plan of this candidate. Raises UserError if its losses are of another rule."""
+        kv_budget, ratio, share = self.budget
+        losses = self.constraints.losses
+        loss = losses and losses.at(kv_budget and kv_budget.rule, share, plan.compress_cache)
+        return BudgetPoint(
+            ratio,
+            slots=self.rule.budget or self.model.shapes(self.rule, self.workload).kv.slots,
+            gpu_batch_size=plan.policy.gpu_batch_size,
+            num_gpu_batches=plan.policy.num_gpu_batches,
+            tokens_per_s=plan.prediction.tokens_per_s,
+            compress_cache=plan.compress_cache,
+            compress_weight=plan.compress_weight,
+            loss=loss,
+            allowed=losses is None or losses.allows(loss),
+        )
+
+    def _plan(self, form: ModelData, policy: Policy) -> tuple[Placement, MemoryPlan]:
+        planned = self.constraints.planned(self.workload, policy)
+        return plan_policy(policy, form.shapes(self.rule, self.workload), planned, self.resources)
+
+    def _fits(self, form: ModelData, policy: Policy) -> bool:
+        return not self._plan(form, policy)[1].missing()
+
+    def _suits(self, form: ModelData, policy: Policy) -> bool:
+        """Whether a policy can run a form: a decoded one must be on the device whole, and must fit."""
+        if form is self.model:
+            return True
+        return policy.fractions("weights")[0] == 1 and self._fits(form, policy)
+
+    def _resident(self, form: ModelData) -> Policy | None:
+        """Everything on the compute device, if it fits and a search could not gain by larger blocks."""
+        given = self.constraints
+        if not given.resident or given.max_latency is not None:
+            return None
+        prompts = len(self.workload.prompt_lens)
+        sizes = [given.gpu_batch_size] if given.gpu_batch_size else [min(size, prompts) for size in RESIDENT_BATCHES]
+        if form.cuda and given.gpu_batch_size is None:  # larger blocks always pay on CUDA
+            sizes = [size for size in sizes if size == prompts]
+        on_cpu = bool(given.cpu_cache_compute)
+        resident = Policy(1, given.num_gpu_batches or 1, overlap=given.overlap, cpu_cache_compute=on_cpu)
+        for tokens, size in product(given.micro_batches, dict.fromkeys(sizes)):
+            policy = replace(resident, gpu_batch_size=size, prefill_tokens=tokens)
+            if self._fits(form, policy):
+                return policy
+        return None
+
+    def _predicted(self, plan: ExecutionPlan, cost: CostModel) -> ExecutionPlan:
+        prompt_lens = self.constraints.planned(self.workload, plan.policy).prompt_lens
+        predict = partial(cost.predict, plan.policy, plan.placement, prompt_lens)
+        prediction = predict()
+        mean_len = sum(prompt_lens) // len(prompt_lens)
+        least_free = cost.least_free(plan.policy, max(1, int(mean_len * cost.computed)), prediction)
+        return replace(plan, prediction=prediction, predict=predict, least_free=least_free)
+
+
+def choose(candidates: Sequence[CandidateJob], profile: Profile, progress: bool = False) -> ExecutionPlan:
+    """The plan of the candidate with the best quality that costs no throughput (`budget.largest_free`), with the curve
+    of them all.
 
     Args:
-        models: the model under each `compress_weight` that may be chosen; mostly one.
+        candidates: for each pair of formats the fewest slots first.
+        progress: show a bar on stderr.
+
+    Raises:
+        PlanError: nothing fits, not even the first candidate.
+        UserError: nothing that fits has a loss that is allowed, or losses are of another rule.
+    """
+    plans = {}
+    errors = []
+    for candidate in bar(candidates, "sizing the KV cache", unit="choices", show=progress):
+        try:
+            plan = candidate.execution_plan(profile)
+            plan.plan.check()
+            plans[candidate.point(plan)] = plan
+        except PlanError as e:
+            errors.append(e)
+    if not plans:
+        raise errors[0]
+    curve = list(plans)
+    return replace(plans[largest_free(curve)], curve=curve)
+
+
+class Planner:
+    """Makes the candidates of a job for a model on a machine, and chooses among them.
+
+    Args:
+        models: the model under each `compress_weight` that may be chosen; usually one.
         profile: the machine's rates, or None.
-        measure: gives them; it is called when they are needed for the first time.
+        measure: measures them; called when they are first needed.
         progress: show a bar on stderr while a KV budget is sized.
+
+    Attributes:
+        model: the first of `models`.
     """
 
     def __init__(
@@ -59,148 +211,74 @@ class Planner:
         kv_budget: KVBudget | str | None = None,
         compress_cache: str | None = None,
     ) -> ExecutionPlan:
-        """The policy of a job.
+        """The policy of a job, and what follows from it.
 
         Args:
-            policy: a given one is taken whether it fits or not.
+            policy: taken whether it fits or not; None searches for one unless everything can be resident.
             kv_budget: None is a full cache, "auto" the largest budget that costs no throughput.
-            compress_cache: as for `LLM`, or "auto": of the formats that the model can have, the one with the least loss
+            compress_cache: as for `LLM`, or "auto": of the formats this model can have, the one with the least loss
                 that costs no throughput (`budget.largest_free`).
 
         Raises:
             PlanError: nothing fits, or nothing is fast enough for `max_latency`.
-            UserError: the budget comes to no slot, the search cannot be run, or losses are of another rule.
+            UserError: the budget has no slots, the search cannot be run, or losses are of another rule.
         """
-        if "auto" not in (kv_budget, compress_cache) and len(self.models) == 1:
-            return self._choose(workload, resources, policy, kv_budget, compress_cache, *self.models)
-        losses = self.constraints.losses
-        self.measured()  # else what is resident would be chosen without a prediction to compare
+        candidates = self.candidates(workload, resources, policy, kv_budget, compress_cache)
+        if "auto" in (kv_budget, compress_cache) or len(self.models) > 1:
+            return choose(candidates, self.measured(), self.progress)
+        (candidate,) = candidates
+        if candidate.without_search is None:
+            self.measured()
+        return candidate.execution_plan(self.profile)
 
-        def find(
-            ratio: float | None, budget: KVBudget | None, kind: str | None, weights: str | None
-        ) -> tuple[BudgetPoint, ExecutionPlan]:
-            choice = self._choose(workload, resources, policy, budget, kind, weights)
-            choice.plan.check()
-            p = choice.prediction
-            size = choice.policy.gpu_batch_size
-            batches = choice.policy.num_gpu_batches
-            slots = choice.rule.budget or self.model.shapes(choice.rule, workload).kv.slots
-            loss = None
-            allowed = True
-            if losses is not None:
-                share = None if budget is None else sum(budget.slots(longest)) / longest if given else 2 * ratio
-                loss = losses.at(budget and budget.rule, share, kind)
-                allowed = losses.allows(loss)
-            return BudgetPoint(ratio, slots, size, batches, p.tokens_per_s, kind, weights, loss, allowed), choice
-
-        longest = workload.longest
-        given = kv_budget != "auto"
-        if given:
-            budgets = [(kv_budget and kv_budget.slots(longest)[0] / longest, kv_budget)]
-        else:
-            budgets = budget_choices(self.constraints.min_hh_ratio, longest, longest + workload.gen_len)
-        kinds = self._formats() if compress_cache == "auto" else (compress_cache,)
-        choices = [(*budget, kind, weights) for weights in self.models for kind in kinds for budget in budgets]
-        choice, curve = size_budget(choices, find, self.progress)
-        return replace(choice, curve=curve)
-
-    def _formats(self) -> list[str | None]:
-        """Of a cache of this model, whose losses are known if any are."""
-        spec = self.model.spec
-        losses = self.constraints.losses
-        known = FORMATS if losses is None else losses.formats
-        return [kind for kind in FORMATS if kind in known and has_cache_format(kind, spec.head_dim)]
-
-    def _choose(
+    def candidates(
         self,
         workload: Workload,
         resources: Resources,
-        policy: Policy | None,
-        kv_budget: KVBudget | None,
-        compress_cache: str | None,
-        compress_weight: str | None,
-    ) -> ExecutionPlan:
-        stored = replace(self.models[compress_weight], compress_cache=compress_cache)
-        rule = rule_for(kv_budget, workload.longest, workload.gen_len, stored.spec)
-        models = [*stored.decodings(), stored]
+        policy: Policy | None = None,
+        kv_budget: KVBudget | str | None = None,
+        compress_cache: str | None = None,
+    ) -> list[CandidateJob]:
+        """The job under every weight format, cache format and KV budget that it may have; arguments as for `choose`."""
+        longest = workload.longest
+        if kv_budget == "auto":
+            budgets = budget_choices(self.constraints.min_hh_ratio, longest, longest + workload.gen_len)
+        else:
+            budgets = [BudgetChoice.of(kv_budget, longest)]
+        formats = self._cache_formats() if compress_cache == "auto" else [compress_cache]
+        job = dict(workload=workload, resources=resources, constraints=self.constraints, policy=policy)
+        return [
+            CandidateJob(replace(self.models[weights], compress_cache=cache), weights, budget, **job)
+            for weights, cache, budget in product(self.models, formats, budgets)
+        ]
 
-        def takes(model: ModelData, policy: Policy | None) -> bool:
-            """Whether a policy is for this form of the model: one that is decoded must be on the device whole, with
-            room for all that the plan counts."""
-            if policy is None:
-                return False
-            if model is stored:
-                return True
-            on_device = policy.fractions("weights")[0] == 1
-            return on_device and not self._plan(model, policy, rule, workload, resources)[1].missing()
-
-        resident = ((model, policy or self._resident(model, workload, resources, rule)) for model in models)
-        found = next((pair for pair in resident if takes(*pair)), None)
-        self.model = stored
-        if found is None:
-            policy = self.search(rule, workload, resources).best().policy
-            found = next((model, policy) for model in models if takes(model, policy))
-        self.model, policy = found
-        placement, plan = self.plan(policy, rule, workload, resources)
-        prediction = predict = None
-        least_free = 1
-        if self.profile is not None:
-            planned = self.constraints.planned(workload, policy)
-            cost = CostModel(self.profile, self.model.shapes(rule, workload), workload.gen_len)
-            predict = partial(cost.predict, policy, placement, planned.prompt_lens)
-            prediction = predict()
-            mean = sum(planned.prompt_lens) // len(planned.prompt_lens)
-            least_free = cost.least_free(policy, max(1, int(mean * cost.computed)), prediction)
-        formats = (compress_cache, compress_weight, self.model.decoding)
-        shared = path_tokens(self.model.shapes(rule, workload), resources)
-        return ExecutionPlan(
-            workload, policy, kv_budget, rule, placement, plan, prediction, *formats, shared, least_free, predict
-        )
-
-    def _resident(self, model: ModelData, workload: Workload, resources: Resources, rule: CacheRule) -> Policy | None:
-        """Everything on the compute device, if it fits and a search could not gain by larger blocks."""
-        given = self.constraints
-        prompts = len(workload.prompt_lens)
-        sizes = [given.gpu_batch_size] if given.gpu_batch_size else [min(size, prompts) for size in RESIDENT_BATCHES]
-        if model.cuda and given.gpu_batch_size is None:  # where a larger block pays, whatever its size
-            sizes = [size for size in sizes if size == prompts]
-        if not given.resident or given.max_latency is not None:
-            return None
-        batches = given.num_gpu_batches or 1
-        on_cpu = bool(given.cpu_cache_compute)
-        for tokens, size in product(given.micro_batches, dict.fromkeys(sizes)):
-            policy = Policy(size, batches, overlap=given.overlap, cpu_cache_compute=on_cpu, prefill_tokens=tokens)
-            if not self._plan(model, policy, rule, workload, resources)[1].missing():
-                return policy
-        return None
+    def _cache_formats(self) -> list[str | None]:
+        """The cache formats this model can have, restricted to those with known losses if there are any."""
+        losses = self.constraints.losses
+        known = FORMATS if losses is None else losses.formats
+        return [each for each in FORMATS if each in known and has_cache_format(each, self.model.spec.head_dim)]
 
     def search(self, rule: CacheRule, workload: Workload, resources: Resources) -> Search:
-        """The search for a job, on this machine, which is measured if it has not been."""
-        shapes = self.model.shapes(rule, workload)
-        return Search(self.measured(), shapes, workload, resources, self.constraints)
+        """The search for a job on this machine, which is measured if it has not been."""
+        return Search(self.measured(), self.model.shapes(rule, workload), workload, resources, self.constraints)
 
     def plan(
         self, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources
     ) -> tuple[Placement, MemoryPlan]:
-        """Where everything goes under a policy, and the bytes it needs, whether they are available or not."""
-        return self._plan(self.model, policy, rule, workload, resources)
-
-    def _plan(
-        self, model: ModelData, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources
-    ) -> tuple[Placement, MemoryPlan]:
+        """The tier of everything under a policy and the bytes it needs, whether they are available or not."""
         planned = self.constraints.planned(workload, policy)
-        return plan_policy(policy, model.shapes(rule, workload), planned, resources)
+        return plan_policy(policy, self.model.shapes(rule, workload), planned, resources)
 
     def measured(self) -> Profile:
-        """The machine's profile; measured now if need be."""
+        """The machine's profile, measured at the first call unless it was given."""
         if self.profile is None:
             self.profile = self._measure()
         return self.profile
 
 
 def check_cpu_cap(caps: dict[str, int | None], shared: bool, searched: bool) -> None:
-    """Raises UserError for a cap that a search would never come near: where gpu and cpu are the same RAM (`shared`), it
-    puts nothing on the cpu tier."""
+    """Raises UserError for a cap without effect: a search never uses the cpu tier where gpu and cpu are the same RAM
+    (`shared`)."""
     if searched and shared and caps["cpu"] is not None:
         raise UserError(
             "`cpu_mem` does nothing here: without CUDA the RAM is the gpu tier, so use `gpu_mem`; the cpu tier is a "

@@ -1,4 +1,4 @@
-"""Timing what computes: matmuls by shape, those of a vocabulary head with the choice of tokens, and attention."""
+"""Time compute: matmuls by shape, a vocabulary head's with the choice of tokens, and attention."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.engine.sampling import SamplingParams, sample
-from h2o_flexgen.formats import GGUF, Format, Int4, Int8, KVFormat, Quantised
+from h2o_flexgen.formats import GGUF, Dense, Format, Int4, Int8, KVFormat, Quantised
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.attention import prefill_pairs
 from h2o_flexgen.kernels.exact import pack
-from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import linear, packs, packs_int8
+from h2o_flexgen.kernels.operands import Int8Weight
 from h2o_flexgen.kernels.rates import INT4, INT8
 from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.kv_cache.rule import Rows
@@ -30,36 +30,37 @@ from h2o_flexgen.planning.workload import HEAD_ROWS
 #: the cache rules whose attention is measured, by name (`profile.RULES`)
 MEASURED = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
 
-#: a matmul whose seconds do not depend on its size: of one row with a matrix of this shape
+#: a matmul of one row with a matrix of this shape is so small that its seconds do not depend on its size
 TINY_SHAPE: Shape = (64, 64)
 #: matmuls in a layer: four of attention, three of a gated MLP
 LAYER_MATMULS = 7
 #: a matrix that is this many times taller than wide is a vocabulary head
 HEAD_RATIO = 16
-#: head sizes of attention, with WIDTH elements in all heads together
+#: head sizes of attention, and elements in all heads together
 HEAD_DIMS = (64, 128)
 WIDTH = 1024
-#: in attention over a cache, to each prompt in attention over prompts, which is as much work
+#: sequences in attention over a cache for each prompt in attention over prompts, so that both are as much work
 SEQUENCES = 16
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured. The defaults are for a CPU; tests take less.
+    """How much is measured. The defaults are for a CPU; tests measure less.
 
     Attributes:
         shapes: (out, in) of the matrices: small and large, tall and wide as in an MLP, and a vocabulary head. All but
             the first are left out where they would take more than a quarter of the free memory.
-        rows: of the matmuls with each; with a head, at most as many as the engine puts through it at once.
-        weight_bytes: of the matrices of a shape, which take turns, so that each comes from memory and not from a cache.
-        prompt: tokens of a prompt in attention; short: of one so short that what a head takes anyway shows.
-        sequences: prompts in attention; there are SEQUENCES times as many in attention over a cache.
+        rows: of the matmuls with each matrix; with a head, no more than the engine puts through it at once.
+        weight_bytes: of the matrices of a shape, which take turns, so that each is read from memory and not from a
+            cache.
+        prompt: tokens of a prompt in attention; short: of one so short that the constant cost of a head shows.
+        sequences: prompts in attention; attention over a cache has SEQUENCES times more.
         cold_bytes: written between two calls, so that the second finds nothing in the caches.
-        transfer_bytes: of a large transfer; file_bytes: of the file that is written and read by such transfers.
-        read_seconds: large reads and copies are repeated for so long, as is compute alone: what a byte takes away from
-            compute differs sevenfold between samples of a tenth of a second.
+        transfer_bytes: of a large transfer; file_bytes: of the file that large transfers write and read.
+        read_seconds: how long large reads and copies are repeated, and compute alone: the compute that a byte costs
+            differs sevenfold between samples of a tenth of a second.
         small_bytes: of a small transfer by link: a KV block that is read, a row that is written.
-        call_seconds: a call is repeated for so long.
+        call_seconds: how long a call is repeated.
         passes: over everything; medians count, since other users of a machine come and go.
     """
 
@@ -88,28 +89,27 @@ CUDA = Scale(
 
 
 def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
-    """What a profile holds of compute, by the names of its fields."""
+    """The fields of a `Profile` that describe compute."""
     tiny = call_seconds(device, layer_call(device, dtype, TINY_SHAPE, 1, 0), scale, cold=True)
     calls = [attention_call(device, dtype, "decode", smallest_attention(rule, scale)) for rule in MEASURED]
     attention = [call_seconds(device, call, scale, cold=True) for call in calls]
-    devices = {"prefill": device, "decode": device} | ({"cpu": open_device("cpu")} if device.is_cuda else {})
+    phases = {"prefill": (device, scale), "decode": (device, scale)}
+    if device.is_cuda:
+        phases["cpu"] = (open_device("cpu"), Scale())
+    rates = {}
+    for phase, (on, amount) in phases.items():
+        rates[phase] = {rule: attention_rates(on, dtype, phase, rule, amount) for rule in MEASURED}
     return {
         "step_seconds": tiny + max(attention),
         "matmul": matmul_rates(device, dtype, scale, tiny / LAYER_MATMULS),
         "decode": {form.bits: decode_rate(device, dtype, form, scale) for form in (Int8(), Int4(64))},
         "unpack": {f.bits: decode_rate(device, dtype, f, scale, to_int8=True) for f in (GGUF["Q8_0"], Int4(64))},
-        "attention": {
-            phase: {
-                rule: attention_rates(on, dtype, phase, rule, scale if on is device else Scale()) for rule in MEASURED
-            }
-            for phase, on in devices.items()
-        },
+        "attention": rates,
     }
 
 
 def call_seconds(device: Device, work: Callable[[], object], scale: Scale, cold: bool = False) -> float:
-    """Median over calls for `scale.call_seconds`, after one that does not count; `cold` ones find nothing in the
-    caches."""
+    """The median of calls for `scale.call_seconds`, after one to warm up; `cold` calls find nothing in the caches."""
     other = device.buffer(scale.cold_bytes if cold else 0)
     work()
     times = []
@@ -124,8 +124,8 @@ def call_seconds(device: Device, work: Callable[[], object], scale: Scale, cold:
     return median(times)
 
 
-def beyond(taken: float, known: float) -> float:
-    """A time without a part of it that is known; noise must not make it vanish."""
+def remainder(taken: float, known: float) -> float:
+    """What remains of a time without a known part of it; noise must not make it vanish."""
     return max(taken - known, taken / 4)
 
 
@@ -135,27 +135,27 @@ def beyond(taken: float, known: float) -> float:
 def matmul_rates(
     device: Device, dtype: torch.dtype, scale: Scale, dispatch: float
 ) -> dict[str, dict[Shape, dict[int, float]]]:
-    """Of each shape with streamed weights, and with resident ones where these are packed; and of those in int8.
-    `dispatch`: seconds that any matmul takes, which count as part of a step."""
+    """Flops per second by kind, shape and rows: of streamed weights, of resident ones where these are packed, and of
+    those in int8. `dispatch`: seconds that any matmul takes, which count as part of a step."""
     kinds = {"streamed": (dtype, False), INT8: (INT8, False)}
     if not device.is_cuda:
         kinds |= {"resident": (dtype, True)} if packs(dtype) else {}
         kinds |= {f"{INT8} resident": (INT8, True)} if packs_int8() else {}
         kinds |= {INT4: (INT4, False)} if int8.takes_blocks() else {}
-    shapes = shapes_with_room(device, dtype, scale)
-    found = {kind: {shape: {} for shape in shapes} for kind in kinds}
-    for (kind, (type_, is_packed)), (out, width) in product(kinds.items(), shapes):
-        weights = _weights(device, type_, (out, width), scale.weight_bytes, is_packed)
-        for rows in scale.rows[:: 1 if type_ == dtype else 2]:
-            if rows <= HEAD_ROWS or not is_head((out, width)):
-                seconds = call_seconds(device, matmul_call(device, dtype, rows, (out, width), weights), scale)
-                found[kind][out, width][rows] = 2 * out * width * rows / beyond(seconds, dispatch)
+    found = {kind: {} for kind in kinds}
+    for (kind, (stored, is_packed)), shape in product(kinds.items(), shapes_with_room(device, dtype, scale)):
+        weights = _weights(device, stored, shape, scale.weight_bytes, is_packed)
+        found[kind][shape] = {}
+        for rows in scale.rows[:: 1 if stored == dtype else 2]:
+            if rows <= HEAD_ROWS or not is_head(shape):
+                seconds = call_seconds(device, matmul_call(device, dtype, rows, shape, weights), scale)
+                found[kind][shape][rows] = 2 * prod(shape) * rows / remainder(seconds, dispatch)
         del weights
     return found
 
 
 def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale, to_int8: bool = False) -> float:
-    """Elements per second of a quantised matrix that are decoded, or turned into codes of `Int8`."""
+    """Elements per second at which a quantised matrix is decoded, or converted to `Int8`."""
     shape = max((shape for shape in shapes_with_room(device, dtype, scale) if not is_head(shape)), key=prod)
     nbytes = form.nbytes(shape)
     count = 1 + _room(device, scale.weight_bytes) // nbytes
@@ -168,26 +168,26 @@ def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale, 
 
 
 def shapes_with_room(device: Device, dtype: torch.dtype, scale: Scale) -> list[Shape]:
-    """Those that memory has room for."""
+    """The shapes of `scale` that memory has room for."""
     most = device.free_bytes() // 4
     return [s for s in scale.shapes if s == scale.shapes[0] or prod(s) * dtype.itemsize <= most]
 
 
 def _room(device: Device, most_bytes: int) -> int:
-    """Bytes for matrices that take turns."""
+    """Free bytes for matrices that take turns."""
     return min(most_bytes, memory.ram_available() // 4, device.free_bytes() // 4)
 
 
 def is_head(shape: Shape) -> bool:
-    """Whether so tall a matrix is a vocabulary head."""
+    """Whether a matrix is so tall that it stands for a vocabulary head."""
     return shape[0] >= HEAD_RATIO * shape[1]
 
 
 def matmul_call(
     device: Device, dtype: torch.dtype, rows: int, shape: Shape, weights: list[Tensor | int8.Weight]
 ) -> Callable[[], object]:
-    """x @ W.T with the next of the weights, and a pass over its output: about one for each matmul is what norms,
-    activations and sums of a layer come to. Behind a head it is the choice of tokens."""
+    """x @ W.T with the next of the weights, and one pass over its output, since the norms, activations and sums of a
+    layer amount to about one per matmul. After a head tokens are chosen instead."""
     turn = cycle(weights)
     x = torch.randn(rows, shape[1], device=device.torch_device).to(dtype)
     if is_head(shape):
@@ -201,25 +201,25 @@ def _weights(
     device: Device, dtype: torch.dtype | str, shape: Shape, most_bytes: int, packed: bool = False
 ) -> list[Tensor | int8.Weight]:
     """One matrix, and as many more as memory and `most_bytes` have room for."""
-    room = _room(device, most_bytes)
-    if dtype == INT4:
-        form = Int4(64)
-        nbytes = form.nbytes(shape)
-        raws = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(1 + room // nbytes))
-        return [Quantised(form, raw, shape, in_blocks=True) for raw in raws]
-    if dtype == INT8:
-        codes = (
-            torch.ones(shape, dtype=torch.int8, device=device.torch_device) for _ in range(1 + room // prod(shape))
-        )
-        scale = torch.full(shape[:1], 0.01, device=device.torch_device)
-        return [Int8Weight(int8.pack(c) if packed else c, scale) for c in codes]
-    count = 1 + room // (prod(shape) * dtype.itemsize)
-    full = (torch.full(shape, 0.01, dtype=dtype, device=device.torch_device) for _ in range(count))
-    return [pack(w) if packed else w for w in full]
+    form = {INT4: Int4(64), INT8: Int8()}.get(dtype) or Dense(dtype)
+    nbytes = form.nbytes(shape)
+    on = device.torch_device
+    scale = torch.full(shape[:1], 0.01, device=on)
+
+    def weight() -> Tensor | int8.Weight:
+        if dtype == INT4:
+            return Quantised(form, torch.ones(nbytes, dtype=torch.uint8), shape, in_blocks=True)
+        if dtype == INT8:
+            codes = torch.ones(shape, dtype=torch.int8, device=on)
+            return Int8Weight(int8.pack(codes) if packed else codes, scale)
+        floats = torch.full(shape, 0.01, dtype=dtype, device=on)
+        return pack(floats) if packed else floats
+
+    return [weight() for _ in range(1 + _room(device, most_bytes) // nbytes)]
 
 
 def layer_call(device: Device, dtype: torch.dtype, shape: Shape, rows: int, weight_bytes: int) -> Callable[[], object]:
-    """As many matmuls as a layer has."""
+    """The matmuls of one layer."""
     call = matmul_call(device, dtype, rows, shape, _weights(device, dtype, shape, weight_bytes))
     return lambda: [call() for _ in range(LAYER_MATMULS)]
 
@@ -229,7 +229,7 @@ def layer_call(device: Device, dtype: torch.dtype, shape: Shape, rows: int, weig
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention that is timed: over prompts of `tokens` tokens, or of one token over the cache that they leave."""
+    """Attention to be timed: over prompts of `tokens` tokens, or of one token over the cache that they leave."""
 
     rule_name: str
     batch: int
@@ -240,37 +240,37 @@ class Attention:
 
     @property
     def rule(self) -> CacheRule:
-        """A rule with a budget keeps half of the tokens."""
+        """If it has a budget, it keeps half of the tokens."""
         rule = MEASURED[self.rule_name]
         return rule(self.tokens // 4, self.tokens // 4) if rule.growth == "fixed" else rule()
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
-        """Of a cache that has grown, if it does, behind the prompt."""
+        """The cache behind the prompt, grown if it grows."""
         segments = self.rule.segments(self.tokens, 2)
         fields = (self.rule.metadata, self.rule.growth)
         return KVLayout(self.batch, self.heads, segments, self.head_dim, KVFormat.dense(dtype), *fields)
 
     def work(self, device: Device, dtype: torch.dtype, phase: str) -> int:
-        """Flops, or bytes of K and V, of one head of one sequence."""
+        """Flops of a prefill, or bytes of K and V, for one head of one sequence."""
         if phase == "prefill":
             return 4 * self.head_dim * prefill_pairs(self.tokens, device.torch_device.type)
         return self.layout(dtype).kv_bytes // (self.batch * self.heads)
 
 
 def smallest_attention(rule: str, scale: Scale) -> Attention:
-    """One that takes no time for its size."""
+    """Attention so small that its time does not depend on its size."""
     return Attention(rule, 1, 2, HEAD_DIMS[0], scale.short)
 
 
 def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, scale: Scale) -> AttentionRates:
-    """From attention at two lengths follow the seconds of its work, and those of each head whatever its work."""
+    """Attention at two lengths shows the seconds that its work takes, and the constant ones of each head."""
     prefill = phase == "prefill"
 
     def seconds(case: Attention) -> float:
         return call_seconds(device, attention_call(device, dtype, phase, case), scale, cold=not prefill)
 
     def of_head(case: Attention) -> float:
-        return beyond(seconds(case), dispatch) / (case.batch * case.heads)
+        return remainder(seconds(case), dispatch) / (case.batch * case.heads)
 
     dispatch = seconds(smallest_attention(rule, scale))
     batch = scale.sequences * (1 if prefill else SEQUENCES)
@@ -281,15 +281,15 @@ def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, s
     short = replace(cases[first], batch=scale.sequences * SEQUENCES, tokens=scale.short)
     short_taken = of_head(short)
     short_work = short.work(device, dtype, phase)
-    slope = beyond(taken[first], short_taken) / (work[first] - short_work)
+    slope = remainder(taken[first], short_taken) / (work[first] - short_work)
     constant = max(0.0, short_taken - slope * short_work)
-    rates = {dim: work[dim] / beyond(taken[dim], constant) for dim in HEAD_DIMS}
+    rates = {dim: work[dim] / remainder(taken[dim], constant) for dim in HEAD_DIMS}
     grouped = 1.0 if prefill else of_head(replace(cases[first], group=GROUP)) / taken[first]
     return AttentionRates(rates, constant, grouped)
 
 
 def attention_call(device: Device, dtype: torch.dtype, phase: str, case: Attention) -> Callable[[], object]:
-    """Attention over prompts, of tensors as they come out of the matmuls, or of one token over a cache that is full."""
+    """Attention over prompts, of tensors laid out as by the matmuls, or of one token over a full cache."""
     layout = case.layout(dtype)
     rule = case.rule
     tokens = case.tokens if phase == "prefill" else 1

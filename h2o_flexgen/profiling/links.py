@@ -1,4 +1,4 @@
-"""Timing the links between disk, RAM and the compute device, with the engine's own transfers."""
+"""Time the links between disk, host and device, with the engine's own transfers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from h2o_flexgen.profiling.compute import Scale, layer_call, shapes_with_room
 from h2o_flexgen.storage.disk import DiskIO, OffloadFolder, requests, wait
 from h2o_flexgen.storage.queues import TransferQueue
 
-#: for so long small transfers are made
+#: how long small transfers are repeated
 SMALL_SECONDS = 0.2
 #: rows of the matmuls that run beside transfers
 COMPUTE_ROWS = 32
 
 
 class Times(NamedTuple):
-    """Seconds of a byte of large transfers, or of one small transfer.
+    """Seconds per byte of large transfers, or per small transfer.
 
     Attributes:
-        alone, beside: while nothing else runs, and while something computes.
-        lost: of compute, which the transfer took away from what runs beside it.
+        idle, busy: while nothing else runs, and beside compute.
+        lost: of the compute beside it.
     """
 
-    alone: float
-    beside: float
+    idle: float
+    busy: float
     lost: float
 
 
 def measure_links(device: Device, dtype: torch.dtype, offload_root: Path, scale: Scale) -> dict[str, Link]:
-    """All links, by name."""
+    """All LINKS, by name."""
     pinned = device.pinned_count()
     largest_square = max(shape for shape in shapes_with_room(device, dtype, scale) if shape[0] == shape[1])
     work = layer_call(device, dtype, largest_square, COMPUTE_ROWS, scale.weight_bytes)
@@ -59,10 +59,10 @@ def measure_links(device: Device, dtype: torch.dtype, offload_root: Path, scale:
 
 
 def _link(name: str, times: dict[tuple[str, str], Times], scale: Scale) -> Link:
-    """A request costs what the bytes of a small transfer do not explain."""
+    """A request costs the time of a small transfer that its bytes do not explain."""
     large = times["large", name]
     small = times.get(("small", name))
-    link = Link(1 / large.alone, large.lost, max(0.0, 1 - large.alone / large.beside))
+    link = Link(1 / large.idle, large.lost, max(0.0, 1 - large.idle / large.busy))
     if small is None:
         return link
     size = scale.small_bytes[name]
@@ -71,18 +71,18 @@ def _link(name: str, times: dict[tuple[str, str], Times], scale: Scale) -> Link:
 
 
 def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str], Callable[[], int]]:
-    """Jobs for a transfer queue by (size, link), each of which returns how much it has moved: bytes, or transfers."""
+    """Jobs for a transfer queue by (size, link). Each returns how much it moved, in bytes or in small transfers."""
     buffer = device.buffer(scale.transfer_bytes)
     host = device.host_buffer(scale.transfer_bytes)
     for tensor in (host, buffer):
         tensor.fill_(1)
     data = as_numpy(host)
     starts = range(0, scale.file_bytes, scale.transfer_bytes)
-    numbers = count()
+    transfers = count()
 
-    def again(seconds: float, once: Callable[[], int]) -> int:
-        """At least once, until the seconds have passed: what it has moved."""
-        ended = _after(seconds)
+    def repeated(seconds: float, once: Callable[[], int]) -> int:
+        """Repeat a transfer, at least once, until the seconds have passed."""
+        ended = _deadline(seconds)
         moved = once()
         while not ended():
             moved += once()
@@ -94,7 +94,7 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
         return scale.file_bytes
 
     def small(call: Callable, size: int) -> int:
-        wait(call(file, data[:size], next(numbers) * size % scale.transfer_bytes, True))
+        wait(call(file, data[:size], next(transfers) * size % scale.transfer_bytes, True))
         return 1
 
     def copies(dst: Tensor, src: Tensor) -> int:
@@ -105,26 +105,26 @@ def _jobs(device: Device, io: DiskIO, file, scale: Scale) -> dict[tuple[str, str
 
     few = scale.small_bytes
     return {
-        ("large", "cpu_to_disk"): partial(large, io.write),  # before it is read
-        ("small", "cpu_to_disk"): partial(again, SMALL_SECONDS, partial(small, io.write, few["cpu_to_disk"])),
-        ("large", "disk_to_cpu"): partial(again, scale.read_seconds, partial(large, io.read)),
-        ("small", "disk_to_cpu"): partial(again, SMALL_SECONDS, partial(small, io.read, few["disk_to_cpu"])),
-        ("large", "cpu_to_gpu"): partial(again, scale.read_seconds, partial(copies, buffer, host)),
-        ("large", "gpu_to_cpu"): partial(again, scale.read_seconds, partial(copies, host, buffer)),
+        ("large", "cpu_to_disk"): partial(large, io.write),  # the file that reads need
+        ("small", "cpu_to_disk"): partial(repeated, SMALL_SECONDS, partial(small, io.write, few["cpu_to_disk"])),
+        ("large", "disk_to_cpu"): partial(repeated, scale.read_seconds, partial(large, io.read)),
+        ("small", "disk_to_cpu"): partial(repeated, SMALL_SECONDS, partial(small, io.read, few["disk_to_cpu"])),
+        ("large", "cpu_to_gpu"): partial(repeated, scale.read_seconds, partial(copies, buffer, host)),
+        ("large", "gpu_to_cpu"): partial(repeated, scale.read_seconds, partial(copies, host, buffer)),
     }
 
 
 def _times(
     device: Device, queue: TransferQueue, job: Callable[[], int], work: Callable[[], object], seconds: float
 ) -> Times:
-    calls_alone = _calls_per_second(device, work, _after(seconds))
-    alone, _ = _timed(queue, job)
-    beside, calls_beside = _timed(queue, job, partial(_calls_per_second, device, work))
-    return Times(alone, beside, beside * max(0.0, 1 - calls_beside / calls_alone))
+    calls_alone = _calls_per_second(device, work, _deadline(seconds))
+    idle, _ = _timed(queue, job)
+    busy, calls_beside = _timed(queue, job, partial(_calls_per_second, device, work))
+    return Times(idle, busy, busy * max(0.0, 1 - calls_beside / calls_alone))
 
 
 def _timed(queue: TransferQueue, job: Callable[[], int], compute: Callable = lambda ended: 0.0) -> tuple[float, float]:
-    """Seconds for each thing that a job moves, and the calls per second of what computes until it has ended."""
+    """Seconds per byte or transfer that a job moves, and what `compute(ended)` returns, called beside the job."""
     start = time.perf_counter()
     ends = []
     future = queue.submit(lambda: ends.append((job(), time.perf_counter())))
@@ -135,17 +135,17 @@ def _timed(queue: TransferQueue, job: Callable[[], int], compute: Callable = lam
 
 
 def _calls_per_second(device: Device, work: Callable[[], object], ended: Callable[[], bool]) -> float:
-    """Of calls one after the other, until `ended`."""
+    """The rate of consecutive calls, until `ended`."""
     done = 0
     start = time.perf_counter()
     while not (done and ended()):
         work()
-        finish(device.record())  # not the copies beside it
+        finish(device.record())  # waits for compute, not for the copies beside it
         done += 1
     return done / (time.perf_counter() - start)
 
 
-def _after(seconds: float) -> Callable[[], bool]:
-    """A function that says whether `seconds` have passed since this call."""
+def _deadline(seconds: float) -> Callable[[], bool]:
+    """A function that returns whether `seconds` have passed since this call."""
     end = time.perf_counter() + seconds
     return lambda: time.perf_counter() > end

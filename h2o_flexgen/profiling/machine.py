@@ -1,4 +1,4 @@
-"""Which machine this is, how busy other programs keep it, and what was measured on it before."""
+"""What machine this is, how busy other programs keep it, and the files that keep what was measured on it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.machine.device import Device
 from h2o_flexgen.utils.files import cache_folder, make_private, read_json
 
-#: of what is kept: a file of another format is measured again
+#: version of the kept files: with another one everything is measured again
 FORMAT = 23
-#: part of the time that a process may wait for a core while it measures: 0.03 at rest, 0.4 beside a busy program
+#: fraction of the time that a process may wait for a core while it measures: 0.03 at rest, 0.4 beside a busy program
 CROWDED = 0.2
 
 log = logging.getLogger(__name__)
 
 
 def machine(offload_root: Path | None = None, device: Device | None = None) -> dict:
-    """What rates are valid for: CPU, RAM, GPU and, with a folder, its disk."""
+    """What measured rates depend on: CPU, RAM, GPU and, with a folder, its disk."""
     gpu = device.torch_device if device is not None and device.is_cuda else None
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = {
-        "cpu": next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine()),
+        "cpu": _cpu_info().get("model name", platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -37,23 +36,27 @@ def machine(offload_root: Path | None = None, device: Device | None = None) -> d
     return found if offload_root is None else found | {"disk": mount_point(offload_root)}
 
 
-def described() -> dict:
-    """This machine, as results name it. The model of the CPU tells apart what is sold under one name."""
-    found = machine()
+def _cpu_info() -> dict[str, str]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    return dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+
+
+def described() -> dict:
+    """This machine, as results name it. The CPU's model number distinguishes CPUs that are sold under one name."""
+    found = machine()
+    cpu = _cpu_info()
     model = ", ".join(f"{name} {cpu[name]}" for name in ("cpu family", "model") if name in cpu)
     return {name: found[name] for name in ("cpu", "cores", "ram_gib", "gpu")} | {"cpu_model": model or None}
 
 
-def here(offload_root: Path | None = None, device: Device | None = None) -> dict:
-    """What is written beside rates, and must still be so when they are read again."""
+def stamp(offload_root: Path | None = None, device: Device | None = None) -> dict:
+    """Machine and versions, written beside rates, which are valid only while it stays the same."""
     versions = {"profile": FORMAT, **installed("torch", "h2o_flexgen")}
     return {"machine": machine(offload_root, device), "versions": versions}
 
 
 def installed(*names: str) -> dict[str, str]:
-    """Versions of Python and of those packages that are installed."""
+    """Versions of Python and of the named packages, without those that are not installed."""
     found = {"python": platform.python_version()}
     for name in names:
         with suppress(PackageNotFoundError):
@@ -62,7 +65,7 @@ def installed(*names: str) -> dict[str, str]:
 
 
 def mount_point(folder: Path) -> str:
-    """Where the file system is mounted that a folder is on, or will be."""
+    """The mount point of the file system that holds a folder, which need not exist yet."""
     folder = Path(os.path.realpath(folder))
     while not os.path.ismount(folder):
         folder = folder.parent
@@ -70,7 +73,8 @@ def mount_point(folder: Path) -> str:
 
 
 def scheduled(threads: Path = Path("/proc/self/task")) -> tuple[float, float]:
-    """Seconds that this process's threads ran, and that they waited for a core; zeros where they are not counted."""
+    """Seconds that this process's threads ran, and that they waited for a core; zeros where the kernel does not count
+    them."""
     ran = waited = 0
     for path in threads.glob("*/schedstat"):
         try:
@@ -83,29 +87,29 @@ def scheduled(threads: Path = Path("/proc/self/task")) -> tuple[float, float]:
 
 
 def crowding(before: tuple[float, float], now: tuple[float, float]) -> float:
-    """Of the time between two calls of `scheduled`, the part that this process waited for a core, in [0, 1]."""
-    ran, waited = (max(0.0, b - a) for a, b in zip(before, now))  # a thread that has ended is counted no more
+    """The fraction of the time between two calls of `scheduled` that this process waited for a core, in [0, 1]."""
+    ran, waited = (max(0.0, b - a) for a, b in zip(before, now))  # less than 0 once a thread has ended
     return waited / (ran + waited) if waited else 0.0
 
 
-# what is kept
+# kept files
 
 
 def kept_file(name: str) -> Path:
     return cache_folder("hardware") / f"{name}.json"
 
 
-def read_kept(path: Path, here: dict) -> dict | None:
-    """What was kept in a file, if it was measured `here`."""
+def read_kept(path: Path, expected: dict) -> dict | None:
+    """The content of a kept file, if its `stamp` is the expected one."""
     try:
         data = read_json("what was measured", path)
-        return data if {name: data[name] for name in here} == here else None
+        return data if {name: data[name] for name in expected} == expected else None
     except (UserError, KeyError, TypeError):
         return None
 
 
 def keep(path: Path, text: str) -> None:
-    """Write a file, or warn; one that is cut short is measured again."""
+    """Write a file, or warn. If it is cut short, everything is measured again."""
     try:
         make_private(path.parent)
         path.write_text(text + "\n")

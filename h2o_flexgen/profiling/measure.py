@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import asdict, is_dataclass, replace
 from datetime import date
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from zlib import crc32
@@ -22,7 +23,7 @@ from h2o_flexgen.machine.device import Device, open_device
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.profiling.compute import CUDA, Scale, measure_compute
 from h2o_flexgen.profiling.links import measure_links
-from h2o_flexgen.profiling.machine import CROWDED, crowding, here, keep, kept_file, mount_point, read_kept, scheduled
+from h2o_flexgen.profiling.machine import CROWDED, crowding, keep, kept_file, mount_point, read_kept, scheduled, stamp
 from h2o_flexgen.storage.disk import default_root
 from h2o_flexgen.utils.progress import bar
 
@@ -35,39 +36,40 @@ log = logging.getLogger(__name__)
 def job_dtype(
     device: Device, name: str, stored: str | None = None, profile: Profile | None = None, compute: str = "exact"
 ) -> torch.dtype:
-    """The dtype that a job computes in, as `Device.dtype` says, by kernels as they were measured on this machine, or
-    in a given profile. In fp32 only matmuls in int8 have a choice of kernels.
+    """The dtype that a job computes in, from `Device.dtype` with the kernel rates of this machine, or of a given
+    profile. In fp32 only matmuls in int8 have a choice of kernels.
 
     Args:
-        name: what was asked for; stored: the type of the checkpoint, if that is known.
+        name: the dtype asked for; stored: the type of the checkpoint, if known.
 
     Raises:
-        UserError: there is no type of that name, or the profile is of another.
+        UserError: the dtype is unknown, or the profile was measured with another one.
     """
     if profile is not None and profile.kernels is not None:
         linear.use(profile.kernels)
     elif not device.is_cuda and (compute == "int8" or name not in ("float32", "fp32")) and not linear.are_known():
         linear.use(load_or_measure_kernels())
     dtype = device.dtype(name, stored and getattr(torch, stored))
-    job = (device.torch_device.type, dtype_name(dtype))
-    if profile is not None and (profile.device, profile.dtype) != job:
+    found = dtype_name(dtype)
+    kind = device.torch_device.type
+    if profile is not None and (profile.device, profile.dtype) != (kind, found):
         raise UserError(
-            f"the hardware profile is of {profile.dtype} on {profile.device}, this job computes in {job[1]} on "
-            f"{job[0]}: measure again, or name another `device` or `dtype`"
+            f"the hardware profile was measured in {profile.dtype} on {profile.device}, but this job computes in "
+            f"{found} on {kind}: measure again, or pass another `device` or `dtype`"
         )
-    if compute == "int8" and not device.is_cuda and not linear.rates().gains_by_int8(dtype_name(dtype)):
-        log.warning("on this CPU matmuls in int8 are no faster than in %s: leave out `compute` int8", dtype_name(dtype))
+    if compute == "int8" and not device.is_cuda and not linear.rates().gains_by_int8(found):
+        log.warning("on this CPU matmuls in int8 are no faster than in %s: leave out `compute` int8", found)
     return dtype
 
 
 def load_or_measure_kernels() -> KernelRates:
-    """What was measured before if machine and versions are the same, else anew. Rates measured beside programs that
-    kept the CPU busy are not kept."""
+    """The kept rates if machine and versions are still the same, else new ones. Rates measured beside busy programs are
+    not kept."""
     path = kept_file("kernels")
-    origin = here()
+    origin = stamp()
     try:
         return KernelRates.from_dict(read_kept(path, origin)["rates"])
-    except (KeyError, TypeError, ValueError, AttributeError):  # there is none, or it is damaged
+    except (KeyError, TypeError, ValueError, AttributeError):  # the file is missing, or damaged
         pass
     before = scheduled()
     rates = linear.measure()
@@ -77,8 +79,8 @@ def load_or_measure_kernels() -> KernelRates:
 
 
 def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, progress: bool = True) -> Profile:
-    """The profile of this machine: what was measured before if machine and versions are the same, else anew. Rates
-    measured beside programs that kept the CPU busy are not kept."""
+    """The kept profile of this machine if it and all versions are still the same, else a new one. Rates measured beside
+    busy programs are not kept."""
     profile = kept_profile(device, dtype, offload_root)
     if profile is None:
         profile = measure(device, dtype, offload_root, progress)
@@ -88,9 +90,9 @@ def load_or_measure(device: Device, dtype: torch.dtype, offload_root: Path, prog
 
 
 def kept_profile(device: Device, dtype: torch.dtype, offload_root: Path) -> Profile | None:
-    """The profile of this machine, if it was measured before. From now on its rates choose kernels."""
+    """The kept profile of this machine, if there is a valid one. From now on its rates choose kernels."""
     try:
-        kept = read_kept(_profile_file(device, dtype, offload_root), here(offload_root, device))
+        kept = read_kept(_profile_file(device, dtype, offload_root), stamp(offload_root, device))
         profile = Profile.from_dict(kept or {})
     except UserError:
         return None
@@ -100,7 +102,7 @@ def kept_profile(device: Device, dtype: torch.dtype, offload_root: Path) -> Prof
 
 
 def _profile_file(device: Device, dtype: torch.dtype, offload_root: Path) -> Path:
-    disk = crc32(mount_point(offload_root).encode())  # jobs may take turns on several
+    disk = crc32(mount_point(offload_root).encode())  # jobs may alternate between disks
     return kept_file(f"{device.torch_device.type}-{dtype_name(dtype)}-{disk:08x}")
 
 
@@ -111,7 +113,7 @@ def measure(
     """Measure everything that a Profile holds.
 
     Raises:
-        UserError: the offload folder cannot be written, or has no space for 0.3 GB; the GPU has too little memory.
+        UserError: the offload folder is not writable, or lacks 0.3 GB of space; the GPU has too little memory.
     """
     scale = scale or (CUDA if device.is_cuda else Scale())
     if device.is_cuda and not device.workspace_bytes:
@@ -121,17 +123,17 @@ def measure(
     passes = []
     try:
         for _ in bar(range(scale.passes), "measuring this machine, once", unit="passes", show=progress):
-            links = {"links": measure_links(device, dtype, offload_root, scale)}
-            passes.append(measure_compute(device, dtype, scale) | links)
+            links = measure_links(device, dtype, offload_root, scale)
+            passes.append(measure_compute(device, dtype, scale) | {"links": links})
     except torch.OutOfMemoryError:
         raise UserError(
-            f"{device} has too little memory left to measure its rates: end what else uses it; a job may need a higher "
-            "limit of device memory, or a hardware profile that is given"
+            f"{device} has too little memory left to measure its rates: stop other programs that use it, raise a limit "
+            "on its memory, or pass a hardware profile"
         ) from None
     ram = memory.ram_in_all()
     gpu = device.free_bytes() if device.is_cuda else ram
     profile = Profile(
-        **here(offload_root, device),
+        **stamp(offload_root, device),
         date=date.today().isoformat(),
         command="h2o-flexgen hardware",
         device=device.torch_device.type,
@@ -146,19 +148,19 @@ def measure(
     if profile.crowded > CROWDED:
         log.warning(
             "other programs kept this one waiting for a CPU core %.0f%% of the time while the machine was measured: "
-            "its rates may be too low, and a policy by them poor; close them and measure again",
+            "rates may be too low, and policies based on them poor; close those programs and measure again",
             100 * profile.crowded,
         )
     return profile
 
 
 def medians(passes: list):
-    """The median of numbers; of dicts or dataclasses that are alike, one with the median of each number."""
+    """The median of numbers; for dicts or dataclasses of the same shape, one with the median of each number."""
     first = passes[0]
     if isinstance(first, dict):
-        return {key: medians([found[key] for found in passes]) for key in first}
+        return {key: medians([*map(itemgetter(key), passes)]) for key in first}
     if is_dataclass(first):
-        return type(first)(**medians([vars(found) for found in passes]))
+        return type(first)(**medians([*map(vars, passes)]))
     return median(passes)
 
 
@@ -170,9 +172,13 @@ def this_machine(
     compute: str = "exact",
     quantised: bool = False,
 ) -> Profile:
-    """This machine's rates as they were measured, now if they never were, and its memory as it is now; `dtype` and
-    `compute` as for `LLM`, for weights of the type `declared`, some of which may be `quantised`."""
-    from transformers import AutoTokenizer  # noqa: F401  a job holds it
+    """The profile of this machine, measured now if none is kept, with the memory that is free now.
+
+    Args:
+        dtype, compute: as for `LLM`.
+        declared: the type of the weights; some may be `quantised`.
+    """
+    from transformers import AutoTokenizer  # noqa: F401  part of a job's baseline memory
 
     device = open_device(device_name)
     root = Path(offload_dir) if offload_dir else default_root()

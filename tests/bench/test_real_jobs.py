@@ -166,13 +166,16 @@ def test_the_table_has_each_system_at_its_best():
     theirs[0]["version"] = "llama.cpp 1"
     ours = ran("chat", "ours", 4.0, command_seconds=7.0, policy="4 x 1", row_steps=72)
     data = {"jobs": {"chat": "questions", "label": "texts"}, "runs": [*theirs, ours]}
-    _, _, peer, our, _, gain, _, version = tables.real_jobs(data).splitlines()
+    table = tables.TABLES["real_jobs"].columns
+    _, _, peer, our = tables.columns(tables.fastest_runs(data), table).splitlines()
+    gain, _, version = tables.gains_of_real_jobs(data).splitlines()
     assert peer == "| chat: questions | llama-server | 8 places | 0.67 | 6.7 | 6.0 |  | 40 |  |  |"
     assert our == "| chat: questions | ours | 4 x 1 | 1.00 | 10.0 | 4.0 | 7.0 | 40 | 50% |  |"
     assert gain == "Rows/s of the fastest of ours over llama-server's: chat 1.50x."
     assert version == "llama-server is that of llama.cpp 1."
-    assert "| chat | 8 places | 6.0 | 25% | 0.2 |" in tables.real_jobs_tried(data)
-    assert "| chat | 32 places | no end after 9 s |  | 0.0 |" in tables.real_jobs_tried(data)
+    tried = tables.columns(tables.settings_tried(data), tables.TABLES["real_jobs_tried"].columns)
+    assert "| chat | 8 places | 6.0 | 25% | 0.2 |" in tried
+    assert "| chat | 32 places | no end after 9 s |  | 0.0 |" in tried
 
 
 def test_what_others_take_of_the_machine_is_not_what_this_process_takes(monkeypatch):

@@ -115,7 +115,7 @@ def test_every_row_has_settings_of_its_peers_and_flags_that_exist(name, monkeypa
         assert run.setting(name, row, system)["batch"] >= 1
         module = importlib.import_module(f"bench.systems.{what.module}")
         assert hasattr(module, "run") != (hasattr(module, "command") and hasattr(module, "result"))
-        assert column(system) in tables.COLUMNS
+        assert column(system) in tables.SYSTEMS
         make_parser().parse_args(what.flags.format(hh_ratio=row.hh_ratio).split())
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from h2o_flexgen.compiled import threads
 from h2o_flexgen.kernels import attention
 from h2o_flexgen.planning.workspace import chunk_bytes
 
@@ -33,7 +34,7 @@ def random_prompts(B, KV, group, T, D, seed, dtype=torch.float32):
 
 
 def real(lengths, T):
-    """(B, T) weights: every query counts but those of padding."""
+    """(B, T) weights: 1 for every query except padding."""
     return (torch.arange(T) < torch.tensor(lengths)[:, None]).float()
 
 
@@ -72,24 +73,24 @@ def test_any_chunks_give_the_plain_formula(B, KV, group, D, chunk, elements, dat
     B=st.integers(1, 3),
     KV=st.integers(1, 3),
     group=st.sampled_from([1, 2, 3]),
-    held=st.integers(1, 9),
+    cached_len=st.integers(1, 9),
     T=st.integers(1, 9),
     chunk=st.integers(1, 5),
     data=st.data(),
 )
-def test_queries_behind_held_tokens_see_them_and_no_empty_place(B, KV, group, held, T, chunk, data):
-    """They are the last rows of attention over a text that has only the held tokens."""
-    there = [data.draw(st.integers(0, held), "held") for _ in range(B)]
+def test_queries_behind_cached_tokens_see_them_and_no_empty_place(B, KV, group, cached_len, T, chunk, data):
+    """They are the last rows of attention over a text without the empty places."""
+    counts = [data.draw(st.integers(0, cached_len), "cached tokens") for _ in range(B)]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
     q = torch.randn(B, KV * group, T, 4, generator=generator)
-    k, v = (torch.randn(B, KV, held + T, 4, generator=generator) for _ in range(2))
+    k, v = (torch.randn(B, KV, cached_len + T, 4, generator=generator) for _ in range(2))
     weights = torch.rand(B, T, generator=generator)
-    empty = torch.arange(held) >= torch.tensor(there)[:, None]
+    empty = torch.arange(cached_len) >= torch.tensor(counts)[:, None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "QUERY_CHUNK", {"cpu": chunk})
         context, score = attention.causal_attention_with_scores(q, k, v, weights, empty)
-    for b, n in enumerate(there):
-        seen = [*range(n), *range(held, held + T)]
+    for b, n in enumerate(counts):
+        seen = [*range(n), *range(cached_len, cached_len + T)]
         future = torch.ones(T, n + T, dtype=torch.bool).triu(n + 1)
         expected = torch.zeros(KV, n + T, dtype=torch.float64)
         for head in range(KV * group):
@@ -98,12 +99,12 @@ def test_queries_behind_held_tokens_see_them_and_no_empty_place(B, KV, group, he
             torch.testing.assert_close(context[b, head].double(), p @ values, atol=1e-5, rtol=1e-5)
             expected[head // group] += weights[b].double() @ p
         torch.testing.assert_close(score[b][:, seen].double(), expected, atol=1e-5, rtol=1e-5)
-        assert not score[b, :, n:held].any()
+        assert not score[b, :, n:cached_len].any()
 
 
 @pytest.mark.parametrize("KV, group", [(3, 1), (2, 3), (1, 8)])
 @pytest.mark.parametrize("T", [63, 64, 65, 127, 128, 129, 255, 256, 257, 300])
-def test_lengths_around_the_chunk_that_is_used(T, KV, group):
+def test_lengths_around_the_default_chunk(T, KV, group):
     assert_like_naive(2, KV, group, T, 8, [T, T - 37], seed=T)
 
 
@@ -117,8 +118,8 @@ def test_large_logits_do_not_overflow_the_sums():
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("T", [5, 70, 300])
-def test_scores_are_fp32_sums_whatever_the_dtype(dtype, T, group):
-    """Hundreds of small shares must not be lost to rounding."""
+def test_scores_are_fp32_sums_in_every_dtype(dtype, T, group):
+    """Rounding must not swallow hundreds of small probabilities."""
     q, k, v = random_prompts(2, 2, group, T, 8, T, dtype)
     lengths = [T, T - 2]
     context, score = attention.causal_attention_with_scores(q, k, v, real(lengths, T))
@@ -140,7 +141,7 @@ def empty_slots(B, heads, S, generator):
 
 
 def assert_cached_like_naive(B, KV, group, D, segments, per_head, seed, dtype=torch.float32, atol=1e-5):
-    """Attention over segments is attention over their slots, of each head of a group over those of its KV head."""
+    """Attention over segments is attention over their slots; all heads of a group share a KV head's slots."""
     generator = torch.Generator().manual_seed(seed)
     S = sum(segments)
     q = torch.randn(B, KV * group, 1, D, generator=generator).to(dtype)
@@ -173,18 +174,19 @@ def test_attention_over_segments_is_attention_over_their_slots(B, KV, group, D, 
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("elements", [1, 100, 1 << 20])
+@pytest.mark.parametrize("elements", [None, 1, 100, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_cache_in_16_bits_gives_the_plain_formula_however_many_heads_are_taken_at_once(
-    monkeypatch, dtype, elements, group
-):
-    monkeypatch.setitem(attention.CHUNK_ELEMENTS, "cpu", elements)
+def test_a_cache_in_16_bits_gives_the_plain_formula(monkeypatch, dtype, elements, group):
+    """By compiled loops; without them in fp16 a few heads at a time, in bf16 by matmuls."""
+    if elements is not None:
+        monkeypatch.setattr(threads, "compiled", lambda: None)
+        monkeypatch.setitem(attention.WIDENED_ELEMENTS, "cpu", elements)
     assert_cached_like_naive(3, 2, group, 6, [5, 9], True, group, dtype, atol=0.04)
     assert_cached_like_naive(3, 2, group, 6, [14], False, group, dtype, atol=0.04)
 
 
 class Repeats(TorchDispatchMode):
-    """Looks for tensors that hold more than `most` elements, all of them marked as those of K and V are."""
+    """Records operators that make tensors of more than `most` elements, all of them marked like K and V."""
 
     MARK = 1000.0
 
@@ -195,7 +197,7 @@ class Repeats(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         if "empty" in str(function):
-            made.zero_()  # else it holds what lay there before, which may be a K of an earlier test
+            made.zero_()  # the memory may still hold the K of an earlier test
         for x in made if isinstance(made, (tuple, list)) else [made]:
             if isinstance(x, torch.Tensor) and x.untyped_storage().nbytes() > self.most * x.itemsize:
                 if x.numel() > self.most and bool((x.abs() >= self.MARK - 1).all()):
@@ -204,7 +206,7 @@ class Repeats(TorchDispatchMode):
 
 
 def marked(*shape, dtype):
-    """Alternating along the tokens, so that no mean of them looks marked."""
+    """The sign alternates along the tokens, so that no mean looks marked."""
     signs = torch.tensor([1.0, -1.0]).repeat(shape[2])[: shape[2], None]
     return (signs * Repeats.MARK).expand(shape).to(dtype).contiguous()
 
@@ -234,7 +236,7 @@ def test_a_repeated_k_would_be_found():
 
 
 class Buffers(TorchDispatchMode):
-    """The bytes of all flat tensors that are taken empty."""
+    """Counts the bytes of all flat tensors that are allocated empty."""
 
     def __init__(self):
         super().__init__()
@@ -258,12 +260,12 @@ class Buffers(TorchDispatchMode):
         ((8, 0), torch.float32, {1: True, 3: False}),
     ],
 )
-def test_a_gpu_takes_a_prompt_by_chunks_where_torch_would_hold_too_much(monkeypatch, capability, dtype, group, fused):
-    """Whole matrices of probabilities in bf16 before sm_80, and repeated K and V where no flash kernel runs."""
+def test_a_gpu_chunks_prompts_where_torch_would_need_too_much(monkeypatch, capability, dtype, group, fused):
+    """Else it would hold all probabilities of a batch in bf16 before sm_80, and repeat K and V without flash."""
     calls = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(a))
-    with FakeTensorMode(), suppress(RuntimeError):  # no CUDA: the chunks of a fake tensor come to nothing
+    with FakeTensorMode(), suppress(RuntimeError):  # chunks of fake tensors fail
         q, k = (torch.ones(1, heads, 3, 4, dtype=dtype, device="cuda") for heads in (group, 1))
         attention.causal_attention(q, k, k)
     assert bool(calls) is fused[group]
@@ -274,7 +276,7 @@ def test_a_gpu_takes_a_prompt_by_chunks_where_torch_would_hold_too_much(monkeypa
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_plan_counts_the_buffers_of_chunks(monkeypatch, dtype, slow, T, group):
-    monkeypatch.setattr(attention, "is_slow", lambda x: slow and x.dtype != torch.float32)
+    monkeypatch.setattr(attention, "prefers_fp32", lambda x: slow and x.dtype != torch.float32)
     B, KV = 2, 3
     q, k = (torch.ones(B, heads, T, 4, dtype=dtype) for heads in (KV * group, KV))
     with Buffers() as buffers:
@@ -283,6 +285,6 @@ def test_the_plan_counts_the_buffers_of_chunks(monkeypatch, dtype, slow, T, grou
     shapes = SimpleNamespace(device="cpu", itemsize=dtype.itemsize, spec=spec)
     planned = chunk_bytes(shapes, B * T, T)
     if slow and dtype.itemsize == 2:
-        planned = planned * 2 // 3  # not known to the plan: as if it were fast
+        planned = planned * 2 // 3  # the plan does not know that it is slow
     whole_groups = 0.95 if group == 1 else 0.7
     assert whole_groups * planned <= buffers.taken <= planned

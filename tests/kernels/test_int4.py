@@ -1,5 +1,5 @@
-"""Matmuls in int8 with weights in blocks of 4 bits as they are stored: those of the same numbers in fp64, and the same
-to the bit whatever else is multiplied beside."""
+"""Int8 matmuls with weights in blocks of 4 bits agree with matmuls of the same numbers in fp64, and are bit-identical
+whatever else is multiplied in the same call."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ every_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form
 
 
 def blocks(form, out: int, width: int, seed: int = 0) -> Quantised:
-    """Any codes, with scales of any size, negative ones among them, as files have them."""
+    """Random codes, with scales of any size and sign, as in files."""
     random = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (out, width // form.group, form.row_bytes(form.group)[0]), generator=random)
     raw = raw.to(torch.uint8)
     floats = torch.randn(*raw.shape[:2], 2, generator=random) * torch.logspace(-3, 1, raw.shape[1])[:, None]
     count = 2 if form.has_minimum else 1
     raw[..., : 2 * count] = floats.half().view(torch.uint8)[..., : 2 * count]
-    raw[0] = 0  # a row that is 0
+    raw[0] = 0  # a row of zeros
     return Quantised(form, raw.view(-1), (out, width), in_int8=True, in_blocks=True)
 
 
@@ -47,7 +47,7 @@ def expected(x: torch.Tensor, weight: Quantised, bias: torch.Tensor | None, outl
     "rows, out, width",
     [(1, 1, 64), (2, 17, 128), (3, 5, 576), (37, 90, 2048), (5, 33, 2048 + 64), (4, 20, 4096 + 192), (9, 16, 6144)],
 )
-def test_it_is_the_matmul_of_the_numbers_in_blocks(form, rows, out, width):
+def test_it_is_the_matmul_of_the_decoded_blocks(form, rows, out, width):
     weight, x = blocks(form, out, width), activations(rows, width)
     for bias, outliers in ((None, True), (torch.randn(out), False)):
         exact = expected(x, weight, bias, outliers)
@@ -56,8 +56,8 @@ def test_it_is_the_matmul_of_the_numbers_in_blocks(form, rows, out, width):
 
 
 @every_format
-def test_its_numbers_are_those_of_the_format(form):
-    """To within what rounds them: half of one in 8,000 of a segment's largest, 7.5 times from the middle code."""
+def test_its_numbers_are_close_to_the_decoded_ones(form):
+    """A scale is rounded by at most half of 1/8,000 of the segment's largest, and counts up to 7.5 times."""
     weight, stored = blocks(form, 20, 2048), torch.empty(20, 2048)
     weight.decode(stored)
     largest = weight.format.codes(weight.raw, weight.shape, 0, 20).largest[:, None]
@@ -82,8 +82,8 @@ def test_a_row_does_not_depend_on_its_neighbours(rows):
     assert torch.equal(int8_linear(x[rows], weight), int8_linear(x, weight)[rows])
 
 
-def test_rows_of_heads_are_put_in_order():
-    """Rows of queries and keys, which llama.cpp has in another order."""
+def test_interleaved_rows_of_heads_are_reordered():
+    """Rows of queries and keys, which llama.cpp stores in another order."""
     weight, x, bias = blocks(GGUF["Q4_0"], 24, 64), activations(5, 64), torch.randn(24)
     in_heads = replace(weight, format=replace(weight.format, heads=3))
     found = int8_linear(x, weight)
@@ -91,8 +91,8 @@ def test_rows_of_heads_are_put_in_order():
     assert torch.equal(int8_linear(x, in_heads, bias), int8_linear(x, in_heads) + bias)
 
 
-def test_layers_of_all_kinds_share_the_threads(monkeypatch):
-    """Of several formats and sizes, cut where one ends and another begins or elsewhere."""
+def test_threads_share_layers_of_all_kinds(monkeypatch):
+    """Several formats and sizes, cut between layers and within them."""
     x, codes = activations(width=192), torch.randint(-127, 128, (90, 192), dtype=torch.int8)
     layers = [
         (blocks(form, out, 192), torch.randn(out)) for form, out in zip(FORMATS * 2, (90, 4, 3, 300, 1, 5, 16, 33))
@@ -108,7 +108,7 @@ def test_layers_of_all_kinds_share_the_threads(monkeypatch):
 @pytest.mark.parametrize("nibble", [0, 15])
 @pytest.mark.parametrize("sign", [1, -1])
 @every_format
-def test_the_largest_sums_fit(form, sign, nibble):
+def test_the_largest_sums_do_not_overflow(form, sign, nibble):
     width = 4096
     weight = blocks(form, 4, width)
     raw = weight.raw.view(4, width // form.group, -1)
@@ -119,7 +119,7 @@ def test_the_largest_sums_fit(form, sign, nibble):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows(bad):
+def test_non_finite_scales_make_non_finite_outputs(bad):
     weight, x = blocks(Int4(64), 8, 128), activations(5, 128)
     good = int8_linear(x, weight)
     weight.raw.view(8, 2, -1)[3, 1, :2] = torch.tensor([bad]).half().view(torch.uint8)
@@ -127,7 +127,7 @@ def test_what_is_not_finite_shows(bad):
     assert not found[:, 3].isfinite().any() and torch.equal(found[:, others], good[:, others])
 
 
-def test_linear_takes_what_is_marked_so():
+def test_linear_multiplies_blocks_that_are_marked_in_blocks():
     weight, x = blocks(Int4(64), 90, 192), activations(width=192)
     expected = int8_linear(x, weight)
     linear.use(kernels())  # what was measured later changes nothing
@@ -137,7 +137,7 @@ def test_linear_takes_what_is_marked_so():
         assert not torch.equal(linear.linear(x, other), expected)
 
 
-def test_what_matmuls_are_given():
+def test_matmul_formats():
     fp32, q8 = torch.float32, GGUF["Q8_0"]
     given_of = [
         ("exact", False, {Int4(64): Dense(fp32), q8: Dense(fp32), Dense(torch.float16): Dense(fp32)}),
@@ -147,10 +147,10 @@ def test_what_matmuls_are_given():
     for compute, taken, formats in given_of:
         assert {form: linear.matmul_format(form, fp32, compute, taken) for form in formats} == formats
     assert linear.matmul_format(q8, fp32, "int8", False, is_head=True) == q8
-    assert linear.matmul_format(Int4(128), fp32, "int8", True) == Int8()  # one that the loop does not know
+    assert linear.matmul_format(Int4(128), fp32, "int8", True) == Int8()  # a group size that the loop does not support
 
 
-def test_which_models_are_multiplied_so(monkeypatch):
+def test_which_models_are_multiplied_in_blocks(monkeypatch):
     some, none = [Int8(), Int4(64), Dense(torch.float32)], [Int8(), GGUF["Q8_0"]]
     assert linear.takes_in_blocks(some, "int8", False) and linear.takes_in_blocks(some, "int8", False, True)
     assert not linear.takes_in_blocks(none, "int8", False) and not linear.takes_in_blocks(some, "exact", False)
@@ -162,7 +162,7 @@ def test_which_models_are_multiplied_so(monkeypatch):
         linear.takes_in_blocks(some, "int8", False, True)
 
 
-def test_a_job_is_told_of_what_gains():
+def test_a_job_reports_a_gain_from_int8():
     rates = kernels(blocks=True, bfloat16="native")
     rates.linear["int8"] = {"native": dict.fromkeys(ROWS, 1e11)}
     assert rates.gains_by_int8("bfloat16")

@@ -1,4 +1,4 @@
-"""Matmuls in int8: those of the same numbers in fp64, and the same to the bit whatever else is multiplied beside."""
+"""Matmuls in int8 equal those of the same values in fp64, and do not depend on other rows or layers, to the bit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from int8_oracle import int8_linear as slow_linear
 from machines import kernels
 
 from h2o_flexgen.formats import GGUF, Int4, Int8
-from h2o_flexgen.kernels import int8, linear
-from h2o_flexgen.kernels.int8 import FEW, TIMES, Int8Weight, int8_linear
+from h2o_flexgen.kernels import int8, linear, operands
+from h2o_flexgen.kernels.int8 import KERNELS, Kernel, Product, int8_linear
 from h2o_flexgen.kernels.linear import slice_rows
+from h2o_flexgen.kernels.operands import MAX_OUTLIERS, OUTLIER_RATIO, Int8Activations, Int8Weight
 from h2o_flexgen.kernels.rates import ROWS
 
 WIDTH, OUT = 200, 90
@@ -24,11 +25,12 @@ WIDTH, OUT = 200, 90
 
 @pytest.fixture(params=["numba", "torch"])
 def loops(request, monkeypatch):
-    """Both ways to quantise: compiled loops, and torch's operators, which CUDA has."""
+    """Both implementations: compiled loops, and torch's operators, which CUDA uses."""
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
         monkeypatch.setattr(int8, "compiled", lambda: None)
+        monkeypatch.setattr(operands, "compiled", lambda: None)
 
 
 def weights(out: int = OUT, width: int = WIDTH) -> tuple[torch.Tensor, Int8Weight]:
@@ -38,13 +40,13 @@ def weights(out: int = OUT, width: int = WIDTH) -> tuple[torch.Tensor, Int8Weigh
     return w, Int8Weight(torch.stack(codes).to(torch.int8), torch.tensor(scale))
 
 
-@pytest.mark.parametrize("few", [FEW, 0])
+@pytest.mark.parametrize("few", [MAX_OUTLIERS, 0])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_it_is_the_matmul_of_the_rounded_numbers(loops, dtype, has_bias, few):
+def test_it_is_the_matmul_of_the_rounded_values(loops, dtype, has_bias, few):
     (w, weight), x = weights(), activations().to(dtype)
     bias = torch.randn(OUT).to(dtype) if has_bias else None
-    exact = slow_linear(x.float(), w, bias, TIMES, few)
+    exact = slow_linear(x.float(), w, bias, OUTLIER_RATIO, few)
     got = int8_linear(x, weight, bias, outliers=few > 0)
     assert got.dtype == dtype
     rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
@@ -52,7 +54,7 @@ def test_it_is_the_matmul_of_the_rounded_numbers(loops, dtype, has_bias, few):
     assert error.max() < 2 * rounding
 
 
-def test_outliers_take_no_precision_from_the_others(loops):
+def test_outliers_cost_other_elements_no_precision(loops):
     _, weight = weights()
     x = activations()[20:21]  # with an outlier in column 5
     w = weight.codes * weight.scale[:, None]
@@ -67,7 +69,7 @@ def test_a_row_does_not_depend_on_its_neighbours(rows):
     assert torch.equal(int8_linear(x[rows], weight), int8_linear(x, weight)[rows])
 
 
-def test_threads_lose_no_outlier_of_each_other(monkeypatch):
+def test_threads_keep_the_outliers_that_others_find(monkeypatch):
     pytest.importorskip("numba")
     x = torch.randn(512, 4096)
     x.scatter_(1, torch.randint(4096, (512, 6)), 200)  # every column has some, in few rows
@@ -79,7 +81,7 @@ def test_threads_lose_no_outlier_of_each_other(monkeypatch):
 
 
 def test_layers_share_the_threads(monkeypatch):
-    """Of several sizes, some without tiles, cut where one layer ends and another begins or elsewhere."""
+    """Layers of several sizes, some too small for tiles; threads' parts end between layers or within them."""
     pytest.importorskip("numba")
     sizes, x = (90, 4, 3, 300, 5), activations(width=192)
     layers = [(weights(out, 192)[1], torch.randn(out) if out % 2 else None) for out in sizes]
@@ -100,7 +102,7 @@ def test_floats_beside_int8_stay_exact():
 
 
 @pytest.mark.parametrize("width", [192, WIDTH], ids=["tiles", "no tiles"])
-@pytest.mark.parametrize("kernel", int8.KERNELS)
+@pytest.mark.parametrize("kernel", int8.UNPACKED)
 def test_every_kernel_gives_the_same_to_the_bit(kernel, width, monkeypatch):
     (_, weight), x, bias = weights(width=width), activations(width=width), torch.randn(OUT)
     expected = int8_linear(x, weight, bias)
@@ -111,8 +113,8 @@ def test_every_kernel_gives_the_same_to_the_bit(kernel, width, monkeypatch):
 @pytest.mark.parametrize("codes", ["int16", "uint8"])
 @pytest.mark.parametrize("rows, width, out", [(1, 64, 4), (3, 64, 5), (4, 192, 8), (37, 576, 91), (6, 128, 300)])
 def test_tiles_are_the_same_in_any_codes(codes, rows, width, out, monkeypatch):
-    """In each of three threads, with outputs and rows left over and several blocks of the weight; without instructions
-    for `uint8` those of others do its work."""
+    """In each of three threads, with outputs and rows left over and several blocks of the weight. CPUs without
+    instructions for `uint8` compute it with others."""
     tiles = pytest.importorskip("h2o_flexgen.compiled.tiles")
     (_, weight), x, bias = weights(out, width), activations(rows, width), torch.randn(out)
     expected = int8_linear(x, weight, bias)
@@ -130,7 +132,7 @@ def test_tiles_add_up_the_largest_codes(codes, sign, monkeypatch):
     monkeypatch.setattr(tiles, "CODES", np.dtype(codes))
     x, weight = torch.full((5, 16384), sign * 127).to(torch.int8), torch.full((6, 16384), 127, dtype=torch.int8)
     out = torch.empty(5, 6, dtype=torch.float64)
-    int8.tiled(int8.Rows.of(x), [(Int8Weight(weight, torch.ones(6)), None, out)])
+    KERNELS["tiled"].run(Int8Activations.of(x), [Product(Int8Weight(weight, torch.ones(6)), None, out)])
     assert (out == np.float32(sign * 16384 * 127 * 127)).all()
 
 
@@ -145,7 +147,7 @@ def test_tiles_are_compiled_before_they_are_used(dtype):
 
 def test_without_compiled_loops_there_are_no_tiles(monkeypatch):
     monkeypatch.setattr(int8, "compiled", lambda: None)
-    assert not int8._works(int8._sums_by_tiles)
+    assert not int8.Tiled().works
 
 
 def test_a_packed_weight_gives_the_same_to_the_bit():
@@ -161,31 +163,38 @@ def test_floats_add_up_the_largest_codes_exactly():
     width = 3 * int8.EXACT_COLUMNS + 5
     codes, weight = (torch.randint(126, 128, (n, width), dtype=torch.int8) for n in (3, 4))
     codes[1] *= -1
-    assert torch.equal(int8.floats(codes, weight).long(), codes.long() @ weight.long().T)
+    assert torch.equal(KERNELS["floats"].sums(codes, weight).long(), codes.long() @ weight.long().T)
 
 
-def test_many_rows_go_in_parts(monkeypatch):
+def test_many_rows_are_multiplied_in_parts(monkeypatch):
     (_, weight), x = weights(), activations()
     whole = int8_linear(x, weight)
     monkeypatch.setattr(int8, "INT8_ROWS", 10)
     assert torch.equal(int8_linear(x, weight), whole)
 
 
-def test_what_torch_cannot_multiply_floats_do(monkeypatch):
+def test_floats_replace_a_kernel_that_does_not_work(monkeypatch):
     (_, weight), x = weights(), activations()
     expected = int8_linear(x, weight)
-    monkeypatch.setattr(int8, "is_exact", lambda kernel: False)
-    assert torch.equal(int8_linear(x, weight), expected)
+    called = []
+    floats = KERNELS["floats"]
+    monkeypatch.setattr(KERNELS["transposed"], "works", False)
+    monkeypatch.setattr(floats, "sums", lambda *operands: called.append(1) or type(floats).sums(floats, *operands))
+    assert torch.equal(int8_linear(x, weight), expected) and called
 
 
-def test_a_kernel_that_is_wrong_is_found():
-    def wrong(codes, weight):
-        exact = codes.float() @ weight.float().t()
-        return exact.clamp(-32768, 32767)  # as sums of 16 bits
-
-    assert not int8._works(wrong)
-    assert int8._works(lambda codes, weight: codes.float() @ weight.float().t())
-    assert not int8._works(lambda codes, weight: torch.ops.onednn.no_such_operator(codes))
+@pytest.mark.parametrize(
+    "sums, works",
+    [
+        (lambda codes, weight: codes.float() @ weight.float().t(), True),
+        (lambda codes, weight: (codes.float() @ weight.float().t()).clamp(-32768, 32767), False),  # sums in 16 bits
+        (lambda codes, weight: torch.ops.onednn.no_such_operator(codes), False),
+    ],
+)
+def test_a_wrong_or_missing_operator_is_detected(sums, works):
+    kernel = Kernel()
+    kernel.sums = sums
+    assert kernel.works == works
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -199,7 +208,7 @@ def test_what_is_not_finite_stays_in_its_row(loops, bad):
     assert torch.equal(got[others], expected[others])
 
 
-def test_linear_takes_such_a_weight():
+def test_linear_multiplies_an_int8_weight():
     (_, weight), x = weights(), activations()
     assert torch.equal(linear.linear(x[None], weight)[0], int8_linear(x, weight))
     assert torch.equal(linear.linear(x, weight, outliers=False), int8_linear(x, weight, outliers=False))
@@ -227,7 +236,7 @@ def test_packing_is_chosen_by_the_rates():
 
 @pytest.mark.parametrize("form", [Int4(32), GGUF["Q8_0"], GGUF["Q4_1"]], ids=lambda form: form.name)
 def test_a_head_goes_in_slices(form, monkeypatch):
-    """Each becomes codes of 8 bits for its matmul; together they give the matmul of the whole, to the bit."""
+    """Each is converted to codes of 8 bits; together they give the matmul of the whole, to the bit."""
     shape, x, bias = (90, 192), activations(width=192), torch.randn(90)
     raw = torch.randint(0, 60, (form.nbytes(shape),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     weight, eights = form.view(raw, shape), Int8().view(torch.zeros(Int8().nbytes(shape), dtype=torch.uint8), shape)
@@ -239,5 +248,5 @@ def test_a_head_goes_in_slices(form, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [576, 896, 1536, 3584])
-def test_slices_of_a_head_have_as_many_rows_as_kernels_want(width):
+def test_slices_of_a_head_have_multiples_of_16_rows(width):
     assert slice_rows(width, 1) % 16 == slice_rows(width, 4) % 16 == 0

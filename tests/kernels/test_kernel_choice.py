@@ -34,13 +34,13 @@ def test_no_kernel_is_clearly_faster_than_the_chosen_one(found, dtype, rows):
 
 
 @given(measured, st.sampled_from(HALF_TYPES), st.integers(1, 5000))
-def test_rows_between_those_measured_take_the_kernel_of_the_nearest(found, dtype, rows):
+def test_rows_that_were_not_measured_use_the_kernel_of_a_neighbour(found, dtype, rows):
     neighbours = {max((n for n in ROWS if n <= rows), default=1), min((n for n in ROWS if n >= rows), default=512)}
     assert found.kernel(dtype, rows) in {found.kernel(dtype, n) for n in neighbours}
 
 
 @given(measured, st.sampled_from(HALF_TYPES))
-def test_a_matrix_is_packed_only_if_that_pays_over_all_rows(found, dtype):
+def test_a_matrix_is_packed_only_if_that_is_faster_over_all_rows(found, dtype):
     def seconds(name):
         return sum(1 / found.linear[dtype][name][n] for n in MIX)
 
@@ -104,6 +104,6 @@ def test_rates_survive_a_file(found):
         {"attention": {"bfloat16": "fast"}},
     ],
 )
-def test_nonsense_is_refused(change):
+def test_malformed_rates_are_rejected(change):
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
         KernelRates.from_dict(asdict(kernels()) | change)

@@ -1,4 +1,4 @@
-"""The compiled loops between matmuls, beside plain formulas."""
+"""Compiled loops of attention and of row-wise operations agree with plain formulas."""
 
 import pytest
 import torch
@@ -25,22 +25,25 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
     dtype=st.sampled_from(DTYPES),
     data=st.data(),
 )
-def test_slots_behind_those_that_are_held_are_not_read(B, KV, group, D, segments, kind, dtype, data):
+def test_attention_reads_no_slot_beyond_cached_len(B, KV, group, D, segments, kind, dtype, data):
     if D % DIVISORS[kind]:
         return
     S = sum(segments)
-    held = torch.tensor([data.draw(st.integers(1, S)) for _ in range(B)])
-    assert_held(B, KV, group, D, segments, held, kind, dtype)
+    cached_len = torch.tensor([data.draw(st.integers(1, S)) for _ in range(B)])
+    check_attention((KV, group, D), segments, cached_len, kind, dtype)
 
 
-def test_several_threads_share_the_heads():
-    held = torch.tensor([700, 1, 350, 699])
-    assert 2 * 2 * 80 * int(held.sum()) > threads.SMALL
-    assert_held(4, 2, 3, 80, [300, 400], held, None, torch.float32)
+def test_threads_share_the_heads():
+    cached_len = torch.tensor([700, 1, 350, 699])
+    assert 2 * 2 * 80 * int(cached_len.sum()) > threads.SMALL
+    check_attention((2, 3, 80), [300, 400], cached_len, None, torch.float32)
 
 
-def assert_held(B, KV, group, D, segments, held, kind, dtype):
-    """Attention over the first slots, whatever the others hold, is the formula over what the first ones stand for."""
+def check_attention(heads, segments, cached_len, kind, dtype):
+    """Attention over the first `cached_len` slots equals the formula over their decoded vectors, whatever other slots
+    hold. `heads`: KV heads, query heads of each, elements of a head."""
+    KV, group, D = heads
+    B = len(cached_len)
     form = cache_format(kind, dtype, D)
     S = sum(segments)
     k, v = torch.randn(2, B, KV, S, D).to(dtype)
@@ -48,19 +51,19 @@ def assert_held(B, KV, group, D, segments, held, kind, dtype):
     stored = form.stored(k, v)
     plain = [each.floats(x, torch.float64) if kind is None else each.floats(x, torch.float32).double()
              for each, x in zip(form, stored)]  # fmt: skip
-    behind = torch.arange(S) >= held[:, None]
+    unused = torch.arange(S) >= cached_len[:, None]
     for x in stored:  # NaN, also as the scale of codes
-        x.view(torch.uint8).transpose(1, 2)[behind] = 255
+        x.view(torch.uint8).transpose(1, 2)[unused] = 255
     parts = [[x.contiguous() for x in t.split(segments, 2)] for t in stored]
-    context, _ = attention.cached_attention(q, *parts, held, form=form)
+    context, _ = attention.cached_attention(q, *parts, cached_len, form=form)
     logits = q.double().view(B, KV, group, D) @ plain[0].transpose(2, 3) / D**0.5
-    p = torch.softmax(logits.masked_fill(behind[:, None, None], float("-inf")), -1)
+    p = torch.softmax(logits.masked_fill(unused[:, None, None], float("-inf")), -1)
     wanted = (p @ plain[1]).view(B, KV * group, 1, D)
     torch.testing.assert_close(context.double(), wanted, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("slot", [-1, 9])
-def test_a_slot_that_a_cache_lacks_is_an_error(slot):
+def test_writing_a_slot_that_the_cache_lacks_raises(slot):
     parts = [torch.zeros(1, 1, n, 8) for n in (4, 5)]
     cache = KVTensors(parts, [x.clone() for x in parts], {}, cache_format(None, torch.float32, 8))
     with pytest.raises(IndexError):
@@ -69,7 +72,7 @@ def test_a_slot_that_a_cache_lacks_is_an_error(slot):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_are_torchs(dtype, monkeypatch):
+def test_rms_norm_agrees_with_torch(dtype, monkeypatch):
     x, weight = torch.randn(300, 1000).to(dtype), torch.randn(1000).to(dtype)
     x[3] = 0
     x[5, 7] = float("nan")
@@ -80,8 +83,8 @@ def test_norms_are_torchs(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_likeliest_tokens_are_torchs(dtype, monkeypatch):
-    """Of equal ones the first; a row with NaN or infinity has no finite sum."""
+def test_the_likeliest_tokens_agree_with_torch(dtype, monkeypatch):
+    """Ties go to the first; a row with NaN or infinity has no finite sum."""
     logits = torch.randn(9, 70).to(dtype)
     logits[0, [9, 40]] = 7.0
     logits[1] = 1.0

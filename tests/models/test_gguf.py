@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Int8, Quantised
-from h2o_flexgen.kernels import int8, linear
-from h2o_flexgen.kernels.int8 import Int8Weight
+from h2o_flexgen.kernels import linear, operands
+from h2o_flexgen.kernels.operands import Int8Weight
 from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile, in_place
 from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.rope import frequencies
@@ -234,8 +234,9 @@ def test_its_matmuls_in_int8_are_those_of_the_oracle(quantised, monkeypatch, req
         if source_type(quantised) == "Q8_0":
             pytest.skip("of 4 bits only")
         request.getfixturevalue("fast_blocks")
-    monkeypatch.setattr(int8, "TIMES", 3.0)  # rows are too short for real outliers
-    oracle, (text,) = multiplying(quantised.oracle, 3.0, int8.FEW, rounds=not blocks), quantised.prompts([12])
+    monkeypatch.setattr(operands, "OUTLIER_RATIO", 3.0)  # rows are too short for real outliers
+    oracle = multiplying(quantised.oracle, 3.0, operands.MAX_OUTLIERS, rounds=not blocks)
+    (text,) = quantised.prompts([12])
     options = dict(device="cpu", dtype="float32", compute="int8", in_blocks=blocks, progress=False)
     with LLM(str(quantised.folder), Policy(**where), **options) as llm:
         if blocks:

@@ -1,4 +1,4 @@
-"""Policy and KV budget "auto": what LLM and its command take, and what contradicts a given policy."""
+"""Policy and KV budget "auto" in LLM and its command, and options that contradict a given policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hardware(tmp_path):
     return path
 
 
-def test_auto_on_little_memory_gives_the_same_tokens(hardware, tmp_path, monkeypatch):
+def test_auto_with_little_memory_gives_the_same_tokens(hardware, tmp_path, monkeypatch):
     folder = write_model(
         tmp_path / "deep", config=(config := {**TINY, "num_hidden_layers": 12}), state=tiny_state(config)
     )
@@ -131,12 +131,12 @@ def test_a_searched_policy_brings_its_budget(cli, model, tmp_path):
         {"prefill_tokens": 512},
     ],
 )
-def test_what_a_given_policy_would_ignore_is_refused(model, option):
+def test_options_that_a_given_policy_would_ignore_are_refused(model, option):
     with pytest.raises(UserError, match="a policy has its own"):
         LLM(str(model), Policy(2), **option)
 
 
-def test_bad_settings_of_the_api(model):
+def test_bad_arguments_are_refused(model):
     with pytest.raises(UserError, match="max_latency"):
         LLM(str(model), max_latency=-1)
     with pytest.raises(UserError, match='"auto"'):

@@ -1,4 +1,4 @@
-"""The planner: what it takes without a search, when it measures, and that all ways lead to one choice."""
+"""The planner: what it chooses without a search, and when it measures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.kv_cache import FullCache
 from h2o_flexgen.planning.budget import largest_free
 from h2o_flexgen.planning.memory import Resources, decode_rows
-from h2o_flexgen.planning.planner import Planner, check_cpu_cap
+from h2o_flexgen.planning.planner import Planner, check_cpu_cap, choose
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import GIB, TIERS, KVBudget, Policy
 
@@ -20,25 +20,25 @@ RESIDENT = (100, 0, 100, 0, 100, 0)
 
 
 def resources(profile=None, **gib) -> Resources:
-    """The memory of a profile's machine, with so many GiB of a tier at most."""
+    """The memory of a profile's machine, capped to these GiB by tier."""
     caps = {tier: int(gib[tier] * GIB) if tier in gib else None for tier in TIERS}
     return Resources.of(profile or laptop(), caps)
 
 
 def unmeasured(**constraints) -> tuple[Planner, list]:
-    """A planner of a machine that has not been measured, and the times it was."""
+    """A planner for an unmeasured machine, and a list that grows by one each time it is measured."""
     planner, times = planner_of(laptop(), MODEL, **constraints), []
     return Planner(planner.models, planner.constraints, measure=lambda: times.append(1) or laptop()), times
 
 
-def test_what_fits_is_resident_and_nothing_is_measured():
+def test_a_job_that_fits_is_resident_and_nothing_is_measured():
     planner, measured = unmeasured()
     choice = planner.choose(JOB, resources())
     assert choice.policy == Policy(40, 1, RESIDENT) and not choice.plan.missing()
     assert choice.prediction is None and not measured
 
 
-def test_what_fits_with_small_micro_batches_is_resident_too():
+def test_a_job_that_fits_with_small_micro_batches_is_resident_too():
     planner, measured = unmeasured()
     small = Policy(40, 1, RESIDENT, prefill_tokens=512)
     needed = planner.plan(small, FullCache(), JOB, resources())[1].needed("gpu")
@@ -54,7 +54,7 @@ def test_half_as_many_rows_are_resident_where_all_do_not_fit():
 
 
 @pytest.mark.parametrize("given, limits", [({}, {"gpu": 2}), ({"max_latency": 1e6}, {}), ({"resident": False}, {})])
-def test_what_does_not_fit_or_may_be_faster_is_searched_and_measured_once(given, limits):
+def test_a_job_that_does_not_fit_or_may_be_faster_is_searched_and_measured_once(given, limits):
     planner, measured = unmeasured(**given)
     for _ in range(2):
         choice = planner.choose(JOB, resources(**limits))
@@ -79,7 +79,7 @@ def test_a_given_policy_is_taken_whether_it_fits_or_not():
         choice.plan.check()
 
 
-def test_given_sizes_are_kept_in_what_is_resident_and_in_what_is_searched():
+def test_given_sizes_are_kept_by_resident_and_by_searched_policies():
     for limits in ({}, {"gpu": 1.5}):
         policy = planner_of(laptop(), MODEL, gpu_batch_size=5, overlap=False).choose(JOB, resources(**limits)).policy
         assert policy.gpu_batch_size == 5 and not policy.overlap
@@ -96,6 +96,15 @@ def test_an_automatic_budget_is_the_largest_that_is_free():
         chosen.num_gpu_batches,
     )
     assert choice.prediction.tokens_per_s == chosen.tokens_per_s
+
+
+def test_candidates_that_do_not_fit_are_skipped():
+    planner = planner_of(laptop(), MODEL)
+    too_large, *_ = planner.candidates(JOB, resources(gpu=0.3), kv_budget="auto")
+    fitting, *_ = planner.candidates(JOB, resources(), kv_budget="auto")
+    assert len(choose([too_large, fitting], planner.profile).curve) == 1
+    with pytest.raises(PlanError, match="not even 1 x 1 sequences"):
+        choose([too_large], planner.profile)
 
 
 def test_a_single_block_counts_the_prompts_it_holds():

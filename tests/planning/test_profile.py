@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from machines import KERNELS, laptop
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.machine.profile import Profile, between
+from h2o_flexgen.machine.profile import Profile, interpolate
 
 
 @pytest.mark.parametrize("kernels", [None, KERNELS])
@@ -20,14 +20,14 @@ def test_a_profile_survives_a_file(tmp_path, kernels):
     assert Profile.from_file(tmp_path / "p.json") == profile
 
 
-def test_resident_matmuls_that_were_not_measured_are_like_streamed_ones():
+def test_unmeasured_resident_matmuls_have_the_rate_of_streamed_ones():
     profile = laptop()
     assert "resident" not in profile.matmul
     assert profile.matmul_seconds((768, 768), 8, resident=True) == profile.matmul_seconds((768, 768), 8)
 
 
 SHAPES = [(768, 768), (2048, 2048), (8192, 2048), (2048, 8192), (50272, 768)]
-#: a rate that tells its shape
+#: each shape has a rate of its own
 TABLES = {shape: {1: 1e9 * n, 100: 1e11 * n} for n, shape in enumerate(SHAPES, 1)}
 PROFILE = laptop(matmul={"streamed": TABLES, "resident": {shape: {1: 1e12} for shape in SHAPES}})
 
@@ -54,7 +54,7 @@ def test_a_matmul_has_the_rate_of_the_nearest_shape(shape, like):
 
 
 def damaged(path: str, value) -> dict:
-    """A part of a profile in which one value is another: "links/disk_to_cpu/bytes_per_s"."""
+    """A part of a profile with one value replaced, at a path such as "links/disk_to_cpu/bytes_per_s"."""
     part, *folders, name = path.split("/")
     inner = whole = json.loads(laptop().to_json())[part]
     for key in folders:
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text):
         Profile.from_file(path)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot read the hardware profile"):
         Profile.from_file(tmp_path / "none.json")
 
@@ -119,8 +119,8 @@ tables = st.dictionaries(st.integers(1, 4096), st.floats(1e3, 1e15), min_size=1,
 
 
 @given(tables, st.integers(1, 10_000))
-def test_between_stays_between(table, x):
-    value = between(table, x)
+def test_interpolated_values_stay_within_the_table(table, x):
+    value = interpolate(table, x)
     assert min(table.values()) * (1 - 1e-9) <= value <= max(table.values()) * (1 + 1e-9)
     if x in table:
         assert value == pytest.approx(table[x])

@@ -1,23 +1,26 @@
-"""The search: nothing of the grid is better than what it picks, and what it picks fits."""
+"""The search: it picks what no policy of the grid beats, and its pick fits."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import T4, laptop, search
+from machines import T4, laptop, percents, search
 
 from h2o_flexgen.errors import PlanError, UserError
-from h2o_flexgen.planning.budget import BudgetPoint, budget_choices, largest_free, size_budget
-from h2o_flexgen.planning.search import Search
-from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.planning.budget import BudgetChoice, BudgetPoint, budget_choices, largest_free
+from h2o_flexgen.planning.cost import batches_of
+from h2o_flexgen.planning.memory import plan_policy
+from h2o_flexgen.planning.relaxation import Fractions, Move, Relaxation, RelaxedPlacement, fewest_seconds
+from h2o_flexgen.policy import KINDS, TIERS, KVBudget, Policy
 
 few = settings(max_examples=5)
-#: where matrices that stay are packed, which doubles the rate of their matmuls
+#: resident matrices are packed here, which doubles the rate of their matmuls
 PACKING = laptop(
     matmul={"streamed": {(2048, 2048): {1: 1e10, 128: 4e11}}, "resident": {(2048, 2048): {1: 1e10, 128: 8e11}}}
 )
@@ -34,8 +37,8 @@ jobs = st.fixed_dictionaries(
 
 @few
 @given(jobs)
-def test_leaving_pairs_out_loses_nothing(job):
-    """The pruned enumeration against one that costs every pair of batch sizes."""
+def test_skipping_batch_sizes_loses_nothing(job):
+    """The pruned enumeration against one that places every pair of batch sizes."""
     s = search(**job)
     whole = min(filter(None, map(s.placed, s.unplaced())), key=s.score)
     assert s.best().prediction.job_seconds <= whole.prediction.job_seconds * (1 + 1e-6)
@@ -43,7 +46,7 @@ def test_leaving_pairs_out_loses_nothing(job):
 
 @few
 @given(jobs)
-def test_what_is_picked_fits_and_beats_a_grid_of_placements(job):
+def test_the_pick_fits_and_beats_a_grid_of_placements(job):
     s = search(**job)
     found = s.best()
     found.plan.check()
@@ -63,7 +66,7 @@ def test_what_is_picked_fits_and_beats_a_grid_of_placements(job):
 @few
 @given(jobs, st.sampled_from([(1, 1), (4, 2), (8, 3)]))
 def test_the_linear_program_is_a_lower_bound(job, pair):
-    """No placement of the pair takes fewer seconds than the relaxation allows."""
+    """No placement takes fewer seconds than the bound, or than the linear program allows."""
     s = search(**job)
     percents = [(100, 0, 100, 0, 100, 0), (50, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0), (0, 0, 50, 0, 100, 0)]
     if s.shapes.cuda:
@@ -73,15 +76,60 @@ def test_the_linear_program_is_a_lower_bound(job, pair):
         if c.plan.missing():
             continue
         seconds = s.score(c)[1] * (1 + 1e-6)
-        assert s.bound(c.policy) <= seconds
-        assert s.relaxed(c.policy, s.resources.limits, seconds) is not None
+        assert s.relaxation.lower_bound(c.policy) <= seconds
+        assert s.relaxation.solve(c.policy, s.resources.limits, seconds) is not None
+
+
+@few
+@given(jobs, st.sampled_from([(1, 1), (4, 2), (8, 3)]), percents(10))
+def test_the_relaxation_counts_no_more_bytes_than_the_plan(job, pair, percent):
+    """At the point of the relaxation that a placement of whole tensors and KV blocks stands for."""
+    s = search(**job)
+    policy = Policy(*pair, percent if s.shapes.cuda else (percent[0], 0, percent[2], 0, percent[4], 0))
+    placement, plan = plan_policy(policy, s.shapes, s.workload, s.resources)
+    weights = {name: s.shapes.nbytes(name) for layer in s.shapes.streamed for name, shape in layer.items() if shape[1:]}
+    sizes = [size for size, _ in batches_of(policy, s.workload.prompt_lens[: policy.block_size])]
+    x = RelaxedPlacement(
+        fractions((placement.weights[name], nbytes) for name, nbytes in weights.items()),
+        fractions((tier, sizes[batch]) for (_, batch), tier in placement.cache.items()),
+        fractions(zip(placement.activations, sizes)),
+    )
+    holds_head = all(placement.weights[name] == "gpu" for name in s.shapes.streamed[-1])
+    for tier, nbytes in s.relaxation.memory(policy, x, holds_head).items():
+        assert nbytes <= plan.needed(tier) + len(plan.items), tier  # items are rounded down
+
+
+def fractions(sizes: Iterable[tuple[str, int]]) -> Fractions:
+    """The fraction on each tier, from (tier, size) of each part."""
+    found = dict.fromkeys(TIERS, 0)
+    for tier, size in sizes:
+        found[tier] += size
+    return Fractions(*(found[tier] / sum(found.values()) for tier in TIERS))
+
+
+moves = st.lists(
+    st.builds(Move, st.sampled_from(KINDS), st.sampled_from(TIERS[1:]), st.floats(-9, 9), st.floats(0, 9)),
+    unique_by=lambda move: (move.kind, move.tier),
+)
+
+
+@given(moves, st.lists(st.floats(0, 1), min_size=6, max_size=6))
+def test_no_mix_of_moves_frees_bytes_in_fewer_seconds(moves, parts):
+    """A mix moves part of each kind to each tier, at most all of it."""
+    total = {kind: sum(part for move, part in zip(moves, parts) if move.kind == kind) for kind in KINDS}
+    parts = [part / max(1, total[move.kind]) for move, part in zip(moves, parts)]
+    freed = sum(part * move.freed for part, move in zip(parts, moves))
+    seconds = sum(part * move.seconds for part, move in zip(parts, moves))
+    assert fewest_seconds(freed - 1e-9, moves) <= seconds + 1e-9
 
 
 @pytest.mark.parametrize("profile", [laptop(), T4])
-def test_few_pairs_reach_the_solver(profile):
+def test_few_pairs_reach_the_solver(profile, monkeypatch):
     """The bound is near the program's own, which takes many times as long."""
-    s, solved = search(profile=profile, prompts=200, gpu=3, hh_ratio=0.2, gen_len=64), []
-    s.relaxed = lambda policy, *args: solved.append(policy) or Search.relaxed(s, policy, *args)
+    s = search(profile=profile, prompts=200, gpu=3, hh_ratio=0.2, gen_len=64)
+    solved = []
+    solve = Relaxation.solve
+    monkeypatch.setattr(Relaxation, "solve", lambda self, *args: solved.append(args[0]) or solve(self, *args))
     s.best()
     assert len(set(solved)) < len(list(s.unplaced())) / 4
 
@@ -125,7 +173,7 @@ def test_micro_batches_of_prefill_are_small_where_memory_is_tight():
 
 
 @pytest.mark.parametrize("prompt_len, found", [(16, {2048}), (128, {2048, 512}), (1100, {2048, 512}), (3000, {2048})])
-def test_micro_batches_that_take_the_same_room_are_tried_once(prompt_len, found):
+def test_micro_batches_of_the_same_size_are_tried_once(prompt_len, found):
     sizes = search(laptop(), model="meta-llama/Llama-3.2-1B", prompts=8, prompt_len=prompt_len).unplaced()
     assert {policy.prefill_tokens for policy in sizes if policy.gpu_batch_size == 8} == found
 
@@ -149,7 +197,7 @@ def test_a_latency_limit_is_kept():
     assert found.policy.block_size < free.policy.block_size
 
 
-def test_a_latency_that_cannot_be_reached_says_what_can():
+def test_an_unreachable_latency_is_refused_with_the_fastest_block():
     with pytest.raises(UserError, match=r"no policy finishes a block within 0.001 s: the fastest found takes \d"):
         search(laptop(), max_latency=0.001).best()
 
@@ -172,7 +220,7 @@ def test_all_tiers_that_are_short_are_named():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_what_binds_is_a_resource(overlap):
+def test_the_bottleneck_is_a_resource(overlap):
     found = search(T4, model="facebook/opt-30b", prompts=1, gpu_batch_size=1, num_gpu_batches=1, overlap=overlap).best()
     assert found.prediction.bound_by == "cpu to gpu"  # though compute is what these copies hold up
     larger = search(T4, model="facebook/opt-6.7b", prompts=512, overlap=overlap).best()
@@ -188,7 +236,7 @@ def test_what_binds_is_a_resource(overlap):
         ({"profile": T4, "model": "facebook/opt-175b", "cpu": 20, "disk": 30}, "disk"),
     ],
 )
-def test_what_cannot_fit_names_the_tier_and_the_bytes(job, tier):
+def test_a_job_that_cannot_fit_names_the_tier_and_the_bytes(job, tier):
     with pytest.raises(PlanError) as error:
         search(**job).best()
     found = re.search(
@@ -228,44 +276,40 @@ def test_a_budget_that_costs_too_much_is_not_taken():
 
 def test_budgets_go_from_the_floor_to_the_full_cache():
     choices = budget_choices(0.2, 100, 132)
-    assert choices[0] == (0.2, KVBudget.from_ratio(0.2))
-    assert choices[-1] == (None, None)
-    assert [r for r, _ in choices[:-1]] == sorted({r for r, _ in choices[:-1]})
+    assert choices[0] == BudgetChoice(KVBudget.from_ratio(0.2), 0.2, 0.4)
+    assert choices[-1] == BudgetChoice(None, None, None)
+    ratios = [choice.ratio for choice in choices[:-1]]
+    assert ratios == sorted(set(ratios))
     with pytest.raises(UserError, match="min_hh_ratio"):
         budget_choices(0.7, 100, 132)
 
 
 @pytest.mark.parametrize("longest, total", [(64, 1088), (512, 544), (1, 2), (1000, 1001)])
 def test_budgets_reach_up_to_the_full_cache(longest, total):
-    slots = [sum(budget.slots(longest)) for _, budget in budget_choices(0.1, longest, total)[:-1]]
+    slots = [sum(choice.kv_budget.slots(longest)) for choice in budget_choices(0.1, longest, total)[:-1]]
     assert slots == sorted(slots)
     assert all(n < total for n in slots[1:])
     assert longest < 10 or slots[-1] > total / 3
 
 
-def test_where_all_that_fits_loses_too_much_that_is_the_error():
-    def find(ratio, budget):
-        if budget is None:
-            raise PlanError("the gpu tier is too small")
-        return BudgetPoint(ratio, 10, 1, 1, 1.0, allowed=False), None
-
+def test_where_everything_that_fits_loses_too_much_that_is_the_error():
     with pytest.raises(UserError, match="nothing that fits into memory is known to lose at most `max_loss`"):
-        size_budget(budget_choices(0.1, 100, 200), find, False)
+        largest_free([replace(point(0.1, 1.0), allowed=False)])
 
 
 @given(st.integers(1, 2000), st.integers(2, 400), st.integers(1, 4000), st.floats(0.01, 1))
 def test_the_sized_budget_is_nearly_the_largest_that_is_free(knee, longest, gen_len, slope):
-    """Throughput that falls from a knee on: the budget found is free, and a fifth more would not have been."""
+    """Throughput that falls beyond a knee: the budget found is free, and one a third larger would not be."""
     total = longest + gen_len
 
     def speed(slots):
         return 100 - max(0, slots - knee) * slope
 
-    def find(ratio, budget):
+    curve = []
+    for budget, ratio, _ in budget_choices(0.1, longest, total):
         slots = total if budget is None else sum(budget.slots(longest))
-        return BudgetPoint(ratio, slots, 1, 1, speed(slots)), slots
-
-    slots, curve = size_budget(budget_choices(0.1, longest, total), find, False)
+        curve.append(BudgetPoint(ratio, slots, 1, 1, speed(slots)))
+    slots = largest_free(curve).slots
     assert [p.slots for p in curve] == sorted(p.slots for p in curve)
     least = 0.97 * curve[0].tokens_per_s
     assert speed(slots) >= least

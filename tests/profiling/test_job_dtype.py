@@ -1,4 +1,4 @@
-"""Which kernels are fastest is measured once on a machine, and decides the type of a job."""
+"""The kernels of a machine are measured once, and decide the dtype of a job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = open_device("cpu")
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The rates that measuring gives, one after the other; those it has given."""
+    """Replaces measuring, and lists the rates that it has returned."""
     found = []
 
     def rates():
@@ -54,14 +54,14 @@ def test_rates_beside_a_busy_program_are_not_kept(measured, monkeypatch):
     assert not machine.kept_file("kernels").exists()
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(measured, monkeypatch, tmp_path, caplog):
+def test_a_folder_that_is_not_writable_only_warns(measured, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "file"))
     assert measure.load_or_measure_kernels() == measured[0]
     assert "cannot keep what was measured" in caplog.text
 
 
-def test_auto_is_the_fastest_type_by_measuring(measured):
+def test_auto_is_the_fastest_measured_type(measured):
     assert measure.job_dtype(CPU, "auto") == torch.bfloat16
     assert measure.job_dtype(CPU, "auto") == torch.bfloat16
     assert len(measured) == 1
@@ -73,20 +73,20 @@ def test_fp32_needs_no_measuring(measured, name):
     assert measured == []
 
 
-def test_rates_of_a_given_profile_spare_measuring(measured):
+def test_a_given_profile_makes_measuring_unnecessary(measured):
     profile = laptop(dtype="float16", kernels=kernels(float16="native"))
     assert measure.job_dtype(CPU, "auto", profile=profile) == torch.float16
     assert measured == []
 
 
-def test_the_stored_type_counts(measured):
+def test_the_stored_type_wins_a_tie(measured):
     linear.use(kernels(bfloat16="native", float16="native"))
     assert measure.job_dtype(CPU, "auto", "float16") == torch.float16
     assert measure.job_dtype(CPU, "auto", "bfloat16") == torch.bfloat16
 
 
 @pytest.mark.parametrize("rate, warns", [(1e11, True), (2e11, True), (4e11, False)])
-def test_int8_that_gains_nothing_is_told(measured, caplog, rate, warns):
+def test_a_warning_if_int8_gains_nothing(measured, caplog, rate, warns):
     rates = kernels(bfloat16="native")
     rates.linear["int8"] = {"native": dict.fromkeys(ROWS, rate)}
     linear.use(rates)
@@ -103,7 +103,7 @@ def test_int8_that_gains_nothing_is_told(measured, caplog, rate, warns):
         ((8, 0), None, torch.float16),
     ],
 )
-def test_auto_on_cuda_is_fp16_but_for_checkpoints_in_bf16(measured, monkeypatch, capability, stored, wanted):
+def test_auto_on_cuda_is_fp16_except_for_checkpoints_in_bf16(measured, monkeypatch, capability, stored, wanted):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert measure.job_dtype(CudaDevice(torch.device("cuda")), "auto", stored) == wanted
     assert measured == []

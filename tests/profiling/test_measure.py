@@ -1,4 +1,4 @@
-"""Measuring the machine: small enough here to be quick; that the numbers are right is for the benchmarks."""
+"""Measuring the machine, in so little time that only benchmarks can judge the rates."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from h2o_flexgen.profiling import compute, machine
 from h2o_flexgen.profiling import measure as hardware
 from h2o_flexgen.profiling.compute import Scale
 from h2o_flexgen.profiling.machine import crowding, scheduled
+from h2o_flexgen.profiling.measure import load_or_measure  # a fixture replaces it in its module
 from h2o_flexgen.utils.files import cache_root
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-#: so little that a test is quick
+#: small enough for a quick test
 TINY = Scale(
     shapes=((64, 64), (256, 64), (1024, 64)),
     rows=(1, 512),
@@ -59,26 +60,26 @@ def test_a_measured_profile_is_a_profile(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_resident_matrices_are_measured_packed_where_they_are(monkeypatch, packed):
+def test_resident_matrices_are_measured_packed_if_jobs_pack_them(monkeypatch, packed):
     monkeypatch.setattr(compute, "packs", lambda dtype: packed)
     monkeypatch.setattr(compute, "pack", lambda w: w)
     found = compute.matmul_rates(open_device("cpu"), torch.bfloat16, TINY, 0.0)
     assert found.keys() - {"int8", "int8 resident", "int4"} == ({"streamed", "resident"} if packed else {"streamed"})
 
 
-def test_matrices_that_memory_has_no_room_for_are_left_out(monkeypatch):
+def test_matrices_too_large_for_memory_are_left_out(monkeypatch):
     monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 4 * 4 * 256 * 64)
     found = compute.matmul_rates(open_device("cpu"), torch.float32, TINY, 0.0)
     assert list(found["streamed"]) == [(64, 64), (256, 64)]
 
 
-def test_rates_leave_out_what_a_matmul_takes_whatever_its_size(monkeypatch):
+def test_rates_exclude_the_constant_cost_of_a_matmul(monkeypatch):
     monkeypatch.setattr(compute, "call_seconds", lambda *a: 3e-3)
     found = compute.matmul_rates(open_device("cpu"), torch.float32, TINY, 1e-3)
     assert found["streamed"][256, 64][512] == pytest.approx(2 * 256 * 64 * 512 / 2e-3)
 
 
-def test_of_several_passes_each_number_is_the_median():
+def test_each_rate_is_the_median_of_several_passes():
     links = [Link(1e9, lost) for lost in (1e-10, 3e-10, 2e-10)]
     assert hardware.medians([{"a": {8: n}, "link": link} for n, link in zip((5, 1, 2), links)]) == {
         "a": {8: 2},
@@ -87,7 +88,7 @@ def test_of_several_passes_each_number_is_the_median():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "policies" / "hardware").iterdir()), ids=lambda path: path.stem)
-def test_kept_profiles_can_be_read(path):
+def test_shipped_profiles_can_be_read(path):
     Profile.from_file(path)
 
 
@@ -104,22 +105,22 @@ def test_the_command_writes_a_profile(quick, tmp_path):
     assert Profile.from_file(out).dtype == "float32"
 
 
-def here(folder: Path) -> dict:
-    """What a profile of this machine says of it."""
-    return {**hardware.here(folder), "dtype": "float32"}
+def stamp(folder: Path) -> dict:
+    """The fields of a profile that identify this machine."""
+    return {**hardware.stamp(folder), "dtype": "float32"}
 
 
 def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_path):
     made = []
 
     def measure(device, dtype, root, progress):
-        made.append(replace(laptop(), **here(root)))
+        made.append(replace(laptop(), **stamp(root)))
         return made[-1]
 
     monkeypatch.setattr(hardware, "measure", measure)
 
     def ask():
-        return hardware.load_or_measure(open_device("cpu"), torch.float32, tmp_path, False)
+        return load_or_measure(open_device("cpu"), torch.float32, tmp_path, False)
 
     assert ask() == made[0]
     assert ask() == made[0]
@@ -135,22 +136,22 @@ def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_p
 
 
 def test_rates_beside_a_busy_program_are_not_kept(monkeypatch, tmp_path):
-    found = iter(replace(laptop(), crowded=crowded, **here(tmp_path)) for crowded in (0.5, 0.1))
+    found = iter(replace(laptop(), crowded=crowded, **stamp(tmp_path)) for crowded in (0.5, 0.1))
     monkeypatch.setattr(hardware, "measure", lambda *a: next(found))
-    asked = [hardware.load_or_measure(open_device("cpu"), torch.float32, tmp_path, False) for _ in range(3)]
+    asked = [load_or_measure(open_device("cpu"), torch.float32, tmp_path, False) for _ in range(3)]
     assert [profile.crowded for profile in asked] == [0.5, 0.1, 0.1]
 
 
 def test_a_kept_profile_chooses_the_kernels_it_was_measured_with(monkeypatch, tmp_path):
-    measured = replace(laptop(), kernels=kernels(bfloat16="widened"), **(here(tmp_path) | {"dtype": "bfloat16"}))
+    measured = replace(laptop(), kernels=kernels(bfloat16="widened"), **(stamp(tmp_path) | {"dtype": "bfloat16"}))
     monkeypatch.setattr(hardware, "measure", lambda *a: measured)
     for _ in range(2):
         linear.use(KERNELS)
-        hardware.load_or_measure(open_device("cpu"), torch.bfloat16, tmp_path, False)
+        load_or_measure(open_device("cpu"), torch.bfloat16, tmp_path, False)
     assert linear.rates() == measured.kernels
 
 
-def test_waiting_for_a_core_is_counted(tmp_path):
+def test_time_spent_waiting_for_a_core_is_counted(tmp_path):
     for n, text in enumerate(["3000000000 1000000000 17", "1000000000 0 1"]):
         (tmp_path / str(n)).mkdir()
         (tmp_path / str(n) / "schedstat").write_text(text + "\n")
@@ -161,12 +162,12 @@ def test_waiting_for_a_core_is_counted(tmp_path):
         assert crowding(before, counted) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("share, said", [(0.1, 0), (0.5, 1)])
-def test_a_busy_machine_is_told(monkeypatch, tmp_path, caplog, share, said):
+@pytest.mark.parametrize("share, warnings", [(0.1, 0), (0.5, 1)])
+def test_a_busy_machine_is_warned_about(monkeypatch, tmp_path, caplog, share, warnings):
     monkeypatch.setattr(hardware, "crowding", lambda before, now: share)
     profile = hardware.measure(open_device("cpu"), torch.float32, tmp_path / "offload", False, TINY)
     assert profile.crowded == share
-    assert caplog.text.count("waiting for a CPU core") == said
+    assert caplog.text.count("waiting for a CPU core") == warnings
 
 
 def test_a_gpu_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
@@ -178,7 +179,7 @@ def test_a_gpu_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
         hardware.measure(open_device("cpu"), torch.float32, tmp_path)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_a_folder_that_is_not_writable_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to the offload folder"):
         hardware.measure(open_device("cpu"), torch.float32, tmp_path / "file" / "offload", False, TINY)
