@@ -27,7 +27,7 @@ from h2o_flexgen.formats.forms import cache_formats
 from h2o_flexgen.kernels import rowwise
 from h2o_flexgen.kernels.linear import takes_in_blocks
 from h2o_flexgen.kv_cache.full import prepare_cache
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.models.repository import with_revision
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
@@ -130,7 +130,7 @@ class LLM:
         observer: Observer | None = None,
     ):
         self.turns = Turns()
-        self.device = Device(device)
+        self.device = open_device(device)
         cuda = self.device.is_cuda
         if dtype != "auto":
             self.device.dtype(dtype)  # raises for one that is not known
