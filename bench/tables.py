@@ -515,6 +515,19 @@ SUMMARIES = Table(
     },
     rouge_of_summaries,
 )
+VERSIONS = Table(
+    {
+        "job": "{about}",
+        "weights and cache": "{where}",
+        "seconds": "{seconds}",
+        "gain": "{ratio:.2f}x ({least:.2f} to {most:.2f})",
+        "tokens/s": "{tokens_per_s}",
+        "row-steps of running rows": "{running_share}",
+        "GB moved": "{moved_gb}",
+        "policy": "{policy}, {computes_in}, {compute} matmuls",
+    },
+    against_older,
+)
 TABLES = {
     "jobs_kills": KILLS,
     "jobs_kills_demo_model": KILLS,
@@ -677,19 +690,6 @@ TABLES = {
         settings_tried,
         file="real_jobs",
     ),
-    "versions": Table(
-        {
-            "job": "{about}",
-            "weights and cache": "{where}",
-            "seconds": "{seconds}",
-            "gain": "{ratio:.2f}x ({least:.2f} to {most:.2f})",
-            "tokens/s": "{tokens_per_s}",
-            "row-steps of running rows": "{running_share}",
-            "GB moved": "{moved_gb}",
-            "policy": "{policy}, {computes_in}, {compute} matmuls",
-        },
-        against_older,
-    ),
 }
 #: texts that are no plain table, by name: their file, and what makes them
 TEXTS = {
@@ -705,7 +705,9 @@ def table(name: str) -> str:
     if name in TEXTS:
         file, made = TEXTS[name]
     else:
-        shape = {"quality": QUALITY, "summaries": SUMMARIES}.get(name.partition("_")[0]) or TABLES[name]
+        shape = {"quality": QUALITY, "summaries": SUMMARIES, "versions": VERSIONS}.get(
+            name.partition("_")[0]
+        ) or TABLES[name]
         file, made = shape.file or name, shape.text
     data = stored(file)
     return made(data) if data else f"(not measured yet: docs/benchmarks/{file}.json)"

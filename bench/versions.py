@@ -4,10 +4,10 @@
     python -m bench.versions geometric uniform equal --checkout ../older --pairs 5
     python -m bench.versions shared --checkout ../older --where ram disk --pairs 3
 
-`geometric` and `uniform`: rows that end by lot (bench/lot.py), at lengths that the engine cannot know. `equal`: rows
-that all end together, with nothing in common, in which no version should lose. `shared`: prompts that begin alike.
-`answers`: scores of several answers to each question. In RAM, and with a part on disk under a memory cap, page cache
-included. Every run is a process of its own; both have the same policy, and float type: the one that this version takes
+`geometric` and `uniform`: rows end at random lengths (bench/lot.py) that the engine cannot know. `equal` and `opt`: all
+rows end together and share nothing, so no version should lose. `shared`: prompts with a common prefix. `answers`:
+scores of several answers to each question. In RAM, and with a part on disk under a memory cap that counts page cache.
+Every run is a separate process; both versions have the same policy and data type, the one that this version picks
 first. Results go to docs/benchmarks/versions.json after every pair. Needs root for the cgroup.
 """
 
@@ -75,6 +75,9 @@ WORKLOADS = {
     "geometric": replace(BY_LOT, about="outputs of 12 tokens on average, geometric, at most 48", draw="geometric"),
     "uniform": replace(BY_LOT, about="outputs of 1 to 24 tokens, uniform", draw="uniform", most=24),
     "equal": replace(BY_LOT, about="outputs of 12 tokens, all alike", most=12),
+    "opt": Workload(
+        "OPT-1.3B, outputs of 16 tokens, all alike", "facebook/opt-1.3b", "safetensors", 32, 64, 16, batch=32, cap=1.5
+    ),
     "shared": Workload(
         "prompts of 512 tokens, 448 in common",
         DEMO,
@@ -103,13 +106,14 @@ WORKLOADS = {
 
 
 class Runner:
-    """Runs one workload with either version. `folders`: of each side, the checkout."""
+    """Runs one workload with either version. `folders`: of each side, the checkout; `file`: gets the results."""
 
-    def __init__(self, folders: dict[str, Path], scratch: Path, compute: str, limit: float):
+    def __init__(self, folders: dict[str, Path], scratch: Path, compute: str, limit: float, file: str = FILE):
         self.folders = folders
         self.scratch = scratch
         self.compute = compute
         self.limit = limit
+        self.file = file
         self.dtype = "auto"
 
     def run(self, side: str, workload: Workload, where: str, seed: int = 0) -> dict:
@@ -170,7 +174,7 @@ def compare(runner: Runner, name: str, workload: Workload, where: str, pairs: in
             seconds = made[side][-1][workload.measure]
             print(f"{name}, {where}, pair {pair + 1}, {side}: {seconds:.1f} s", flush=True)
         if len(sides) == len(SIDES):
-            store(result(runner, name, workload, where, made))
+            store(result(runner, name, workload, where, made), runner.file)
     return result(runner, name, workload, where, made)
 
 
@@ -202,10 +206,10 @@ def summary(runs: list[dict]) -> dict:
     return found | {"reported": reported}
 
 
-def store(row: dict) -> None:
+def store(row: dict, file: str) -> None:
     """Add a comparison to the results, instead of one of the same workload and place. SystemExit as `common.add`."""
     order = lambda each: (list(WORKLOADS).index(each["workload"]), each["where"] != "RAM")
-    common.add(FILE, "rows", row, ("workload", "where"), order)
+    common.add(file, "rows", row, ("workload", "where"), order)
 
 
 def sized(workload: Workload, args: argparse.Namespace) -> Workload:
@@ -226,6 +230,7 @@ def main() -> None:
     parser.add_argument("--block", metavar="BATCHxNUMBER", help="another block than the workload's")
     parser.add_argument("--cap", type=float, help="GiB of the runs from disk")
     parser.add_argument("--limit", type=float, default=1800, help="seconds after which a run counts as dead")
+    parser.add_argument("--file", default=FILE, help="the result, in docs/benchmarks, that gets the rows")
     args = parser.parse_args()
     if args.pairs < 1:
         parser.error("--pairs takes a number from 1")
@@ -235,7 +240,7 @@ def main() -> None:
             parser.error(f"{args.checkout} is no checkout of h2o_flexgen")
         folders = {"old": args.checkout.resolve(), **folders}
     with common.scratch() as scratch:
-        runner = Runner(folders, scratch, args.compute, args.limit)
+        runner = Runner(folders, scratch, args.compute, args.limit, args.file)
         for name in args.workload:
             for where in args.where:
                 found = compare(runner, name, sized(WORKLOADS[name], args), where, args.pairs)

@@ -20,7 +20,7 @@ from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.engine_args import EngineArgs, job_planner, load
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import WINDOW_BLOCKS, Workload
@@ -59,7 +59,7 @@ class LLM:
     ):
         self.turns = Turns()
         args = EngineArgs(model, policy, kv_budget, device, dtype, **options)
-        self.device = Device(args.device)
+        self.device = open_device(args.device)
         self.policy = args.policy
         self.kv_budget = args.kv_budget
         self.compress_cache = args.compress_cache

@@ -42,6 +42,16 @@ def without_cuda(request, monkeypatch):
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_answers(tmp_path_factory):
+    """The workers of pytest-xdist share the oracle's answers; their folders have the same parent."""
+    import zoo
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        zoo.SHARED = tmp_path_factory.getbasetemp().parent / "answers"
+        zoo.SHARED.mkdir(exist_ok=True)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """tiny(name) -> the tiny model of that name, made once."""

@@ -13,7 +13,7 @@ from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import score_rows
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.models.spec import ModelSpec
@@ -76,12 +76,10 @@ class LayerModel:
     def __init__(self, model: LoadedModel, progress: bool = True, streams: bool = False):
         self.spec = model.spec
         self._family = family(model.spec.model_type)
-        transport = self._transport = Transport(Device("cpu"), default_root(), overlap=False)
+        transport = self._transport = Transport(open_device("cpu"), default_root(), overlap=False)
         try:
             tiers = {name: "disk" if streams else "gpu" for layer in model.layers for name in layer.shapes}
-            gathered = {short: tensor for layer in model.layers for short, tensor in layer.gathered.items()}
-            streamed = [layer.streamed for layer in model.layers]
-            self._weights = WeightStore(transport, model.dtype, streamed, gathered, tiers, model.source, progress)
+            self._weights = WeightStore(transport, model.dtype, model.layers, tiers, model.source, progress)
         finally:
             if not streams:
                 transport.close()

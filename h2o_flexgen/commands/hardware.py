@@ -22,11 +22,11 @@ def make_parser(prog: str) -> options.Parser:
 def run(args: argparse.Namespace) -> None:
     options.check_files(args, reads=(), writes=("output",))
 
-    from h2o_flexgen.machine.device import Device
+    from h2o_flexgen.machine.device import open_device
     from h2o_flexgen.profiling.measure import job_dtype, measure
     from h2o_flexgen.storage.disk import default_root
 
-    device = Device(args.device)
+    device = open_device(args.device)
     root = Path(args.offload_dir) if args.offload_dir else default_root()
     text = measure(device, job_dtype(device, args.dtype), root).to_json()
     if args.output is None:

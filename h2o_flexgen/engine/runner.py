@@ -177,13 +177,10 @@ class Runner:
         if job.decoding is not None:
             layers = job.decoding.layers
             source = Decoded(source, job.decoding.formats)
-        gathered = {short: tensor for layer in layers for short, tensor in layer.gathered.items()}
-        streamed = [layer.streamed for layer in layers]
         self.weights = WeightStore(
             self.transport,
             self.model.dtype,
-            streamed,
-            gathered,
+            layers,
             job.placement.weights,
             source,
             self.progress,

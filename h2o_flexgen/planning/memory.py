@@ -16,7 +16,7 @@ from h2o_flexgen.policy import MARGIN, TIERS, Policy, gib
 from h2o_flexgen.storage.activations import WRITE_BACKS, activation_bytes
 from h2o_flexgen.storage.kv_store import kv_bytes
 from h2o_flexgen.storage.queues import double_buffers
-from h2o_flexgen.storage.weights import largest_layer
+from h2o_flexgen.storage.staging import largest_layer
 
 #: for messages: what a tier is called, with and without CUDA, and what helps if it is too small
 _NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier"}

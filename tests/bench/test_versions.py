@@ -87,6 +87,7 @@ class Fake:
 
     folders = {"old": Path("old"), "new": Path("new")}
     compute, dtype = "exact", "auto"
+    file = versions.FILE
 
     def __init__(self):
         self.asked = []
@@ -124,7 +125,7 @@ def test_the_table_has_a_line_for_each_workload_and_place():
     for name, where in (("shared", "disk"), ("geometric", "disk"), ("geometric", "ram")):
         versions.compare(Fake(), name, WORKLOADS[name], where, 1)
     rows = tables.against_older(common.stored(versions.FILE))
-    lines = tables.columns(rows, tables.TABLES["versions"].columns).splitlines()[2:]
+    lines = tables.columns(rows, tables.VERSIONS.columns).splitlines()[2:]
     assert [line.split(" | ")[1] for line in lines] == ["RAM", "disk, 1.25 GiB cap", "disk, 1.25 GiB cap"]
     assert " | 2.0 -> 1.0 | 2.00x (2.00 to 2.00) | " in lines[0] and " | 50% -> 50% | " in lines[0]
     assert lines[0].endswith(" | 48 x 1, 100 0 100 0 100 0, bfloat16, exact matmuls |")

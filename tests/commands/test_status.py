@@ -114,7 +114,7 @@ def test_files_that_are_pipes(status, out, name):
     path.unlink()
     os.mkfifo(path)
     code, said, err = status(out)
-    assert (code, said) == (2, "") and err == f"error: cannot read {path}: it is no regular file\n"
+    assert (code, said) == (2, "") and err == f"error: cannot read {path}: it is not a regular file\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the test must become another user")
