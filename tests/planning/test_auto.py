@@ -83,7 +83,7 @@ def test_a_profile_that_cannot_be_read_ends_the_job(refused, model):
 
 def test_a_profile_of_another_device_or_type_ends_the_job(refused, model, tmp_path):
     job = ("--model", model, "--device", "cpu", "--dtype", "float32", "--hardware")
-    assert "is of float16 on cuda, this job computes in float32 on cpu" in refused(*job, T4_FILE)
+    assert "was measured in float16 on cuda, but this job computes in float32 on cpu" in refused(*job, T4_FILE)
 
 
 def test_a_latency_limit_contradicts_percentages(refused, model):
