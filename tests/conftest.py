@@ -94,7 +94,7 @@ def no_measuring(monkeypatch):
     """Policy "auto" searches on a machine that was never measured: measuring takes a minute."""
     import machines
 
-    for module in ("llm", "profiling.measure"):
+    for module in ("engine_args", "profiling.measure"):
         monkeypatch.setattr(f"h2o_flexgen.{module}.load_or_measure", lambda *a: machines.laptop())
 
 

@@ -89,7 +89,7 @@ def test_each_signal_stops_a_job(job, tmp_path, number, step):
     process.send_signal(number)
     code, out, err = end(process)
     assert (code, out) == (128 + number, "") and "Traceback" not in err
-    assert last_line(err) == "interrupted: 0 of 8 rows are done; the same command goes on"
+    assert last_line(err) == "interrupted: 0 of 8 rows are done; the same command resumes the job"
     assert_clean(tmp_path)
     assert read_rows(tmp_path / "out.jsonl") == []
 
@@ -105,7 +105,7 @@ def test_a_job_killed_while_the_second_half_prefills_resumes(job, tmp_path):
     assert_clean(tmp_path)
     assert {row["index"] for row in read_rows(tmp_path / "out.jsonl")} == {4, 5, 6, 7}
     code, _, err = end(job(gen_len=12))
-    assert code == 0 and "goes on: 4 of 8 rows are done" in err
+    assert code == 0 and "resuming: 4 of 8 rows are done" in err
     with LLM(str(tmp_path / "slow"), path="_DUMMY_", device="cpu", dtype="float32", progress=False) as llm:
         whole = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
     assert [row["token_ids"] for row in read_rows(tmp_path / "out.jsonl")] == [o.outputs[0].token_ids for o in whole]

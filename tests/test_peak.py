@@ -137,8 +137,8 @@ def test_prefill_gives_gaps_back_at_its_end_and_where_it_holds_more_than_planned
     model, monkeypatch, seconds, over_plan, micro_batches
 ):
     given_back = []
-    monkeypatch.setattr(step, "GAPS_SECONDS", seconds)
-    monkeypatch.setattr(step, "GAPS_OVER_PLAN", over_plan)
+    monkeypatch.setattr(step, "TRIM_SECONDS", seconds)
+    monkeypatch.setattr(step, "TRIM_OVER_PLAN", over_plan)
     monkeypatch.setattr(Device, "release_gaps", lambda self: given_back.append(self))
     policy = Policy(gpu_batch_size=3, num_gpu_batches=1, prefill_tokens=4)
     with LLM(str(model), device="cpu", dtype="float32", progress=False, policy=policy) as llm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from h2o_flexgen.commands import options
 from h2o_flexgen.commands.budget import add_budget_options, check_model, make_budget, make_losses
@@ -67,15 +67,15 @@ def run(args: argparse.Namespace) -> None:
     length = options.prompt_len(args, found.spec.positions, args.position_rolling)
     found.spec.check_length(length, args.gen_len, args.position_rolling)
     profile = profile_for(args, found)
-    models = models_of(args, found, profile)
+    planner = planner_for(args, found, profile, policy, losses)
     try:
-        choice = choose(args, length, models, profile, policy, budget, losses)
+        choice = choose(args, length, planner, policy, budget)
     except PlanError:  # a newcomer wants to know how large the model is
         if not args.json:
-            kind, model = next(iter(models.items()))
+            kind, model = next(iter(planner.models.items()))
             print_text(describe_sizes(sizes_of(model, kind, found, profile)))
         raise
-    model = models[choice.compress_weight]
+    model = planner.models[choice.compress_weight]
     prompts = args.num_prompts or (choice.policy.block_size if args.search else len(choice.workload.prompt_lens))
     workload = {"prompt_len": length, "gen_len": args.gen_len, "num_prompts": prompts}
     sizes = sizes_of(model, choice.compress_weight, found, profile, choice)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
         print_result(found.name, choice, profile, workload, result)
 
     def plan_again(changed: argparse.Namespace, budget: KVBudget | None):
-        return choose(changed, length, models_of(changed, found, profile), profile, policy, budget, None)
+        return choose(changed, length, planner_for(changed, found, profile, policy, None), policy, budget)
 
     if not args.search and not choice.plan.missing():
         is_quantised = not all(form.is_dense for form in model.formats.values())
@@ -125,17 +125,13 @@ def profile_for(args: argparse.Namespace, found):
     return this_machine(args.device, args.dtype, args.offload_dir, found.declared, args.compute, is_quantised)
 
 
-def models_of(args: argparse.Namespace, found, profile) -> dict:
-    """{compress_weight: the model as the planner counts it}: one entry, or for auto one for each format it can have."""
+def models_of(args: argparse.Namespace, found, dtype: str) -> dict:
+    """{compress_weight: `StoredModel`}: one entry, or for auto one for each format the model can have."""
+    from h2o_flexgen.engine_args import StoredModel
     from h2o_flexgen.formats.forms import check_compute
-    from h2o_flexgen.kernels.linear import takes_in_blocks
     from h2o_flexgen.models.registry import named_spec
-    from h2o_flexgen.planning.shapes import ModelData
 
     to_come = args.search and named_spec(args.model) is not None
-    is_new = found.is_dummy or to_come
-    stored = found.stored(profile.dtype)
-    cuda = profile.device == "cuda"
     models = {}
     errors = []
     for kind in FORMATS if args.compress_weight == "auto" else (args.compress_weight,):
@@ -145,42 +141,43 @@ def models_of(args: argparse.Namespace, found, profile) -> dict:
         except UserError as e:
             errors.append(e)
             continue
-        in_blocks = takes_in_blocks(formats.values(), args.compute, cuda)
-        data = (stored, cuda, is_new, formats, copied, args.compute, kind is not None, in_blocks)
-        models[kind] = ModelData.of(found.spec, profile.dtype, *data)
+        models[kind] = StoredModel(found.spec, found.stored(dtype), formats, found.is_dummy or to_come, copied)
     if not models:
         raise errors[0]
     return models
 
 
-def choose(args: argparse.Namespace, length: int, models: dict, profile, policy, budget, losses):
-    """The choice for prompts of `length` tokens on a profile's machine, by the same planner as a job's."""
-    from h2o_flexgen.planning.memory import Resources
-    from h2o_flexgen.planning.planner import Planner, check_cpu_cap
-    from h2o_flexgen.planning.search import Constraints
+def planner_for(args: argparse.Namespace, found, profile, policy: Policy | None, losses):
+    """The planner of a job with these options on a profile's machine."""
+    from h2o_flexgen.engine_args import SEARCHED, EngineArgs, planner_of
 
-    caps = {tier: getattr(args, name) for tier, name in zip((*TIERS, "ram"), LIMITS)}
-    check_cpu_cap(caps, profile.device != "cuda", policy is None)
+    names = ("compute", *LIMITS, *(() if policy else SEARCHED))
+    job = EngineArgs(
+        policy=policy or "auto",
+        losses=losses,
+        min_hh_ratio=args.min_hh_ratio or MIN_HH_RATIO,
+        progress=not args.json,
+        **{name: getattr(args, name) for name in names},
+    )
+    cuda = profile.device == "cuda"
+    job.check_caps(cuda)
+    one_block = args.search and args.num_prompts is None
+    job.constraints = replace(job.constraints, resident=not args.search, one_block=one_block)
+    return planner_of(job, models_of(args, found, profile.dtype), profile.dtype, cuda, profile)
+
+
+def choose(args: argparse.Namespace, length: int, planner, policy, budget):
+    """The plan for prompts of `length` tokens."""
+    from h2o_flexgen.planning.memory import Resources
+
     size = args.gpu_batch_size
     batches = args.num_gpu_batches
-    constraints = Constraints(
-        size,
-        batches,
-        args.cpu_cache_compute,
-        args.prefill_tokens,
-        args.overlap is not False,
-        args.max_latency,
-        args.min_hh_ratio or MIN_HH_RATIO,
-        losses,
-        resident=not args.search,
-        one_block=args.search and args.num_prompts is None,
-    )
     prompts = args.num_prompts or (size * batches if size and batches else MANY)
     if not args.search:
         prompts = options.num_prompts(args, policy)
-    planner = Planner(models, constraints, profile, progress=not args.json)
     workload = Workload((length,) * prompts, args.gen_len, mean_len=args.expect_len)
-    return planner.choose(workload, Resources.of(profile, caps), policy, budget, args.compress_cache)
+    caps = {tier: getattr(args, name) for tier, name in zip((*TIERS, "ram"), LIMITS)}
+    return planner.choose(workload, Resources.of(planner.profile, caps), policy, budget, args.compress_cache)
 
 
 def sizes_of(model, compress_weight: str | None, found, profile, choice=None) -> dict:

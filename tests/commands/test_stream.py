@@ -86,7 +86,7 @@ def test_a_full_cache_ends_with_the_models_positions(streamed, rolls, tmp_path):
     options = ("--full", "--gen-len", 8, "--report", report)
     code, out, err = streamed("--model", rolls, "--input-file", rows, *options)
     assert code == 2
-    assert "more than the model's 64 positions: a session with --position-rolling and a KV budget goes on" in err
+    assert "more than the model's 64 positions: a session with --position-rolling and a KV budget has no limit" in err
     done = json.loads(report.read_text())["turns"]
     assert "KV cache: full\n" in out and json.loads(report.read_text())["kv_budget"] is None
     assert 0 < len(done) < 5 and out.count("--- turn") == len(done) + 1

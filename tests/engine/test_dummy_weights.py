@@ -1,4 +1,4 @@
-"""Random weights: the same for every placement, and nothing needed but a config.json."""
+"""Random weights: the same for every placement, and made from a config.json alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and disks that are too small or fail end in one line; nothing is left."""
+"""A job whose memory or disk is too small, or fails, ends with a one-line error and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_read_only_offload_folder(refused, model, read_only):
 
 
 def test_a_small_disk(refused, model, small_disk, monkeypatch):
-    """A real file system of 2 MiB: the plan sees that it is too small; without the plan the kernel says so."""
+    """A real file system of 2 MiB: the plan sees that it is too small, and without the plan the kernel does."""
     job = ("--model", model, "--prompt-len", "40", "--gen-len", "8", "--gpu-batch-size", "256", *percent(ON_DISK))
     message = refused(*job, "--offload-dir", small_disk)
     assert "disk tier" in message

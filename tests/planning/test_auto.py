@@ -52,14 +52,14 @@ def test_auto_with_little_memory_gives_the_same_tokens(hardware, tmp_path, monke
 
 
 def test_auto_on_enough_memory_measures_nothing(model, monkeypatch):
-    monkeypatch.setattr("h2o_flexgen.llm.load_or_measure", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr("h2o_flexgen.engine_args.load_or_measure", lambda *a: pytest.fail("measured"))
     with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
         llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=4))
     assert llm.report["policy"]["percent"] == (100, 0, 100, 0, 100, 0)
 
 
 def test_a_machine_that_was_measured_predicts_what_is_resident_too(model, monkeypatch):
-    monkeypatch.setattr("h2o_flexgen.llm.kept_profile", lambda *a: laptop())
+    monkeypatch.setattr("h2o_flexgen.engine_args.kept_profile", lambda *a: laptop())
     with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
         llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=4))
     assert llm.report["policy"]["percent"] == (100, 0, 100, 0, 100, 0)
