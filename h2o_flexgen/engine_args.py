@@ -19,9 +19,9 @@ from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.models.repository import with_revision
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
+from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.losses import Losses
 from h2o_flexgen.planning.planner import Planner, check_cpu_cap
-from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.policy import KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.measure import job_dtype, kept_profile, load_or_measure
@@ -103,8 +103,9 @@ class EngineArgs:
     observer: Observer | None = None
 
     def __post_init__(self):
-        resolved = given_policy(self.policy, self.kv_budget, self.compress_cache, self.compress_weight, self.compute)
-        self.policy, self.kv_budget, self.compress_cache, self.compress_weight, self.compute = resolved
+        settings = given_policy(self.policy, self.kv_budget, self.compress_cache, self.compress_weight, self.compute)
+        for name, value in settings._asdict().items():
+            setattr(self, name, value)
         searched = {name: getattr(self, name) for name in SEARCHED if getattr(self, name) is not None}
         if self.policy != "auto" and searched:
             names = ", ".join(f"`{name}`" for name in searched)

@@ -103,6 +103,8 @@ def report_of(stores: Stores, meter: Meter) -> dict:
     disk = stores.transport.disk_bytes() + model.source.copy_bytes
     prompts = {"num_prompts": len(meter.lengths), "prompt_len": job.workload.longest, "gen_len": job.workload.gen_len}
     stalls = stores.device.stall_seconds
+    phases = _phases(meter)
+    prefill, decode = (phases[phase]["bytes_moved"] for phase in PHASES)
     return {
         "model": model.name,
         "device": str(stores.device),
@@ -110,9 +112,10 @@ def report_of(stores: Stores, meter: Meter) -> dict:
         "workload": prompts,
         "policy": asdict(job.policy),
         "kv_budget": job.rule.to_dict(),  # None: a full cache
-        **_phases(meter),
+        **phases,
         "peak_memory_bytes": _peak_bytes(stores.device, planned["cpu"], disk),
         "planned_memory_bytes": planned,
+        "bytes_moved": {link: prefill[link] + decode[link] for link in prefill},
         "computed_tokens": meter.computed_tokens,
         "shared_tokens": meter.shared_tokens,
         "row_steps": meter.row_steps,
@@ -125,6 +128,7 @@ def report_of(stores: Stores, meter: Meter) -> dict:
 
 
 def _phases(meter: Meter) -> dict[str, dict]:
+    """Prefill, decode and total."""
     tokens = {"prefill": meter.prompt_tokens, "decode": meter.row_steps}
     phases = {}
     for phase, seconds in meter.seconds.items():
@@ -133,8 +137,7 @@ def _phases(meter: Meter) -> dict[str, dict]:
     generated = sum(meter.lengths)
     seconds = sum(meter.seconds.values())
     total = {"seconds": seconds, "generated_tokens": generated, "tokens_per_s": _rate(generated, seconds)}
-    prefill, decode = (phase["bytes_moved"] for phase in phases.values())
-    return phases | {"total": total, "bytes_moved": {link: prefill[link] + decode[link] for link in prefill}}
+    return phases | {"total": total}
 
 
 def _optional(stores: Stores, meter: Meter) -> dict:

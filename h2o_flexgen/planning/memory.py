@@ -1,4 +1,4 @@
-"""The memory plan: the bytes that a policy needs on every tier, counted from shapes before anything is allocated."""
+"""The memory plan: the bytes that a policy needs on each tier, counted from shapes before anything is allocated."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ SEARCHED_ADVICE = {
 
 @dataclass(frozen=True)
 class Resources:
-    """The memory of a machine.
+    """The memory of a machine, in bytes.
 
     Attributes:
-        limits: bytes that may be planned for on each tier; without CUDA also "ram", for gpu and cpu together.
-        baseline: bytes of RAM that the process holds whatever it computes.
-        workspace: bytes of device memory that its libraries hold.
+        limits: what may be planned for on each tier; without CUDA also on "ram", which is gpu and cpu together.
+        baseline: RAM that the process holds whatever it computes.
+        workspace: device memory that matrix libraries keep.
     """
 
     limits: dict[str, int]
@@ -65,7 +65,7 @@ class Resources:
 
     @classmethod
     def of(cls, profile: Profile, caps: dict[str, int | None]) -> Resources:
-        """Those of a profile's machine, within what the user allows."""
+        """The memory of a profile's machine, within the user's caps."""
         available = {tier: int(MARGIN * profile.memory[tier]) for tier in TIERS}
         return cls.capped(available, caps, profile.device == "cuda", profile.baseline_bytes, profile.workspace_bytes)
 
@@ -75,24 +75,25 @@ class MemoryPlan:
     """The bytes that a policy needs on each tier, known before anything is allocated.
 
     Attributes:
-        items: (tier, what, bytes).
-        shared: gpu and cpu are the same RAM (no CUDA), and their sum is held against the limit "ram".
+        items: (tier, label, bytes).
+        limits: bytes that may be planned for, as for `Resources`.
+        shared: gpu and cpu are the same RAM (no CUDA), and their sum must fit the limit "ram".
     """
 
     items: list[tuple[str, str, int]] = field(default_factory=list)
     limits: dict[str, int] = field(default_factory=dict)
     shared: bool = False
 
-    def add(self, tier: str, what: str, nbytes: float) -> None:
+    def add(self, tier: str, label: str, nbytes: float) -> None:
         if nbytes:
-            self.items.append((tier, what, int(nbytes)))
+            self.items.append((tier, label, int(nbytes)))
 
     def needed(self, tier: str) -> int:
-        """Of a tier, or of "ram": gpu and cpu together."""
-        return sum(nbytes for t, _, nbytes in self.items if t in _parts(tier))
+        """Bytes of a tier, or of "ram"."""
+        return sum(nbytes for each, _, nbytes in self.items if each in _parts(tier))
 
     def missing(self) -> dict[str, int]:
-        """Bytes beyond the limit of each tier that is too small; without CUDA of "ram" too, gpu and cpu together."""
+        """Bytes beyond the limit of each tier that is too small, and without CUDA of "ram"."""
         tiers = ("ram", *TIERS) if self.shared else TIERS
         return {tier: n for tier in tiers if (n := self.needed(tier) - self.limits[tier]) > 0}
 
@@ -138,20 +139,20 @@ def _parts(tier: str) -> tuple[str, ...]:
 def plan_policy(
     policy: Policy, shapes: Shapes, workload: Workload, resources: Resources
 ) -> tuple[Placement, MemoryPlan]:
-    """Where everything goes under a policy, and the bytes it takes at its peak against the limits."""
+    """The placement of a policy, and the bytes it takes at its peak against the limits."""
     batches = batch_sizes(len(workload.prompt_lens), policy)
     placement = Placement.of(policy, [layer.shapes for layer in shapes.layers], len(batches), shapes.nbytes)
     plan = MemoryPlan(limits=resources.limits, shared=not shapes.cuda)
-    host = "cpu" if shapes.cuda else "gpu"  # the tier whose RAM the process itself takes
-    plan.add(host, "the process itself", resources.baseline)
-    plan.add(host, "generated tokens", workload.output_bytes)
+    process_tier = "cpu" if shapes.cuda else "gpu"
+    plan.add(process_tier, "the process itself", resources.baseline)
+    plan.add(process_tier, "generated tokens", workload.output_bytes)
     _plan_weights(plan, shapes, placement, policy.overlap)
     _plan_cache(plan, policy, shapes, placement, batches)
     _plan_activations(plan, policy, shapes, placement, batches, workload)
-    plan.add("gpu", "what prompts have in common", shared_bytes(shapes, resources))
+    plan.add("gpu", "prefixes that prompts share", shared_bytes(shapes, resources))
     workspace = workspace_bytes(policy, shapes, workload.longest, batches, workload.cached_len)
-    plan.add("gpu", "workspace of a layer or the head", workspace)
-    plan.add("gpu", "workspace of matmuls", resources.workspace)
+    plan.add("gpu", "workspace for computing one layer", workspace)
+    plan.add("gpu", "workspace of matrix libraries", resources.workspace)
     return placement, plan
 
 
@@ -160,24 +161,27 @@ def _plan_weights(plan: MemoryPlan, shapes: Shapes, placement: Placement, overla
     tensors = shapes.tensor_bytes
     nbytes = dict.fromkeys(TIERS, 0)
     for name, each in tensors.items():
-        # on disk each tensor of random weights begins a page (`DummyCheckpoint.on_disk`)
+        # random weights on disk begin a page each (`DummyCheckpoint.on_disk`)
         nbytes[tiers[name]] += aligned(each.stored) if tiers[name] == "disk" else each.memory
     plan.add("gpu", "weights", nbytes["gpu"])
     plan.add("cpu", "weights", nbytes["cpu"])
     if shapes.dummy:  # a real checkpoint is on disk already
         plan.add("disk", "random weights", nbytes["disk"])
-    plan.add("disk", "compressed weights", shapes.copy_bytes)
+    plan.add("disk", "converted copy of the weights", shapes.copy_bytes)
 
-    buffers = largest_layer([tensors[name].staging[tiers[name]] for name in layer] for layer in shapes.streamed)
+    staged = []
+    for layer in shapes.streamed:
+        staged.append([tensors[name].staging[tiers[name]] for name in layer])
+    buffers = largest_layer(staged)
     count = double_buffers(overlap)
     plan.add("gpu", "weight staging buffers", count * buffers.device)
-    plan.add("cpu", "weight host buffers", count * buffers.host)
-    plan.add("gpu", "weight conversion", buffers.converted)
-    if shapes.cuda:  # a copy to CUDA changes the dtype there
-        retyped = [each.retyped for name, each in tensors.items() if tiers[name] == "disk"]
-        plan.add("gpu", "weight conversion", max(retyped, default=0))
+    plan.add("cpu", "weight buffers for disk reads", count * buffers.host)
+    plan.add("gpu", "weight conversion for one layer", buffers.converted)
+    if shapes.cuda:
+        on_disk = [each.retyped for name, each in tensors.items() if tiers[name] == "disk"]
+        plan.add("gpu", "weight conversion for one matrix", max(on_disk, default=0))
     formats = map(shapes.formats.get, tensors)
-    plan.add("gpu", "decoding of weights", decode_bytes(formats, shapes.torch_dtype, shapes.cuda))
+    plan.add("gpu", "weight decoding", decode_bytes(formats, shapes.torch_dtype, shapes.cuda))
 
 
 def _plan_cache(plan: MemoryPlan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int]) -> None:
@@ -185,31 +189,30 @@ def _plan_cache(plan: MemoryPlan, policy: Policy, shapes: Shapes, placement: Pla
     for tier in TIERS:
         plan.add(tier, "KV cache", sizes.tiers[tier])
     plan.add("gpu", "KV staging buffers", sizes.count * (sizes.staging + sizes.meta))
-    plan.add("cpu", "KV host buffers", sizes.count * sizes.host + sizes.write)
-    plan.add("cpu" if shapes.cuda else "gpu", "KV write-back of a step", sizes.row)
+    plan.add("cpu", "KV buffers for disk reads and writes", sizes.count * sizes.host + sizes.write)
+    plan.add("cpu" if shapes.cuda else "gpu", "KV buffer for write-back", sizes.row)
     if sizes.row:  # each write-back may hold the tokens of its matmul group
-        nbytes = sizes.count * max(matmul_rows(batches)) * shapes.kv.row_bytes
-        plan.add("gpu", "keys and values being written back", nbytes)
+        new_tokens = sizes.count * max(matmul_rows(batches))
+        plan.add("gpu", "keys and values being written back", new_tokens * shapes.kv.row_bytes)
 
 
 def _plan_activations(
     plan: MemoryPlan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], workload: Workload
 ) -> None:
     longest = workload.longest
-    num_prompts = len(workload.prompt_lens)
-    row = shapes.spec.hidden * shapes.itemsize
+    hidden = shapes.spec.hidden * shapes.itemsize  # bytes of a token's hidden state
     for k, tier in enumerate(placement.activations):
-        plan.add(tier, f"activations of batch {k}", batches[k] * longest * row)
-    plan.add("gpu", "activations of a decode step", decode_rows(batches, num_prompts, longest) * row)
-    micro = micro_tokens(policy.prefill_tokens, longest, batches[0]) * row
-    sizes = activation_bytes(placement.activations, micro, policy.overlap, shapes.cuda)
+        plan.add(tier, f"activations of batch {k}", batches[k] * longest * hidden)
+    plan.add("gpu", "activations of a decode step", decode_rows(batches, len(workload.prompt_lens), longest) * hidden)
+    micro_bytes = micro_tokens(policy.prefill_tokens, longest, batches[0]) * hidden
+    sizes = activation_bytes(placement.activations, micro_bytes, policy.overlap, shapes.cuda)
     plan.add("gpu", "activation staging buffers", sizes.count * sizes.staging)
     plan.add("gpu", "activations being written back", WRITE_BACKS * sizes.staging * policy.overlap)
-    plan.add("cpu", "activation host buffers", 2 * sizes.host)
+    plan.add("cpu", "activation buffers for disk reads and writes", 2 * sizes.host)
 
 
 def decode_rows(batches: list[int], num_prompts: int, longest: int) -> int:
-    """Tokens of a pass whose hidden states stay on the device: one of each place, and prompts of rows that join the
+    """Tokens of a pass whose hidden states stay on the device: one for each place, and prompts of rows that join the
     matmuls of a decode step."""
     places = sum(batches)
     joining = min(len(batches) * GROUP_ROWS, places * longest) if num_prompts > places else 0
@@ -217,21 +220,22 @@ def decode_rows(batches: list[int], num_prompts: int, longest: int) -> int:
 
 
 def path_bytes(shapes: Shapes) -> int:
-    """Of a token that prompts have in common, in all layers: K and V, as they are and as they are stored, and what the
-    rule remembers."""
+    """Bytes of a token in a shared prefix, in all layers: K and V in floats and as stored, and what the rule
+    remembers."""
     spec = shapes.spec
-    floats = 2 * spec.kv_width * shapes.itemsize
-    stored = (
-        0 if shapes.kv_format.is_dense else spec.kv_heads * sum(f.nbytes((spec.head_dim,)) for f in shapes.kv_format)
-    )
-    return spec.layers * (floats + stored + spec.kv_heads * sum(dtype.itemsize for _, dtype in shapes.rule.metadata))
+    floats = 2 * spec.head_dim * shapes.itemsize
+    stored = 0
+    if not shapes.kv_format.is_dense:
+        stored = sum(form.nbytes((spec.head_dim,)) for form in shapes.kv_format)
+    remembered = sum(dtype.itemsize for _, dtype in shapes.rule.metadata)
+    return spec.layers * spec.kv_heads * (floats + stored + remembered)
 
 
 def path_tokens(shapes: Shapes, resources: Resources) -> int:
-    """The most tokens that prompts share: as many as they have in common, or take a small part of the device."""
+    """The most tokens of a prefix that prompts share, within its share of the device's memory."""
     return min(shapes.workload.path, int(PATH_SHARE * resources.limits["gpu"]) // path_bytes(shapes))
 
 
 def shared_bytes(shapes: Shapes, resources: Resources) -> int:
-    """What these tokens take."""
+    """Bytes of the longest prefix that prompts share."""
     return path_tokens(shapes, resources) * path_bytes(shapes)

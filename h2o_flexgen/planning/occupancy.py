@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from math import ceil, inf, log1p
 from typing import NamedTuple
 
-#: rows of a job that are simulated at most, and levels of occupancy that are told apart
+#: the most rows of a job that are simulated
 _ROWS = 8192
+#: levels of occupancy; passes of one level are averaged
 _LEVELS = 16
-#: the golden ratio, whose multiples spread evenly
+#: the golden ratio's fraction, whose multiples spread evenly over [0, 1)
 _GOLDEN = 0.618033988749895
 
 
 class Stretch(NamedTuple):
-    """Passes that are alike, on average: rows that decode, and rows that prefill, in each."""
+    """Passes that are alike, with the average rows that decode and that prefill in each."""
 
     passes: float
     decoding: float
@@ -24,32 +25,34 @@ class Stretch(NamedTuple):
 
 
 def stretches(lengths: Sequence[int], places: int) -> list[Stretch]:
-    """The passes of a job whose outputs have these lengths, in the order in which rows run; those in which nothing
+    """The passes of a job whose outputs have these lengths, in the order in which rows run; passes in which nothing
     decodes come first."""
-    scale = max(1.0, len(lengths) / max(_ROWS, places))
-    lengths = lengths[: max(_ROWS, places)]
-    entering: dict[int, int] = defaultdict(int)
-    leaving: dict[int, int] = defaultdict(int)
-    free = [0] * min(places, len(lengths))  # the pass from which on each place is
+    simulated = max(_ROWS, places)
+    scale = max(1.0, len(lengths) / simulated)
+    lengths = lengths[:simulated]
+    entering: Counter[int] = Counter()  # rows by pass
+    leaving: Counter[int] = Counter()
+    free = [0] * min(places, len(lengths))  # the first pass in which each place is free
     for length in lengths:
         begin = heapq.heappop(free)
         entering[begin] += 1
         leaving[begin + length] += 1
         heapq.heappush(free, begin + length)
-    levels: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
-    running = 0
+    levels: dict[int, Stretch] = {}  # sums over passes
+    decoding = 0
     for n in range(max(free)):
-        running -= leaving[n]
-        level = levels[ceil(_LEVELS * running / places)]
-        for at, count in enumerate((1, running, entering[n])):
-            level[at] += count
-        running += entering[n]
-    # what is simulated begins and ends once, however many rows there are
-    return [Stretch(scale * n, rows / n, new / n) for _, (n, rows, new) in sorted(levels.items())]
+        decoding -= leaving[n]
+        level = ceil(_LEVELS * decoding / places)
+        passes, decoded, entered = levels.get(level, Stretch(0, 0, 0))
+        levels[level] = Stretch(passes + 1, decoded + decoding, entered + entering[n])
+        decoding += entering[n]
+    # scaled to all rows, as if the first and the last passes came again with each part of the job
+    found = [levels[level] for level in sorted(levels)]
+    return [Stretch(scale * n, decoded / n, entered / n) for n, decoded, entered in found]
 
 
 def expected(rows: int, most: int, mean: float | None) -> list[int]:
-    """Lengths of outputs that end by chance after `mean` tokens on average, or at `most`; None: all have those."""
+    """Lengths of outputs that end by chance after `mean` tokens on average, or at `most`; None: all have `most`."""
     rows = min(rows, _ROWS)
     if mean is None or mean >= most:
         return [most] * rows

@@ -22,20 +22,18 @@ from h2o_flexgen.policy import TIERS
 from h2o_flexgen.storage.decoded import Decoding
 from h2o_flexgen.storage.weights import StagingBytes, staging_bytes
 
+#: indices into a model's layers: a decoder layer, which stands for all of them, and the head
+DECODER = -2
+HEAD = -1
+
 
 class TensorBytes(NamedTuple):
-    """The bytes of a tensor.
+    """The bytes of a tensor."""
 
-    Attributes:
-        memory: on the gpu and cpu tiers; stored: in the checkpoint.
-        staging: of its place in a staging buffer, by its tier.
-        retyped: of the copy of what is stored that CUDA makes to change its type.
-    """
-
-    memory: int
-    stored: int
-    staging: dict[str, StagingBytes]
-    retyped: int
+    memory: int  # on the device and host tiers
+    stored: int  # in the checkpoint
+    staging: dict[str, StagingBytes]  # of its part of a staging buffer, by the tensor's tier
+    retyped: int  # (CUDA) of the stored tensor on the device while its type is changed
 
 
 @dataclass(frozen=True)
@@ -43,16 +41,17 @@ class ModelData:
     """A model as plan and cost count it.
 
     Attributes:
-        layers: the tensors of embedding, transformer blocks and head (`tensors` of the family).
-        dtype: name of the type of the computation.
-        formats: in which every tensor is stored.
-        cuda: whether the compute device is one of CUDA.
+        layers: the tensors of embedding, decoder layers and head (`tensors` of the family).
+        dtype: name of the computation's type.
+        formats: the format in which each tensor is stored.
+        cuda: whether the compute device is a GPU.
+        dummy: random weights, which are first written to disk.
+        copy_bytes: bytes of a converted copy of the checkpoint in the cache folder.
+        compute: "exact", or "int8" for int8 matmuls with quantised matrices.
         compress_cache: as for `LLM`.
-        dummy: random weights, which are written to disk first.
-        copy_bytes: of a copy of the checkpoint in the cache folder.
-        compute: "exact", or "int8" for matmuls in int8 with what is quantised; in_blocks: 4 bits as they are stored.
-        compressed: the formats were asked for, by `compress_weight`; else they are those of the checkpoint.
-        decoding: how quantised matrices were decoded, if layers and formats are those after that.
+        compressed: whether the formats come from `compress_weight` rather than the checkpoint.
+        decoding: how quantised matrices were decoded, if layers and formats are those after decoding.
+        in_blocks: whether int8 matmuls read blocks of 4 bits as stored.
     """
 
     spec: ModelSpec
@@ -77,40 +76,41 @@ class ModelData:
         cuda: bool,
         dummy: bool = False,
         formats: dict[str, Format] | None = None,
-        copy_bytes: int = 0,
-        compute: str = "exact",
-        compressed: bool = False,
-        in_blocks: bool = False,
+        **others,
     ) -> ModelData:
-        """`dtype` and `stored`: names of the type of the computation, and of that in the checkpoint, for matrices that
-        `formats` does not name."""
+        """A model with the layers of its family. `stored`: name of the checkpoint's type, for matrices that are not in
+        `formats`; `others`: attributes with defaults."""
         layers = family(spec.model_type).tensors(spec)
-        types = {1: Dense(getattr(torch, dtype)), 2: Dense(getattr(torch, stored))}  # vectors are never streamed
-        found = {name: types[min(2, len(shape))] for layer in layers for name, shape in layer.shapes.items()}
-        found |= formats or {}
-        how = dict(compressed=compressed, in_blocks=in_blocks)
-        return cls(spec, layers, dtype, found, cuda, dummy, copy_bytes, compute, **how)
+        vector = Dense(getattr(torch, dtype))  # never streamed
+        matrix = Dense(getattr(torch, stored))
+        found: dict[str, Format] = {}
+        for layer in layers:
+            found |= {name: vector if len(shape) == 1 else matrix for name, shape in layer.shapes.items()}
+        return cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, **others)
 
     def decodings(self) -> list[ModelData]:
-        """With the quantised matrices of the checkpoint decoded when they are loaded, the fastest way first. Empty if
-        there are none, they are wanted as they are, or matmuls read all as they are stored."""
+        """The model with the checkpoint's quantised matrices decoded when they are loaded, the fastest way first. Empty
+        if nothing is quantised, if the formats come from `compress_weight`, or if matmuls read everything as stored."""
         if self.compressed or all(map(self.is_dense, self.formats)):
             return []
-        model = (self.formats, self.layers, self.torch_dtype, self.compute, self.in_blocks)
-        copied = Decoding.of(*model)
-        shared = Decoding.of(*model, copies=False)
-        as_stored = Decoding(self.layers, {name: self.formats[name] for name in shared.formats})
-        ways = [way for way in ([copied] if copied == shared else [copied, shared]) if way != as_stored]
-        return [replace(self, layers=x.layers, formats=self.formats | x.formats, decoding=x) for x in ways]
+        found = []
+        for copies in (True, False):
+            decoding = Decoding.of(self.formats, self.layers, self.torch_dtype, self.compute, self.in_blocks, copies)
+            formats = self.formats | decoding.formats
+            decoded = replace(self, layers=decoding.layers, formats=formats, decoding=decoding)
+            changes_any = (decoded.layers, decoded.formats) != (self.layers, self.formats)
+            if changes_any and decoded not in found:
+                found.append(decoded)
+        return found
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
-        """With the cache of a job."""
-        mine = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Shapes(**mine, rule=rule, workload=workload)
+        """The model with the cache of a job."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Shapes(**values, rule=rule, workload=workload)
 
     @property
     def kv_format(self) -> KVFormat:
-        """Of K and V in the cache."""
+        """The format of K and V in the cache."""
         return cache_format(self.compress_cache, self.torch_dtype, self.spec.head_dim)
 
     @property
@@ -119,39 +119,41 @@ class ModelData:
         return "cuda" if self.cuda else "cpu"
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element in the computation."""
-        return getattr(torch, self.dtype).itemsize
-
-    @cached_property
-    def streamed(self) -> list[dict[str, tuple[int, ...]]]:
-        """{name: shape} per layer of what is needed whole (the embedding only gathers rows)."""
-        return [layer.streamed_shapes for layer in self.layers]
-
-    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the computation."""
+        return self.torch_dtype.itemsize
+
+    @cached_property
+    def streamed(self) -> list[dict[str, tuple[int, ...]]]:
+        """{name: shape} per layer of what is needed whole (of the embedding only rows are gathered)."""
+        return [layer.streamed_shapes for layer in self.layers]
+
     @cached_property
     def tensor_bytes(self) -> dict[str, TensorBytes]:
-        """By name, of all tensors."""
+        """The bytes of every tensor, by name."""
         found = {}
         dtype = self.torch_dtype
         head = self.streamed[-1]
-        for name, shape in (item for layer in self.layers for item in layer.shapes.items()):
-            form, read = self.formats[name], self.read(name, name in head)
-            stored = form.nbytes(shape)
-            other = form.is_dense and form != Dense(dtype)
-            staging = {tier: staging_bytes(tier, form, shape, dtype, self.cuda, read) for tier in TIERS}
-            found[name] = TensorBytes(in_memory(form, dtype).nbytes(shape), stored, staging, stored * other)
+        for layer in self.layers:
+            for name, shape in layer.shapes.items():
+                form = self.formats[name]
+                read = self.read(name, name in head)
+                stored = form.nbytes(shape)
+                retyped = stored if form.is_dense and form != Dense(dtype) else 0
+                staging = {tier: staging_bytes(tier, form, shape, dtype, self.cuda, read) for tier in TIERS}
+                found[name] = TensorBytes(in_memory(form, dtype).nbytes(shape), stored, staging, retyped)
         return found
 
     def nbytes(self, name: str) -> int:
-        """Of a tensor on the gpu and cpu tiers."""
+        """Bytes of a tensor on the device and host tiers."""
         return self.tensor_bytes[name].memory
 
     def stored_bytes(self, name: str) -> int:
-        """Of a tensor in the checkpoint."""
+        """Bytes of a tensor in the checkpoint."""
         return self.tensor_bytes[name].stored
 
     def is_dense(self, name: str) -> bool:
@@ -162,31 +164,31 @@ class ModelData:
         return self.compute == "int8" and not self.is_dense(name)
 
     def read(self, name: str, is_head: bool = False) -> Format:
-        """In which matmuls are given a matrix."""
+        """The format in which matmuls get a matrix."""
         return matmul_format(self.formats[name], self.torch_dtype, self.compute, self.in_blocks, is_head)
 
     def read_as_kept(self, name: str) -> bool:
-        """Whether matmuls read a matrix as it is in memory; of others they need floats, or codes of 8 bits."""
+        """Whether matmuls read a matrix as kept in memory; others are decoded to floats or unpacked to int8 first."""
         return self.is_dense(name) or self.read(name) == self.formats[name]
 
     def reads_blocks(self, name: str) -> bool:
-        """Whether matmuls in int8 read a matrix in blocks of 4 bits."""
+        """Whether int8 matmuls read a matrix in blocks of 4 bits."""
         return self.in_int8(name) and isinstance(self.read(name), Blocks)
 
     @cached_property
     def converts_by_compute(self) -> bool:
-        """Whether floats from disk are on the device as they are stored, and compute converts a layer to use it."""
+        """Whether floats from disk stay in the checkpoint's type on the device until compute converts their layer."""
         dense = {form for form in self.formats.values() if form.is_dense}
         return dense != {Dense(self.torch_dtype)} and not self.cuda
 
     @property
     def may_widen(self) -> bool:
-        """Whether matmuls go through float32 where the CPU has none in 16 bits (kernels/linear.py)."""
+        """Whether matmuls may go through fp32, as on CPUs without fast 16-bit ones (`kernels.linear`)."""
         return not self.cuda and self.itemsize == 2
 
     @cached_property
     def stored_ratio(self) -> float:
-        """Bytes in the checkpoint per byte in memory, of what streams."""
+        """Bytes in the checkpoint per byte in memory, of tensors that can stream."""
         names = [name for layer in self.streamed for name in layer]
         return sum(map(self.stored_bytes, names)) / sum(map(self.nbytes, names))
 
@@ -199,46 +201,45 @@ class Shapes(ModelData):
     workload: Workload
 
     def layouts(self, batches: list[int]) -> dict[tuple[int, int], KVLayout]:
-        """The cache of every (layer, batch), for batches of these sizes."""
-        longest = self.workload.longest
-        gen_len = self.workload.gen_len
-        return self.rule.layouts(self.spec, self.kv_format, [(n, longest) for n in batches], gen_len)
+        """The KV block of every (layer, batch), for batches of these sizes."""
+        blocks = [(size, self.workload.longest) for size in batches]
+        return self.rule.layouts(self.spec, self.kv_format, blocks, self.workload.gen_len)
 
     @cached_property
     def kv(self) -> KVLayout:
         """The cache of one sequence in the average layer."""
-        longest = self.workload.longest
-        gen_len = self.workload.gen_len
-        return self.rule.layout(self.spec, self.kv_format, 1, longest, gen_len)
+        return self.rule.layout(self.spec, self.kv_format, 1, self.workload.longest, self.workload.gen_len)
 
     @cached_property
     def most_slots(self) -> int:
-        """Of a sequence in one layer."""
+        """The most slots of a sequence in any layer."""
         return max(layout.slots for layout in self.layouts([1]).values())
 
     @property
     def kv_bytes(self) -> int:
-        """Of a sequence in all layers."""
+        """Bytes of a sequence's cache in all layers."""
         return sum(layout.kv_bytes + layout.meta_bytes for layout in self.layouts([1]).values())
 
 
 def sizes(model: ModelData, stored: str) -> dict:
-    """Of a model most of whose weights are of the type `stored`, as plain data."""
+    """A model's sizes as plain data. `stored`: name of the type of most of its weights."""
     spec = model.spec
     shapes = {name: shape for layer in model.layers for name, shape in layer.shapes.items()}
-    count = sum(map(prod, shapes.values()))
-    nbytes = sum(map(model.stored_bytes, shapes))
     names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "positions")
-    found = {"family": spec.model_type, "parameters": count} | {name: getattr(spec, name) for name in names}
-    return found | {"stored_dtype": stored, "weight_bytes": nbytes}
+    return {
+        "family": spec.model_type,
+        "parameters": sum(map(prod, shapes.values())),
+        **{name: getattr(spec, name) for name in names},
+        "stored_dtype": stored,
+        "weight_bytes": sum(map(model.stored_bytes, shapes)),
+    }
 
 
 def kv_bytes(
     model: ModelData, workload: Workload, rule: CacheRule, compress_cache: str | None = None
 ) -> dict[str, int]:
-    """Bytes of a sequence's KV cache in all layers at its end: full and as floats, and as the job has it."""
-    full = rule_for(None, workload.longest, workload.gen_len, model.spec)
-    each = {"full": (full, None), "job": (rule, compress_cache)}
-    return {
-        name: replace(model, compress_cache=kind).shapes(kept, workload).kv_bytes for name, (kept, kind) in each.items()
-    }
+    """Bytes of a sequence's cache in all layers at its end: the full cache in floats, and the job's."""
+    full_rule = rule_for(None, workload.longest, workload.gen_len, model.spec)
+    full = replace(model, compress_cache=None).shapes(full_rule, workload)
+    job = replace(model, compress_cache=compress_cache).shapes(rule, workload)
+    return {"full": full.kv_bytes, "job": job.kv_bytes}

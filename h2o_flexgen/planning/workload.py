@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from h2o_flexgen.policy import Policy
 
-#: bytes of a generated token, in Python: a number, its logprob, and their places in two lists
-TOKEN = 72
-#: and of one of a prompt
-PROMPT_TOKEN = 36
-#: rows of a job that are read ahead at least, and at least so many times the places of a block
+#: bytes of a generated token in Python: an int, its logprob, and a place in each of two lists
+TOKEN_BYTES = 72
+#: bytes of a prompt's token in Python
+PROMPT_TOKEN_BYTES = 36
+#: rows of a job that are read ahead: at least WINDOW, and at least WINDOW_BLOCKS times the places of a block
 WINDOW = 4096
 WINDOW_BLOCKS = 4
-#: rows that go through the head at once, and of their logits those that are turned into tokens at once
+#: rows that go through the head at once
 HEAD_ROWS = 128
+#: rows of logits that are turned into tokens at once
 SAMPLE_ROWS = 16
 #: rows that go through the matmuls of a decode step together, if their batches are smaller: the rate of a matmul grows
 #: up to about this many (docs/benchmarks/engine_gemm.json)
@@ -29,10 +31,11 @@ class Workload:
     Attributes:
         prompt_lens: tokens of each prompt, the longest first.
         gen_len: the most tokens of an output; with 1 nothing is decoded.
-        cached_len: tokens that the caches hold already when a prompt comes; 0 but for streams.
-        mean_len: tokens of the average output, as far as is known; None: all are as long as they may be.
-        path: the most tokens that prompts have in common; shared: tokens of all prompts that are computed with another.
-        output_tokens: the most of all outputs together; None where that is not known.
+        cached_len: tokens that the caches already hold when a prompt arrives; above 0 only in streams.
+        mean_len: tokens of the average output, if known; None: all outputs have `gen_len`.
+        path: tokens of the longest prefix that prompts share.
+        shared: tokens, summed over all prompts, that are computed with another prompt.
+        output_tokens: the most tokens of all outputs together, if known.
         window: rows that are in memory at once; None: all of them, and their outputs to the end.
     """
 
@@ -54,19 +57,30 @@ class Workload:
         """RAM for the outputs, and for prompts that are read while the job runs."""
         rows = len(self.prompt_lens)
         if self.window is None:
-            return TOKEN * rows * self.gen_len
+            return rows * self.gen_len * TOKEN_BYTES
         rows = min(rows, self.window)
-        return rows * self.longest * PROMPT_TOKEN + TOKEN * max(1, rows // WINDOW_BLOCKS) * self.gen_len
+        running = max(1, rows // WINDOW_BLOCKS)
+        return rows * self.longest * PROMPT_TOKEN_BYTES + running * self.gen_len * TOKEN_BYTES
+
+
+class Batch(NamedTuple):
+    """The sequences of a batch, and the tokens of its longest prompt."""
+
+    size: int
+    longest: int
 
 
 def batch_sizes(num_prompts: int, policy: Policy) -> list[int]:
-    """Sequences per batch of the first, largest block."""
-    left = min(num_prompts, policy.block_size)
-    sizes = []
-    while left > 0:
-        sizes.append(min(left, policy.gpu_batch_size))
-        left -= sizes[-1]
-    return sizes
+    """Sequences of each batch of the first, largest block."""
+    full, rest = divmod(min(num_prompts, policy.block_size), policy.gpu_batch_size)
+    sizes = [policy.gpu_batch_size] * full
+    return [*sizes, rest] if rest else sizes
+
+
+def batches_of(policy: Policy, prompt_lens: Sequence[int]) -> tuple[Batch, ...]:
+    """Batches of a block of these prompts, the longest first."""
+    sizes = batch_sizes(len(prompt_lens), policy)
+    return tuple(map(Batch, sizes, prompt_lens[:: policy.gpu_batch_size]))
 
 
 def micro_tokens(prefill_tokens: int, longest: int, batch: int) -> int:

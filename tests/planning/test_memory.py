@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -21,14 +22,14 @@ from h2o_flexgen.policy import TIERS
 from h2o_flexgen.storage.activations import WRITE_BACKS
 
 NO_LIMITS = Resources(dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60))
-#: of each kind: one that grows, two sizes of budget, more metadata, one that cuts the prompt and then grows
+#: one rule of each kind: growing, two sizes of budget, more metadata, one that cuts the prompt and then grows
 RULES = [FullCache(), HeavyHitterCache(50, 50), HeavyHitterCache(5, 400), ValueNormCache(50, 50), SnapKVCache(50, 50)]
 few = settings(max_examples=40)
 
 
 @pytest.fixture(scope="module")
 def sizes():
-    """The planner of two models: tied embeddings are a large or a small part."""
+    """Two models: tied embeddings are a large part of one and a small part of the other."""
     names = ("facebook/opt-1.3b", "facebook/opt-30b")
     return {name: LLM(name, Policy(), path="_DUMMY_", device="cpu", dtype="float32", progress=False) for name in names}
 
@@ -58,13 +59,15 @@ workloads = st.builds(
 )
 def test_a_larger_job_never_needs_less(sizes, name, percent, rule, workload, size, batches, overlap):
     llm = sizes[name]
-    P, n, gen = workload.longest, len(workload.prompt_lens), workload.gen_len
+    P = workload.longest
+    n = len(workload.prompt_lens)
+    gen = workload.gen_len
 
     def at(size=size, batches=batches, n=n, P=P, gen=gen):
         return needs(llm, Policy(size, batches, percent, overlap), Workload((P,) * n, gen), rule)
 
     base = at()
-    full_block = at(n=2 * size * batches)  # else more prompts could fill only part of a larger block
+    full_block = at(n=2 * size * batches)  # otherwise more prompts could fill only part of a larger block
     larger = {
         "prompts": (base, at(n=n + 7)),
         "output": (base, at(gen=gen + 50)),
@@ -84,8 +87,8 @@ def test_a_larger_job_never_needs_less(sizes, name, percent, rule, workload, siz
     overlap=st.booleans(),
 )
 def test_more_on_a_lower_tier_never_needs_more_on_the_device(sizes, name, rule, what, to, overlap):
-    """In steps of 5 %, but where a whole tensor moves: the embedding, which as a tied head then passes through the
-    staging buffers, and the first activations, of which some are in write-back from then on."""
+    """In steps of 5 %, except where a whole tensor moves: the embedding, which as a tied head then passes through the
+    staging buffers, and the first activations, some of which are in write-back from then on."""
     llm = sizes[name]
     workload = Workload((512,) * 64, 32)
     embedding = llm.spec.vocab * llm.spec.word_width * llm.dtype.itemsize
@@ -125,7 +128,7 @@ def test_a_few_percent_more_on_the_device_cost_a_few_percent(sizes, name, rule, 
 
 
 @given(workload=workloads, size=st.integers(1, 40), batches=st.integers(1, 6), tokens=st.integers(1, 5000))
-def test_batches_of_the_first_block(workload, size, batches, tokens):
+def test_the_first_block_is_cut_into_full_batches_and_bounded_micro_batches(workload, size, batches, tokens):
     policy = Policy(size, batches, prefill_tokens=tokens)
     found = batch_sizes(len(workload.prompt_lens), policy)
     assert sum(found) == min(len(workload.prompt_lens), policy.block_size)
@@ -140,26 +143,24 @@ def test_batches_of_the_first_block(workload, size, batches, tokens):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_all_weights_on_a_tier_are_counted_there(sizes, rule):
+def test_weights_are_counted_on_their_tier(sizes, rule):
     llm = sizes["facebook/opt-1.3b"]
     workload = Workload((512,) * 8, 32)
-    numbers = sum(
-        shape[0] * (shape[1] if len(shape) > 1 else 1)
-        for shape in {name: shape for layer in llm.model.layers for name, shape in layer.shapes.items()}.values()
-    )
-    assert 1.30e9 < numbers < 1.33e9
+    shapes = {name: shape for layer in llm.model.layers for name, shape in layer.shapes.items()}
+    parameters = sum(map(prod, shapes.values()))
+    assert 1.30e9 < parameters < 1.33e9
     for tier, percent in zip(TIERS, [(100, 0), (0, 100), (0, 0)]):
         _, plan = llm.planner.plan(Policy(8, 1, (*percent, 100, 0, 100, 0)), rule, workload, NO_LIMITS)
-        weights = sum(b for t, what, b in plan.items if t == tier and "weights" in what)
+        weights = sum(nbytes for each, label, nbytes in plan.items if each == tier and "weights" in label)
         size = 2 if tier == "disk" else 4  # in fp32, of random weights that are stored in 16 bits
-        assert 0.99 * size * numbers < weights <= size * numbers
+        assert 0.99 * size * parameters < weights <= size * parameters
 
 
 def test_a_fixed_budget_does_not_grow_with_the_output(sizes):
     llm = sizes["facebook/opt-1.3b"]
     one, other = (Workload((512,) * 8, gen) for gen in (32, 1024))
     short, long = (needs(llm, Policy(8), workload, HeavyHitterCache(50, 50)) for workload in (one, other))
-    long["gpu"] -= other.output_bytes - one.output_bytes  # nothing but the generated tokens themselves
+    long["gpu"] -= other.output_bytes - one.output_bytes  # only the generated tokens themselves
     assert short == long
     assert needs(llm, Policy(8), one, FullCache())["gpu"] < needs(llm, Policy(8), other, FullCache())["gpu"]
 
@@ -194,8 +195,8 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_is_allocated(tiny, t
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_batches_share_matmuls_up_to_a_number_of_rows(sizes):
-    """Every batch is in one group, in order; a group of several is not too large, and took all that had room."""
+def test_batches_share_matmuls_up_to_a_limit_of_rows(sizes):
+    """Every batch is in one group, in order; groups are as large as the limit allows."""
     groups = matmul_groups(sizes)
     assert [n for begin, end in groups for n in range(begin, end)] == list(range(len(sizes)))
     rows = matmul_rows(sizes)
@@ -205,8 +206,9 @@ def test_batches_share_matmuls_up_to_a_number_of_rows(sizes):
         assert end == len(sizes) or together + sizes[end] > GROUP_ROWS
 
 
-def test_prompts_by_chunks_are_counted_where_a_gpu_may_have_no_fused_attention(sizes):
-    llm, P = sizes["facebook/opt-1.3b"], 1000
+def test_prefill_in_chunks_is_planned_where_a_gpu_may_lack_fused_attention(sizes):
+    llm = sizes["facebook/opt-1.3b"]
+    P = 1000
     fp16 = replace(llm.planner.model.shapes(FullCache(), Workload((P,), 8)), cuda=True, dtype="float16")
     bf16 = replace(fp16, dtype="bfloat16")
     copies = 4 * P * llm.spec.hidden * 2

@@ -1,4 +1,4 @@
-"""How full a block is from pass to pass, and what a job costs whose rows take each other's places."""
+"""How full a block is from pass to pass, and the cost of jobs whose rows take each other's places."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_rows_of_one_length_run_block_by_block(places, blocks, length):
 
 
 @pytest.mark.parametrize("mean", [1.0, 5.0, 40.0])
-def test_expected_lengths_have_the_mean_that_was_given(mean):
+def test_expected_lengths_have_the_given_mean(mean):
     lengths = expected(2000, 10**6, mean)
     assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.25) and min(lengths) >= 1
     assert set(expected(7, 30, None)) == set(expected(7, 30, 30)) == {30}
@@ -44,7 +44,7 @@ def predicted(workload: Workload):
     return planner_of(laptop(), "opt-1.3b").choose(workload, NO_LIMITS, Policy(8, 2), None)
 
 
-def test_a_job_whose_outputs_end_early_takes_less_time_and_longer_for_each_token():
+def test_outputs_that_end_early_shorten_a_job_but_cost_more_per_token():
     work = Workload((128,) * 64, 64)
     whole = predicted(work).prediction
     early = predicted(replace(work, mean_len=16)).prediction
@@ -52,7 +52,7 @@ def test_a_job_whose_outputs_end_early_takes_less_time_and_longer_for_each_token
     assert early.tokens_per_s < whole.tokens_per_s
 
 
-def test_a_choice_predicts_with_the_lengths_that_came():
+def test_a_plan_can_be_costed_again_with_the_actual_lengths():
     choice = predicted(Workload((128,) * 64, 64, mean_len=16))
     same = choice.predict([64] * 64)
     whole = predicted(Workload((128,) * 64, 64)).prediction
@@ -60,12 +60,12 @@ def test_a_choice_predicts_with_the_lengths_that_came():
 
 
 def test_rows_enter_together_where_few_tokens_are_slow():
-    """Short prompts join the matmuls of a decode step; after long ones a place is free for long anyhow."""
+    """Short prompts join the matmuls of a decode step and need not wait for others."""
     short, long = (predicted(Workload((n,) * 64, 32)) for n in (64, 200))
     assert short.least_free == 1 <= long.least_free <= 4
 
 
-def test_what_prompts_share_need_not_be_computed():
+def test_shared_prefixes_cost_no_compute():
     work = Workload((512,) * 16, 2)
     alone, shared = (predicted(each).prediction for each in (work, replace(work, shared=512 * 12, path=400)))
     assert shared.job_prefill_seconds < 0.5 * alone.job_prefill_seconds

@@ -1,0 +1,288 @@
+"""What decoder layers and the vocabulary head compute and move, in prefill and in a decode step.
+
+All quantities are linear in what is on each tier, so the same formulas cost a placement, arrays of placements and the
+variables of a linear program (`traffic.Amount`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from math import ceil, prod
+from typing import NamedTuple
+
+from h2o_flexgen.kernels.attention import prefill_pairs
+from h2o_flexgen.machine.profile import Profile
+from h2o_flexgen.planning.shapes import DECODER, HEAD, Shapes
+from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded, Traffic
+from h2o_flexgen.planning.workload import HEAD_ROWS, Batch, matmul_rows
+from h2o_flexgen.policy import Policy
+from h2o_flexgen.storage.disk import requests
+from h2o_flexgen.storage.queues import KV_BUFFERS
+from h2o_flexgen.storage.wal import wal_rows
+
+#: attention over a cache takes this many times as long if keys are rotated when they are used: measured on 2 cores,
+#: with 205 to 1025 slots of 3 to 32 heads, 1.4 to 2.3 in fp32, 1.5 to 2.8 in bf16, 1.5 to 2 in fp16
+ROLLED = 2.0
+
+
+class Part(NamedTuple):
+    """What one or several decoder layers have off the device.
+
+    Attributes:
+        weights: bytes in memory of the weights that are fetched meanwhile.
+        streamed: fraction of the layers' own weights that is not resident.
+        cache, activations: sequences times layers.
+    """
+
+    weights: Offloaded = Offloaded()
+    streamed: Amount = 0.0
+    cache: Offloaded = Offloaded()
+    activations: Offloaded = Offloaded()
+    layers: int = 1
+
+
+class CacheState(NamedTuple):
+    """The cache of a sequence in one layer, in the average decode step."""
+
+    slots: float  # in use
+    read: float  # slots and rows of the write-ahead log that are read of a KV block on disk
+    compactions: float  # of the log, per step
+    compacted: float  # slots that a compaction writes
+
+
+class LayerCost:
+    """Costs of the layers of one model on one machine.
+
+    Attributes:
+        matrices: {name: shape} of the matrices of each decoder layer and of the head. Matrices of the embedding layer
+            that are needed whole count with the first decoder layer.
+        layer_bytes: bytes in memory of these matrices.
+        hidden_bytes: bytes of a token's hidden state.
+        computed: fraction of the prompts' tokens that is computed; the rest is shared with another prompt.
+    """
+
+    def __init__(self, profile: Profile, shapes: Shapes, gen_len: int):
+        self.profile = profile
+        self.shapes = shapes
+        self.gen_len = gen_len
+        work = shapes.workload
+        self.computed = 1 - work.shared / sum(work.prompt_lens)
+        self.hidden_bytes = shapes.spec.hidden * shapes.itemsize
+        embedding, first, *others = map(_matrices, shapes.streamed)
+        self.matrices = [embedding | first, *others]
+        self.layer_bytes = [sum(map(shapes.nbytes, layer)) for layer in self.matrices]
+        # resident matrices are packed, except tables whose rows are looked up, and those that are decoded or unpacked
+        gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
+        self._packed = set(filter(shapes.read_as_kept, shapes.formats)) - gathered
+        self._crosses = 1 if shapes.cuda else 0  # whether disk data is also copied between the host and the GPU
+        self.matmul_seconds = cache(self.matmul_seconds)
+        self._attention = cache(self._attention)
+        self._decoding = cache(self._decoding)
+
+    # seconds of compute
+
+    def matmul_seconds(self, layer: int, rows: int, resident: bool = True) -> float:
+        """`rows` rows through the matrices of a layer, together; all of these are resident or all stream."""
+        seconds = 0.0
+        for name, shape in self.matrices[layer].items():
+            bits = None  # the matrix is multiplied as floats
+            if self.shapes.in_int8(name):
+                bits = 4 if self.shapes.reads_blocks(name) else 8
+            seconds += self.profile.matmul_seconds(shape, rows, resident and name in self._packed, bits)
+        return seconds
+
+    def _matmuls(self, layer: int, rows: Counter[int], streamed: Amount) -> Amount:
+        """Seconds of the matmuls of a layer.
+
+        Args:
+            rows: {rows of a matmul: how many such matmuls}.
+            streamed: fraction of the layer's weights that is not resident.
+        """
+        resident = 0.0
+        added = 0.0  # if all stream
+        for count, times in rows.items():
+            seconds = self.matmul_seconds(layer, count)
+            resident += times * seconds
+            added += times * max(0.0, self.matmul_seconds(layer, count, resident=False) - seconds)
+        return resident + added * streamed
+
+    def _attention(self, phase: str, work: float) -> float:
+        """Seconds of one sequence in one layer; phase and work as for `Profile.attention`."""
+        spec = self.shapes.spec
+        rule = self.shapes.rule
+        rates = self.profile.attention[phase][rule.measured_as(phase)]
+        if phase == "prefill":
+            return rates.seconds(work, spec.heads, spec.head_dim)
+        seconds = rates.seconds(work, spec.kv_heads, spec.head_dim, spec.groups)
+        return ROLLED * seconds if rule.rope else seconds
+
+    def _cached_attention(self, phase: str, slots: float) -> float:
+        """Seconds of one sequence in one layer, over `slots` slots. Quantised vectors take a CPU as long as floats; on
+        a GPU, and where keys are rotated, they are decoded first."""
+        shapes = self.shapes
+        elements = slots * shapes.spec.kv_width  # of K, and as many of V
+        seconds = self._attention(phase, 2 * elements * shapes.itemsize)
+        if shapes.kv_format.is_dense or not (shapes.cuda or shapes.rule.rope):
+            return seconds
+        return seconds + elements * sum(1 / self.profile.decode_rate(form.bits) for form in shapes.kv_format)
+
+    def head_seconds(self, rows: Sequence[int], streamed: Amount) -> Amount:
+        """Seconds from the last hidden states to tokens.
+
+        Args:
+            rows: sequences that go through the head together.
+            streamed: fraction of the head's weights that is not resident.
+        """
+        parts = sum((_cut(count, HEAD_ROWS) for count in rows), Counter())
+        return self._matmuls(HEAD, parts, streamed) + parts.total() * self._decoding(HEAD)
+
+    def _decoding(self, layer: int) -> float:
+        """Seconds in which a layer's quantised matrices are decoded, or unpacked to int8."""
+        seconds = 0.0
+        shapes = self.shapes
+        for name, shape in self.matrices[layer].items():
+            if not shapes.read_as_kept(name):
+                rate = self.profile.unpack_rate if shapes.in_int8(name) else self.profile.decode_rate
+                seconds += prod(shape) / rate(shapes.formats[name].bits)
+        return seconds
+
+    def conversion(self, weights: Offloaded) -> Amount:
+        """Seconds in which compute converts weights from disk, about as fast as a copy in RAM."""
+        per_byte = 1 / self.profile.links["cpu_to_gpu"].bytes_per_s
+        return per_byte * weights.disk if self.shapes.converts_by_compute else 0.0
+
+    def _prefill_compute(self, policy: Policy, batches: Sequence[Batch], streamed: Amount) -> Amount:
+        """Seconds of a decoder layer for the prompts of a block."""
+        rows: Counter[int] = Counter()
+        attention = 0.0
+        for (size, longest), count in Counter(batches).items():
+            for sequences, times in _cut(size, max(1, policy.prefill_tokens // longest)).items():
+                rows[sequences * longest] += count * times
+            pairs = prefill_pairs(longest, self.shapes.device, self.shapes.workload.cached_len)
+            flops = 4 * self.shapes.spec.query_width * pairs
+            attention += count * size * self._attention("prefill", flops)
+        dispatch = rows.total() * self.profile.step_seconds
+        matmuls = self._matmuls(DECODER, rows, streamed)
+        return self.computed * (attention + matmuls + dispatch + self._decoding(DECODER))
+
+    def _decode_attention(self, state: CacheState, on_device: Amount, on_host: Amount) -> Amount:
+        """Seconds of a decode step's attention, for sequences times layers whose attention runs on each."""
+        # the cache of a growing rule has empty slots, which compiled loops do not read
+        reads_empty = self.shapes.cuda or self.shapes.rule.growth == "fixed"
+        slots = state.slots if reads_empty else state.read + 1
+        device_seconds = self._cached_attention("decode", slots)
+        host_seconds = self._cached_attention("cpu" if self.shapes.cuda else "decode", slots)
+        return on_device * device_seconds + on_host * host_seconds
+
+    # bytes that move
+
+    def _copied(self, data: Offloaded) -> Amount:
+        """What is copied between the host and the device."""
+        return data.cpu + self._crosses * data.disk
+
+    def weight_traffic(self, weights: Offloaded) -> Traffic:
+        """`weights`: bytes in memory; a checkpoint of another type has fewer or more on disk."""
+        return Traffic(disk_to_cpu=self.shapes.stored_ratio * weights.disk, cpu_to_gpu=self._copied(weights))
+
+    def _fetched(self, policy: Policy, sequences: Offloaded, nbytes: float) -> Traffic:
+        """`nbytes` of each sequence to the device."""
+        return _read(policy, sequences.disk, nbytes) + Traffic(cpu_to_gpu=self._copied(sequences) * nbytes)
+
+    def _stored(self, policy: Policy, sequences: Offloaded, nbytes: float) -> Traffic:
+        """`nbytes` of each sequence from the device."""
+        return _write(policy, sequences.disk, nbytes) + Traffic(gpu_to_cpu=self._copied(sequences) * nbytes)
+
+    # what runs at the same time
+
+    def prefill(self, policy: Policy, batches: Sequence[Batch], part: Part) -> Flows:
+        """The prompts of a block, in the layers of `part`."""
+        longest = batches[0].longest
+        layout = self.shapes.kv
+        slots_before = self.shapes.workload.cached_len
+        slots_after = min(slots_before + self.shapes.rule.cached_len(longest, longest), layout.slots)
+        hidden = longest * self.hidden_bytes
+        compute = part.layers * self._prefill_compute(policy, batches, part.streamed)
+        cache_back = self._stored(policy, part.cache, slots_after * layout.row_bytes)
+        return Flows(
+            compute + self.conversion(part.weights),
+            self.weight_traffic(part.weights),
+            activations_in=self._fetched(policy, part.activations, hidden),
+            cache_in=self._fetched(policy, part.cache, slots_before * layout.row_bytes),
+            write_back=self._stored(policy, part.activations, hidden) + cache_back,
+        )
+
+    def decode(self, policy: Policy, batches: Sequence[Batch], part: Part) -> Flows:
+        """A decode step of a block: the cache is read, one token is written back, and now and then a KV block on disk
+        is compacted."""
+        sizes = [batch.size for batch in batches]
+        groups = matmul_rows(sizes)
+        state = self.cache_state(batches[0].longest)
+        row = self.shapes.kv.row_bytes
+        on_host = part.cache.cpu if policy.cpu_cache_compute else 0
+        copied = self._copied(part.cache) - on_host
+        context = self._crosses * on_host * self.hidden_bytes  # a query, a key or a value has about as many bytes
+
+        matmuls = part.layers * self._matmuls(DECODER, Counter(groups), part.streamed)
+        attention = self._decode_attention(state, part.layers * sum(sizes) - on_host, on_host)
+        dispatch = part.layers * (len(sizes) * self.profile.step_seconds + self._decoding(DECODER))
+
+        def staged(read: Amount, copied: Amount) -> Traffic:
+            """Caches that are read from disk and copied to the device."""
+            return _read(policy, read, state.read * row) + Traffic(cpu_to_gpu=copied * (state.slots * row))
+
+        new_token = _write(policy, part.cache.disk, row) + Traffic(gpu_to_cpu=copied * row + 3 * context)
+        compaction = _write(policy, part.cache.disk * state.compactions, state.compacted * row)
+        buffered = part.layers * len(groups) * KV_BUFFERS * policy.gpu_batch_size
+        return Flows(
+            matmuls + attention + dispatch + self.conversion(part.weights),
+            self.weight_traffic(part.weights),
+            cache_in=staged(part.cache.disk, copied) + Traffic(cpu_to_gpu=context),
+            write_back=new_token + compaction,
+            matmuls=matmuls,
+            cache_beside_matmuls=staged(buffered, buffered),
+        )
+
+    def cache_state(self, longest: int) -> CacheState:
+        """Of a sequence in a block whose longest prompt has `longest` tokens."""
+        steps = max(1, self.gen_len - 1)
+        if self.shapes.rule.growth == "fixed":  # compacted when the log is full
+            slots = self.shapes.kv.slots
+            rows = wal_rows(self.shapes.kv.segments)
+            logged = min(rows, steps - 1) / 2
+            return CacheState(slots, slots + logged, compactions=steps // (rows + 1) / steps, compacted=slots)
+        # the log is the open segment, until that is full
+        prompt, *segments = self.shapes.rule.segments(longest, self.gen_len)
+        ends = accumulate(segments, initial=prompt)
+        closed_slots = sum(size * end for size, end in zip(segments, ends)) / steps
+        open_slots = sum(size * size for size in segments) / steps
+        compactions = max(0, len(segments) - 1) / steps
+        return CacheState(closed_slots + open_slots, closed_slots + (open_slots - 1) / 2, compactions, open_slots)
+
+
+def _matrices(layer: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in layer.items() if len(shape) > 1}
+
+
+def _cut(total: int, most: int) -> Counter[int]:
+    """`total` rows in parts of `most`: {rows of a part: how many such parts}."""
+    full, rest = divmod(total, most)
+    return Counter([most] * full + [rest] * int(rest > 0))
+
+
+def _read(policy: Policy, sequences: Amount, nbytes: float) -> Traffic:
+    """`nbytes` of each sequence from disk, one batch after the other."""
+    return Traffic(disk_to_cpu=sequences * nbytes, reads=sequences * _requests_each(policy, nbytes))
+
+
+def _write(policy: Policy, sequences: Amount, nbytes: float) -> Traffic:
+    """`nbytes` of each sequence to disk, one batch after the other."""
+    return Traffic(cpu_to_disk=sequences * nbytes, writes=sequences * _requests_each(policy, nbytes))
+
+
+def _requests_each(policy: Policy, nbytes: float) -> float:
+    """Disk requests per sequence."""
+    batch = policy.gpu_batch_size
+    return requests(ceil(batch * nbytes)) / batch
