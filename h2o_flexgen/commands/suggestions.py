@@ -65,16 +65,19 @@ def suggest(
     policy = choice.policy
     fixed = {"compress_weight": choice.compress_weight, "compress_cache": choice.compress_cache}
     fixed["num_prompts"] = len(choice.workload.prompt_lens)
-    sizes = {"gpu_batch_size": policy.gpu_batch_size, "prefill_tokens": policy.prefill_tokens}
+    sizes = {}
+    if choice.plan.shared:  # without CUDA the batches of the plan suit its variants too, and keep their searches short
+        sizes = {"gpu_batch_size": policy.gpu_batch_size, "prefill_tokens": policy.prefill_tokens}
     for variants in changes(args, choice, is_quantised):
         speeds = {}
         for change in variants:
-            # with the batches of the plan a search is short; more prompts may need larger ones
             kept = fixed if "num_prompts" in change else fixed | sizes
             budget = KVBudget.from_ratio(HH_RATIO) if "hh_ratio" in change else choice.kv_budget
             changed = argparse.Namespace(**vars(args) | kept | change)
             with suppress(UserError):  # the model cannot have this format, or no policy fits
-                speeds[text_of(change)] = plan(changed, budget).prediction.tokens_per_s
+                planned = plan(changed, budget)
+                planned.plan.check()
+                speeds[text_of(change)] = planned.prediction.tokens_per_s
         for text, speed in speeds.items():
             if speed >= WORTH * now and WORTH * speed >= max(speeds.values()):
                 loss = (0.0, 0.0) if text.startswith("--num-prompts") else MEASURED.get(text)
@@ -87,9 +90,9 @@ def changes(args: argparse.Namespace, choice, is_quantised: bool) -> Iterator[li
     """Of each kind of change the variants, those with the least loss first."""
     if not is_quantised:
         yield [{"compress_weight": kind} for kind in ("int8", "int4")]
-        yield [{"compress_weight": kind, "compute": "int8"} for kind in ("int8", "int4")]
-    elif args.compute != "int8":
-        yield [{"compute": "int8"}]
+    if choice.plan.shared and args.compute != "int8":  # on CUDA int8 matmuls are no faster (docs/formats.md)
+        kinds = [{}] if is_quantised else [{"compress_weight": kind} for kind in ("int8", "int4")]
+        yield [kind | {"compute": "int8"} for kind in kinds]
     if choice.kv_budget is None:
         yield [{"hh_ratio": HH_RATIO}]
     if choice.compress_cache is None:

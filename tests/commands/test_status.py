@@ -120,7 +120,7 @@ def test_files_that_are_pipes(status, out, name):
 @pytest.mark.skipif(os.geteuid() != 0, reason="the test must become another user")
 def test_a_folder_without_permission(out):
     # before setuid, while they can be read
-    modules = "from h2o_flexgen.commands.main import main; import h2o_flexgen.commands.status"
+    modules = "from h2o_flexgen.commands.main import main; import h2o_flexgen.commands.status, locale"
     code = f"import os, sys; {modules}; os.setuid(54321); sys.exit(main(sys.argv[1:]))"
     out.parent.chmod(0o700)
     argv = [sys.executable, "-c", code, "status", out]
