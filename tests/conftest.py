@@ -15,7 +15,7 @@ from h2o_flexgen.utils.interrupts import STOPPING  # noqa: E402
 tqdm.monitor_interval = 0  # its thread comes with the first bar of a process: tests count threads
 settings.register_profile("exact", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("exact")
-pytest.register_assert_rewrite("cli_tools")
+pytest.register_assert_rewrite("command_tools")
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from cli_tools import FP32, write_prompts
+from command_tools import FP32, write_prompts
 from machines import laptop, planner_of
 
 from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError
@@ -23,7 +23,7 @@ from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import given_policy
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 KINDS = ["int8", "int4"]
 LENGTHS, MAX_TOKENS, SLOTS = [4, 8, 1], 7, (3, 2)

@@ -21,7 +21,7 @@ from h2o_flexgen.utils import copies
 from h2o_flexgen.utils.copies import RECORD, SMALL, converted
 from h2o_flexgen.utils.files import PIECE, PIECES, samples
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture

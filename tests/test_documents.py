@@ -12,7 +12,7 @@ import pytest
 
 from bench.common import ROOT
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: modules that `python -m` still runs under their historical names
 HISTORICAL = {"flex_opt": "generate", "policy_search": "search"}

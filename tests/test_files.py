@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from cli_tools import SHORT, tiny_state, write_model
+from command_tools import SHORT, tiny_state, write_model
 
 from h2o_flexgen.commands.main import main
 from h2o_flexgen.errors import UserError
@@ -14,7 +14,7 @@ from h2o_flexgen.models.registry import TOKENIZER_FILES
 from h2o_flexgen.utils import files
 from h2o_flexgen.utils.files import JSON_BYTES, check_small, open_regular, read_json, read_text, write_text
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def put(kind: str, path: Path) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cli_tools import (
+from command_tools import (
     FP32,
     ON_DISK,
     end,
@@ -34,7 +34,7 @@ from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.utils.interrupts import STOPPING, check, deferred, take_over
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: a random model whose job, all on disk, would take minutes
 SLOW = wide(256, vocab_size=512, num_hidden_layers=16, num_attention_heads=8, max_position_embeddings=2048)

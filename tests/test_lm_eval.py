@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import zoo
-from cli_tools import CHAT_TEMPLATE, environment
+from command_tools import CHAT_TEMPLATE, environment
 from machines import ROOT
 
 from h2o_flexgen import UserError
@@ -20,7 +20,7 @@ from h2o_flexgen.commands.main import main
 from h2o_flexgen.engine.outputs import ScoreOutput
 from h2o_flexgen.evaluation.harness import KNOWN, HarnessLM
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
 QUESTIONS = [

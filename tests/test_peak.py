@@ -10,14 +10,14 @@ import weakref
 
 import numpy as np
 import pytest
-from cli_tools import FP32, ON_DISK, ON_GPU, end, environment, percent, start, wide
+from command_tools import FP32, ON_DISK, ON_GPU, end, environment, percent, start, wide
 
 from bench.checkpoint import write_gguf
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine import step
 from h2o_flexgen.machine.device import CpuDevice
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: so large that weights, cache and workspaces outweigh the interpreter
 LARGE = wide(1024, vocab_size=30000, num_hidden_layers=4, num_attention_heads=16, max_position_embeddings=128)

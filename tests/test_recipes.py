@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 import zoo
-from cli_tools import FP32
+from command_tools import FP32
 from machines import ROOT, T4, laptop, planner_of
 from test_parity import test_tokens_are_those_of_transformers_and_of_the_oracle as check_tokens
 
@@ -24,7 +24,7 @@ from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import Workload
 from tests.kv_cache import test_rule_exactness, test_rules
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def blocks(document: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.machine import memory
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: every kind of RoPE, of attention groups and of families with RoPE, except RoPE that depends on the text's length
 MODELS = [name for name in zoo.CONFIGS if zoo.FAMILY[name] != "opt" and name not in zoo.BY_LENGTH]

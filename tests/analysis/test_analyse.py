@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_tools import TINY, last_line, write_model
+from command_tools import TINY, last_line, write_model
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.analysis import plot
@@ -17,7 +17,7 @@ from h2o_flexgen.commands.main import main
 from h2o_flexgen.jobs.input import builtin_text
 from h2o_flexgen.machine import memory
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 SHORT = ("--prompt-len", 30, "--gen-len", 20, "--windows", 2, "--hh-size", 3)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from cli_tools import ON_GPU, SHORT, percent, write_prompts
+from command_tools import ON_GPU, SHORT, percent, write_prompts
 
 from h2o_flexgen.commands.generate import make_parser
 from h2o_flexgen.policy import Policy
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.mark.parametrize(

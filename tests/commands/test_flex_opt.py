@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import FP32, ON_CPU, ON_DISK, ON_GPU, percent, read_rows, wide, write_model, write_rows
+from command_tools import FP32, ON_CPU, ON_DISK, ON_GPU, percent, read_rows, wide, write_model, write_rows
 
 from h2o_flexgen.commands.generate import rate
 from h2o_flexgen.policy import GIB, Policy
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 MOVED = {"disk_to_cpu": int, "cpu_to_gpu": int, "gpu_to_cpu": int, "cpu_to_disk": int}

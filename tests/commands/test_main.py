@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from cli_tools import environment
+from command_tools import environment
 
 from h2o_flexgen import __version__
 from h2o_flexgen.commands.main import COMMANDS, execute, main

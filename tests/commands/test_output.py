@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_tools import environment
+from command_tools import environment
 
 import h2o_flexgen
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.commands.main import execute
 from h2o_flexgen.commands.options import Parser
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 ROOT = Path(h2o_flexgen.__file__).parent
 #: what may print: commands, and lines of progress

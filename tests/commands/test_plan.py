@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
-from cli_tools import TINY, wide, write_model
+from command_tools import TINY, wide, write_model
 from machines import KERNELS, T4, laptop
 
 from bench.common import RESULTS
@@ -21,7 +21,7 @@ from h2o_flexgen.machine import memory
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.policy import GIB
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture

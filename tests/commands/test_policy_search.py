@@ -6,7 +6,7 @@ import json
 import shlex
 
 import pytest
-from cli_tools import TINY, write_model
+from command_tools import TINY, write_model
 from machines import ROOT, T4, laptop
 
 from h2o_flexgen import KVBudget
@@ -17,7 +17,7 @@ from h2o_flexgen.commands.options import make_policy
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.policy import GIB, Policy, given_policy
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 T4_FILE = ROOT / "policies" / "hardware" / "t4-16gb.json"

@@ -9,13 +9,13 @@ import subprocess
 import sys
 
 import pytest
-from cli_tools import FP32, environment, last_line, read_until, write_rows
+from command_tools import FP32, environment, last_line, read_until, write_rows
 from machines import laptop
 
 from h2o_flexgen import LLM
 from h2o_flexgen.commands.main import main
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 TEXT = "The page cache keeps what was read from a disk in memory, so that it need not be read again. " * 20
 LENGTHS = ("--prompt-len", 40, "--gen-len", 8, "--windows", 2)

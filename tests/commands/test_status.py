@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, environment, write_rows
+from command_tools import FP32, environment, write_rows
 
 from h2o_flexgen.commands.main import main
 from h2o_flexgen.jobs.job import Job
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 ROWS = [{"prompt_token_ids": [n, 5, 6]} for n in range(7, 11)] + [{"prompt_token_ids": []}]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import FP32, write_model, write_rows
+from command_tools import FP32, write_model, write_rows
 from zoo import CONFIGS
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.commands import stream
 from h2o_flexgen.commands.main import main
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 OPT = ("--no-position-rolling", "--hh-size", 8)
 

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 
-from cli_tools import FP32, command, environment, start
+from command_tools import FP32, command, environment, start
 
 from h2o_flexgen.utils.files import check_writable
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def test_a_closed_stdout_ends_the_command_quietly(model, tmp_path):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 
-from cli_tools import ON_CPU, ON_DISK, ON_GPU, percent
+from command_tools import ON_CPU, ON_DISK, ON_GPU, percent
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def test_dummy_weights_give_the_same_tokens_for_every_placement(generate, model):

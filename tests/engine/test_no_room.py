@@ -6,9 +6,9 @@ import errno
 import os
 
 import pytest
-from cli_tools import ON_CPU, ON_DISK, ON_GPU, SHORT, percent
+from command_tools import ON_CPU, ON_DISK, ON_GPU, SHORT, percent
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine.observer import Observer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 

@@ -7,7 +7,7 @@ import pytest
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine.observer import Observer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.mark.parametrize("policy", [Policy(1, 2), Policy(2, 1)], ids=["in batches", "in a batch"])

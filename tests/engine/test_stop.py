@@ -15,7 +15,7 @@ from h2o_flexgen.engine.sampling import Sampler
 from h2o_flexgen.engine.stop import PARTIAL, StopStrings, decode, most_tokens
 from h2o_flexgen.models.tokenizer import load_tokenizer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: one token of `byte_level`
 MERGED = "in"

@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from cli_tools import FP32, read_rows, write_rows
+from command_tools import FP32, read_rows, write_rows
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 PROMPT = [5, 6, 7]
 

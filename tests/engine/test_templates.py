@@ -12,7 +12,7 @@ from h2o_flexgen.engine.messages import Conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.tokenizer import load_tokenizer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: expects a text as content; prints a list of parts as Python does
 TEXT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

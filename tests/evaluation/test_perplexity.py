@@ -14,7 +14,7 @@ from h2o_flexgen.evaluation.passages import Passage, Source, passages_of, read_s
 from h2o_flexgen.evaluation.perplexity import measure
 from h2o_flexgen.evaluation.settings import Setting, make_settings
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 PROMPTS = [8, 12, 8]
 LENGTHS = [24, 30, 17]

@@ -10,7 +10,7 @@ from h2o_flexgen.evaluation.passages import Source
 from h2o_flexgen.evaluation.settings import make_settings
 from h2o_flexgen.evaluation.summaries import articles_of, mean_rouge, measure, rouge
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture

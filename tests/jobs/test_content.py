@@ -13,7 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from cli_tools import write_rows
+from command_tools import write_rows
 
 from h2o_flexgen.commands.stream import read_turns
 from h2o_flexgen.errors import UserError

@@ -7,10 +7,10 @@ import shlex
 import shutil
 
 import pytest
-from cli_tools import FP32, TINY, write_model
+from command_tools import FP32, TINY, write_model
 from machines import ROOT
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 TEXT = (ROOT / "docs" / "jobs.md").read_text()
 CODE = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL))

@@ -23,13 +23,13 @@ from pathlib import Path
 import pytest
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
-from cli_tools import FP32, ON_DISK, TINY, last_line, percent, read_rows, write_model, write_rows  # noqa: E402
+from command_tools import FP32, ON_DISK, TINY, last_line, percent, read_rows, write_model, write_rows  # noqa: E402
 
 from bench import common  # noqa: E402
 from h2o_flexgen.commands.main import run_command  # noqa: E402
 from h2o_flexgen.jobs.resume import Done  # noqa: E402
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 ROWS = [{"prompt_token_ids": [5 + n] * (3 + n)} for n in range(4)]
 #: calls with which a job reads, writes, replaces and locks its files, besides `open`

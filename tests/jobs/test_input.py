@@ -6,13 +6,13 @@ import json
 import sys
 
 import pytest
-from cli_tools import FP32, ON_DISK, ON_GPU, PROMPTS, percent, read_rows, write_rows
+from command_tools import FP32, ON_DISK, ON_GPU, PROMPTS, percent, read_rows, write_rows
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import builtin_prompts, builtin_text
 from h2o_flexgen.models.tokenizer import load_tokenizer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def test_texts_need_a_tokenizer_and_ids_need_none(cli, texts, model, tmp_path):

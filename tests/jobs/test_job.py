@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cli_tools import FP32, TINY, last_line, read_rows, write_model, write_rows
+from command_tools import FP32, TINY, last_line, read_rows, write_model, write_rows
 from machines import kernels
 
 from h2o_flexgen import LLM, SamplingParams, UserError
@@ -23,7 +23,7 @@ from h2o_flexgen.jobs.output import OutputFile
 from h2o_flexgen.jobs.settings import fingerprint
 from h2o_flexgen.kernels import int8, linear
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: rows that set parameters of their own, one that cannot be run, and one of OpenAI's
 ROWS = [

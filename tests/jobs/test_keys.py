@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import write_rows
+from command_tools import write_rows
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import read_rows

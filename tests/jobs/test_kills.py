@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
-from cli_tools import FP32, ON_DISK, end, percent, read_rows, start, wide, write_rows  # noqa: E402
+from command_tools import FP32, ON_DISK, end, percent, read_rows, start, wide, write_rows  # noqa: E402
 
 from bench import common  # noqa: E402
 

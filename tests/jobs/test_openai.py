@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, read_rows, write_rows
+from command_tools import FP32, read_rows, write_rows
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: the example of vLLM's documentation (offline inference with the OpenAI batch file format)
 VLLM = [

@@ -9,11 +9,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, TINY, last_line, percent, read_rows, write_prompts
+from command_tools import FP32, ON_DISK, PROMPTS, SHORT, TINY, last_line, percent, read_rows, write_prompts
 
 from h2o_flexgen.jobs.output import DoneRow, OutputFile, encoded, open_done, read_done
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def test_rows_come_in_the_order_of_the_input_with_exactly_four_fields(cli, model, tmp_path):

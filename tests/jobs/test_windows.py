@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from cli_tools import TINY, environment, read_rows, write_model, write_rows
+from command_tools import TINY, environment, read_rows, write_model, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import ROOT
@@ -27,7 +27,7 @@ from h2o_flexgen.jobs.job import Job
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 from h2o_flexgen.planning.workload import Workload
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 PARAMS = SamplingParams(max_tokens=5)
 

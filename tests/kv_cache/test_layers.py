@@ -19,7 +19,7 @@ from h2o_flexgen.kv_cache import check_rule, rule_for
 from h2o_flexgen.kv_cache.layers import LayerLosses
 from h2o_flexgen.models.spec import ModelSpec, Rope
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 BUDGETS = [0.05, 0.1, 0.2, 0.5]
 STEEP = [8.0, 4.0, 1.0, 0.0]

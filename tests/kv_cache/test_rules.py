@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 import zoo
-from cli_tools import SHORT
+from command_tools import SHORT
 from machines import T4, laptop, planner_of
 
 from h2o_flexgen import KVBudget, UserError
@@ -18,7 +18,7 @@ from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 LENGTHS = [5, 14, 9, 1]
 MAX_TOKENS = 10

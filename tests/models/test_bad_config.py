@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import SHORT, TINY
+from command_tools import SHORT, TINY
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def test_no_config(refused, broken):

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_tools import SHORT
+from command_tools import SHORT
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.errors import UserError
@@ -16,7 +16,7 @@ from h2o_flexgen.models.folder import is_whole, weight_files
 from h2o_flexgen.models.source import find_model
 from h2o_flexgen.storage.checkpoint import Checkpoint
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 4242\n"
 FIRST = "model-00001-of-00002.safetensors"

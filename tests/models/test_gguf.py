@@ -32,7 +32,7 @@ from h2o_flexgen.models.source import find_model
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.planning.workload import Workload
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 QUANTISED = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]

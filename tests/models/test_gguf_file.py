@@ -22,7 +22,7 @@ from h2o_flexgen.models.gguf_file import read_header, read_model
 from h2o_flexgen.models.registry import family, spec_of
 from h2o_flexgen.models.source import find_model
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 F32 = Type.F32.value

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cli_tools import CHAT_TEMPLATE, SHORT, TINY, read_rows, write_prompts
+from command_tools import CHAT_TEMPLATE, SHORT, TINY, read_rows, write_prompts
 from hub_server import COMMIT, Hub
 
 from h2o_flexgen.commands.main import main
@@ -18,7 +18,7 @@ from h2o_flexgen.models import hub as hub_module
 from h2o_flexgen.models import source
 from h2o_flexgen.models.repository import Repository, repository, with_revision
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 NAME = "someone/tiny-opt"
 
 

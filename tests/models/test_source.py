@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_tools import SHORT, to_bin
+from command_tools import SHORT, to_bin
 
 from h2o_flexgen.models import source
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.sentence_piece import surround
 from h2o_flexgen.models.tokenizer import end_ids, load_tokenizer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TEXT = "1234 cafe\u0301 it's  two\n"

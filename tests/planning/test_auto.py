@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import FP32, TINY, tiny_state, write_model, write_prompts
+from command_tools import FP32, TINY, tiny_state, write_model, write_prompts
 from machines import ROOT, laptop
 
 from h2o_flexgen import LLM, KVBudget, SamplingParams
@@ -15,7 +15,7 @@ from h2o_flexgen.machine import memory
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import Policy
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 T4_FILE = ROOT / "policies" / "hardware" / "t4-16gb.json"

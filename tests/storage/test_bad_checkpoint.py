@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_tools import FP32, ON_CPU, ON_DISK, ON_GPU, SHORT, cut, percent, tiny_state, to_bin, write_model
+from command_tools import FP32, ON_CPU, ON_DISK, ON_GPU, SHORT, cut, percent, tiny_state, to_bin, write_model
 
 from h2o_flexgen.storage.checkpoint import Checkpoint
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def test_no_weights(refused, broken):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_tools import ON_CPU, ON_DISK, ON_GPU, TINY, percent, tiny_state, write_model
+from command_tools import ON_CPU, ON_DISK, ON_GPU, TINY, percent, tiny_state, write_model
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.errors import UserError
@@ -17,7 +17,7 @@ from h2o_flexgen.storage import convert, stored
 from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.storage.disk import DiskIO
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 TIERS = {"gpu": ON_GPU, "cpu": ON_CPU, "disk": ON_DISK, "mixed": ("40", "30", "100", "0", "100", "0")}
 
@@ -141,7 +141,7 @@ FORMS = (
 @pytest.fixture(scope="session")
 def reference() -> list[list[int]]:
     """The tokens of transformers."""
-    from cli_tools import PROMPTS
+    from command_tools import PROMPTS
 
     lm = causal_lm()
     with torch.inference_mode():

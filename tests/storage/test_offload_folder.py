@@ -7,14 +7,14 @@ import stat
 from pathlib import Path
 
 import pytest
-from cli_tools import ON_DISK, PROMPTS
+from command_tools import ON_DISK, PROMPTS
 
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.storage.disk import OffloadFolder, default_root
 from h2o_flexgen.utils.files import cache_root
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 DISK = Policy(2, 2, tuple(map(float, ON_DISK)))
 

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 import torch
-from cli_tools import PROMPTS
+from command_tools import PROMPTS
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.engine.step import Walk
@@ -21,7 +21,7 @@ from h2o_flexgen.storage.queues import TransferQueue
 from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.storage.weights import WeightStore
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
