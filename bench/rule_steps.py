@@ -1,8 +1,8 @@
-"""How long a decode step takes with each cache rule, beside H2O's.
+"""Time a decode step with each cache rule, relative to H2O's.
 
 python -m bench.rule_steps --output docs/benchmarks/rule_steps.json
 
-All rules have as many slots, and run in turn in one process, so that noise meets them alike.
+All rules have the same number of slots and take turns in one process, so that noise affects them equally.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from collections import defaultdict
 from statistics import median
 
+import torch
+
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.commands import options
 from h2o_flexgen.evaluation.origin import origin
@@ -19,13 +21,16 @@ from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 
-#: sequences, tokens of their prompts, and decode steps that are timed
-SEQUENCES, PROMPT, STEPS = 8, 224, 32
+SEQUENCES = 8
+#: tokens of a prompt
+PROMPT = 224
+#: timed decode steps
+STEPS = 32
 
 
 def run(args: argparse.Namespace) -> None:
     seconds = defaultdict(list)
-    prompts = [[1 + (7 * n + m) % 1000 for m in range(PROMPT)] for n in range(SEQUENCES)]
+    prompts = (1 + torch.arange(PROMPT) + 7 * torch.arange(SEQUENCES)[:, None]).tolist()
     params = SamplingParams(max_tokens=STEPS + 1, ignore_eos=True)
     heavy = args.slots // 2
     with LLM(policy=Policy(gpu_batch_size=SEQUENCES), progress=False) as llm:
