@@ -72,9 +72,8 @@ def write_checkpoint(config: dict, folder: Path, dtype: str) -> Path:
         shard.clear()
 
     for name, shape in source.shapes.items():
-        tensor = torch.empty(shape, dtype=dtype)
-        source.read(name, tensor, None)
-        shard[name] = tensor
+        shard[name] = torch.empty(shape, dtype=dtype)
+        source.read(name, shard[name], None)
         if sum(t.nbytes for t in shard.values()) > SHARD:
             flush()
     flush()

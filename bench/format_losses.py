@@ -53,13 +53,9 @@ def setting_of(compress_cache: str | None, slots: int | None) -> Setting:
     return Setting("full" if budget is None else budget.rule, budget, compress_cache)
 
 
-def make_parser() -> argparse.ArgumentParser:
+if __name__ == "__main__":
     parser = options.Parser("python -m bench.format_losses", "Measure what fewer bits cost in quality.")
     parser.add_argument("text", metavar="TEXT")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--output", required=True)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(options.main(make_parser(), run, None))
+    sys.exit(options.main(parser, run, None))

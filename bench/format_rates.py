@@ -26,14 +26,12 @@ from h2o_flexgen.utils.files import rounded, to_json, write_text
 
 #: (out, in) of the matrices
 SHAPES = ((16384, 4096), (4096, 16384), (8192, 2048), (2048, 8192))
-#: rows of activations
 ROWS = (8, 32, 128, 512)
 #: a few columns of the activations are LARGE times the rest, as in a model
 LARGE_COLUMNS = 4
 LARGE = 50.0
-#: formats of weights to decode
+#: formats of weights and shape of the matrix to decode
 FORMATS = (Int8(), Int4(64), GGUF["Q8_0"], GGUF["Q4_0"], GGUF["Q4_1"])
-#: shape of the matrix to decode
 DECODED = (4096, 4096)
 #: sequences, KV heads, queries per KV head, head size, slots
 CACHES = ((16, 8, 4, 64, 512), (16, 8, 4, 128, 1024), (8, 32, 1, 64, 205))
@@ -132,11 +130,7 @@ def run(args: argparse.Namespace) -> None:
     write_text("--output", args.output, to_json(rounded(result, 3)) + "\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
+if __name__ == "__main__":
     parser = options.Parser("python -m bench.format_rates", "Time matmuls in int8, and the decoding of weights.")
     parser.add_argument("--output", required=True)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(options.main(make_parser(), run, None))
+    sys.exit(options.main(parser, run, None))

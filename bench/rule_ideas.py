@@ -196,15 +196,11 @@ def perplexities(llm: LLM, passages: list[list[Passage]]) -> tuple[int, Callable
     return sum(map(len, texts)) - sum(prompt_lens), job
 
 
-def make_parser() -> argparse.ArgumentParser:
+if __name__ == "__main__":
     parser = options.Parser("python -m bench.rule_ideas", "Measure ideas for cache rules.")
     parser.add_argument("texts", nargs="+", metavar="TEXT")
     parser.add_argument("--slots", type=int, default=204)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--layers", required=True, help="output of h2o-flexgen calibrate")
     parser.add_argument("--output", required=True)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(options.main(make_parser(), run, None))
+    sys.exit(options.main(parser, run, None))

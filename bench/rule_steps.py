@@ -21,10 +21,9 @@ from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 
+#: sequences, tokens of a prompt, timed decode steps
 SEQUENCES = 8
-#: tokens of a prompt
 PROMPT = 224
-#: timed decode steps
 STEPS = 32
 
 
@@ -46,13 +45,9 @@ def run(args: argparse.Namespace) -> None:
     write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
+if __name__ == "__main__":
     parser = options.Parser("python -m bench.rule_steps", "Time a decode step with each cache rule.")
     parser.add_argument("--slots", type=int, default=204)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", required=True)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(options.main(make_parser(), run, None))
+    sys.exit(options.main(parser, run, None))

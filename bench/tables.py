@@ -87,8 +87,7 @@ def command_text(data: dict) -> str:
 
 def provenance(data: dict) -> str:
     """The machine, versions, date and command of a result."""
-    cap = f", capped at {data['cap_gib']:g} GiB with page cache" if data.get("cap_gib") else ""
-    return f"{machine_text(data['machine'])}{cap}; {version_text(data)}; {data['date']}; {command_text(data)}"
+    return f"{machine_text(data['machine'])}; {version_text(data)}; {data['date']}; {command_text(data)}"
 
 
 def job_text(job: dict) -> str:

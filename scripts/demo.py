@@ -15,11 +15,9 @@ from h2o_flexgen.jobs.input import builtin_prompts
 QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "Give me a tip for better sleep.")
 #: topics of the language reference that ships with Python
 TEXTS = ("with", "exceptions")
-#: number of passages to score
+#: passages to score, tokens of their prompts, and scored tokens, which are fed one by one
 PASSAGES = 8
-#: tokens of a passage's prompt
 PROMPT = 256
-#: scored tokens of a passage, which are fed one by one
 SCORED = 64
 PARAMS = SamplingParams(max_tokens=40)
 #: fp32, since 16-bit types round differently from one processor to the next

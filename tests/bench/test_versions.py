@@ -61,17 +61,6 @@ def test_rows_end_at_drawn_lengths_and_row_steps_are_counted(talker, tmp_path, m
     assert 0 < found["peak_over_plan"] and found["moved_gb"] >= 0 and found["dtype"] == "float32"
 
 
-def test_the_policy_is_fixed_and_only_runs_from_disk_are_capped():
-    for workload in WORKLOADS.values():
-        assert versions.cap_bytes(workload, "ram") is None
-        assert versions.cap_bytes(workload, "disk") == workload.cap * common.GIB
-        assert versions.policy(workload, "ram").percent == versions.IN_RAM
-        assert versions.policy(workload, "disk").percent == workload.on_disk
-        assert workload.shared < workload.prompt_len
-    assert WORKLOADS["geometric"].batch * WORKLOADS["geometric"].batches == 48
-    assert WORKLOADS["shared"].on_disk == (0, 0, 0, 0, 0, 0)
-
-
 def test_a_run_of_another_version_or_with_other_lengths_is_refused():
     workload = replace(WORKLOADS["equal"], rows=2)
     found = {"package": "/a/h2o_flexgen", "lengths": [12, 12]}
