@@ -193,8 +193,8 @@ def main() -> None:
             for name in args.job or JOBS:
                 for options in settings(system, args.places, args.kvu):
                     found = run(JOBS[name], system, options, args.limit, folder)
-                    made = {"date": date.today().isoformat(), "commit": common.commit()}
-                    record({"job": name, "system": system, "options": options} | found | made)
+                    stamp = {"date": date.today().isoformat(), "commit": common.commit()}
+                    record({"job": name, "system": system, "options": options} | found | stamp)
                     outcome = found.get("failed") or "{seconds:.1f} s, {rows_per_s:.2f} rows/s".format(**found)
                     print(f"{name}, {system} {options or ''}: {outcome}", flush=True)
     from bench.tables import provenance, real_jobs

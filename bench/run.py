@@ -87,8 +87,8 @@ class Runner:
         if (system.module, system.kind) not in self.ready:
             self.prepare(job)
             self.ready.add((system.module, system.kind))
-        made = {"date": date.today().isoformat(), "commit": common.commit()}
-        found = run_job(job, row.limit, self.home) | setting | made
+        stamp = {"date": date.today().isoformat(), "commit": common.commit()}
+        found = run_job(job, row.limit, self.home) | setting | stamp
         if "decode" in found and job.gen_len < row.gen_len:
             found["decode"] *= (row.gen_len - 1) / (job.gen_len - 1)
         outcome = found.get("failed") or f"{speed(found, row.gen_len):.2f} tokens/s"
@@ -220,12 +220,12 @@ def run_row(runner: Runner, name: str, settings: dict[str, dict], runs: int, fil
     if (old := common.load_result(file)) and set(settings) < set(row.systems):
         common.check_origin(file, old, common.origin(), "run all systems, or use --quick")
         known = old["systems"]
-    made: dict[str, list[dict]] = {system: [] for system in settings}
+    found: dict[str, list[dict]] = {system: [] for system in settings}
     for _ in range(runs):
         for system, chosen in settings.items():
-            made[system].append(runner.run(system, chosen))
-            found = known | {each: summarise(done, row.gen_len) for each, done in made.items() if done}
-            common.save(file, {"row": name, "job": row.job(), "systems": found})
+            found[system].append(runner.run(system, chosen))
+            medians = {each: summarise(done, row.gen_len) for each, done in found.items() if done}
+            common.save(file, {"row": name, "job": row.job(), "systems": known | medians})
     return common.load_result(file)
 
 

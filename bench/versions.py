@@ -104,20 +104,20 @@ class Runner:
         self.file = file
         self.dtype = "auto"
 
-    def run(self, side: str, workload: Workload, where: str, seed: int = 0) -> dict:
+    def run(self, side: str, workload: Workload, tier: str, seed: int = 0) -> dict:
         """The figures of one run. Raises SystemExit with its output if it dies."""
         folder = self.scratch / "run"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         model = checkpoint(workload.model, workload.kind, "bfloat16", common.data_folder())
-        job = asdict(workload) | {"model": str(model), "policy": asdict(policy(workload, where)), "seed": seed}
+        job = asdict(workload) | {"model": str(model), "policy": asdict(policy(workload, tier)), "seed": seed}
         job |= {"dtype": self.dtype, "compute": self.compute, "scratch": str(folder)}
         (folder / "job.json").write_text(json.dumps(job))
         drop_page_cache(model)
         argv = [sys.executable, "-P", str(common.ROOT / "bench" / "lot.py"), str(folder / "job.json")]
         home = common.data_folder() / f"home-{side}"
         env = os.environ | {"PYTHONPATH": str(self.folders[side]), "H2O_FLEXGEN_HOME": str(home)}
-        with MemoryCap(cap_bytes(workload, where)) as cap, common.machine_use() as use:
+        with MemoryCap(cap_bytes(workload, tier)) as cap, common.machine_use() as use:
             try:
                 done = cap.run(argv, self.limit, cwd=folder, env=env, capture_output=True, text=True)
             except subprocess.TimeoutExpired:
@@ -129,13 +129,13 @@ class Runner:
         return found | use
 
 
-def policy(workload: Workload, where: str) -> Policy:
-    percent = IN_RAM if where == "ram" else workload.on_disk
+def policy(workload: Workload, tier: str) -> Policy:
+    percent = IN_RAM if tier == "ram" else workload.on_disk
     return Policy(gpu_batch_size=workload.batch, num_gpu_batches=workload.batches, percent=percent)
 
 
-def cap_bytes(workload: Workload, where: str) -> int | None:
-    return None if where == "ram" else int(workload.cap * common.GIB)
+def cap_bytes(workload: Workload, tier: str) -> int | None:
+    return None if tier == "ram" else int(workload.cap * common.GIB)
 
 
 def check(found: dict, workload: Workload, seed: int, folder: Path) -> None:
@@ -146,36 +146,36 @@ def check(found: dict, workload: Workload, seed: int, folder: Path) -> None:
     assert found["lengths"] == lengths, "rows did not end at their lengths"
 
 
-def compare(runner: Runner, name: str, workload: Workload, where: str, pairs: int) -> dict:
+def compare(runner: Runner, name: str, workload: Workload, tier: str, pairs: int) -> dict:
     """Run pairs of both versions, in alternating order; results are stored after each pair."""
     sides = [side for side in SIDES if side in runner.folders]
     warm_up = replace(workload, rows=workload.batch * workload.batches, most=2, draw=None)
     runner.dtype = "auto"
     for side in reversed(sides):  # measures the machine and compiles loops; this version chooses the data type
-        found = runner.run(side, warm_up, where)
+        found = runner.run(side, warm_up, tier)
         runner.dtype = found["dtype"] if side == "new" else runner.dtype
-    made: dict[str, list[dict]] = {side: [] for side in sides}
+    runs: dict[str, list[dict]] = {side: [] for side in sides}
     for pair in range(pairs):
         for side in sides if pair % 2 == 0 else reversed(sides):
-            made[side].append(runner.run(side, workload, where, seed=pair))
-            seconds = made[side][-1][workload.measure]
-            print(f"{name}, {where}, pair {pair + 1}, {side}: {seconds:.1f} s", flush=True)
+            runs[side].append(runner.run(side, workload, tier, seed=pair))
+            seconds = runs[side][-1][workload.measure]
+            print(f"{name}, {tier}, pair {pair + 1}, {side}: {seconds:.1f} s", flush=True)
         if len(sides) == len(SIDES):
-            store(result(runner, name, workload, where, made), runner.file)
-    return result(runner, name, workload, where, made)
+            store(result(runner, name, workload, tier, runs), runner.file)
+    return result(runner, name, workload, tier, runs)
 
 
-def result(runner: Runner, name: str, workload: Workload, where: str, made: dict[str, list[dict]]) -> dict:
+def result(runner: Runner, name: str, workload: Workload, tier: str, runs: dict[str, list[dict]]) -> dict:
     """Medians of each side and of the pairs' ratios; above 1 this version is faster."""
-    found = {"workload": name, "where": "RAM" if where == "ram" else f"disk, {workload.cap:g} GiB cap"}
+    found = {"workload": name, "where": "RAM" if tier == "ram" else f"disk, {workload.cap:g} GiB cap"}
     found |= {key: value for key, value in asdict(workload).items() if key not in ("on_disk", "cap")}
     found["about"] = f"{workload.rows} x {workload.prompt_len} tokens: {workload.about}"
-    found |= {"policy": policy_text(asdict(policy(workload, where))), "computes_in": runner.dtype}
-    found |= {"compute": runner.compute, "date": date.today().isoformat(), "pairs": min(map(len, made.values()))}
-    for side, runs in made.items():
-        found[side] = summary(runs) | {"commit": common.commit(runner.folders[side])}
-    if len(made) == len(SIDES):
-        pairs = list(zip(made["old"], made["new"]))
+    found |= {"policy": policy_text(asdict(policy(workload, tier))), "computes_in": runner.dtype}
+    found |= {"compute": runner.compute, "date": date.today().isoformat(), "pairs": min(map(len, runs.values()))}
+    for side, of_side in runs.items():
+        found[side] = summary(of_side) | {"commit": common.commit(runner.folders[side])}
+    if len(runs) == len(SIDES):
+        pairs = list(zip(runs["old"], runs["new"]))
         found["ratios"] = [old[workload.measure] / new[workload.measure] for old, new in pairs]
         found["ratio"] = median(found["ratios"])
         found["same_tokens"] = all(old["digest"] == new["digest"] for old, new in pairs)
@@ -231,8 +231,8 @@ def main() -> None:
     with common.scratch() as scratch:
         runner = Runner(folders, scratch, args.compute, args.limit, args.file)
         for name in args.workload:
-            for where in args.where:
-                found = compare(runner, name, resize(WORKLOADS[name], args), where, args.pairs)
+            for tier in args.where:
+                found = compare(runner, name, resize(WORKLOADS[name], args), tier, args.pairs)
                 print(json.dumps(found, indent=1), flush=True)
 
 

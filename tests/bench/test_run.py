@@ -79,11 +79,11 @@ def test_medians_and_ranges_are_of_the_runs_that_completed():
 
 
 def test_further_figures_of_a_system_are_kept():
-    told = {"policy": "4 x 2, 0 0 100 0 100 0", "bound_by": "disk", "predicted_over_measured": 0.8}
+    figures = {"policy": "4 x 2, 0 0 100 0 100 0", "bound_by": "disk", "predicted_over_measured": 0.8}
     made = {"date": "d", "commit": "c", "batch": 1}
-    runs = [times(1, 1, **told, **made), times(1, 1, **made, **told | {"predicted_over_measured": 1.0})]
+    runs = [times(1, 1, **figures, **made), times(1, 1, **made, **figures | {"predicted_over_measured": 1.0})]
     found = run.summarise(runs, 32)
-    assert found["policy"] == told["policy"] and found["predicted_over_measured"] == pytest.approx(0.9)
+    assert found["policy"] == figures["policy"] and found["predicted_over_measured"] == pytest.approx(0.9)
 
 
 def test_results_of_systems_that_are_not_run_stay(results):

@@ -82,7 +82,7 @@ class Fake:
     def __init__(self):
         self.asked = []
 
-    def run(self, side: str, workload: Workload, where: str, seed: int = 0) -> dict:
+    def run(self, side: str, workload: Workload, tier: str, seed: int = 0) -> dict:
         self.asked.append((side, workload.rows, seed, self.dtype))
         seconds = (1 + seed) * (2.0 if side == "old" else 1.0)
         figures = dict.fromkeys(versions.FIGURES.split(), seconds) | {"running_share": 0.5}
@@ -112,8 +112,8 @@ def test_one_version_alone_stores_nothing():
 
 
 def test_the_table_has_a_line_for_each_workload_and_place():
-    for name, where in (("shared", "disk"), ("geometric", "disk"), ("geometric", "ram")):
-        versions.compare(Fake(), name, WORKLOADS[name], where, 1)
+    for name, tier in (("shared", "disk"), ("geometric", "disk"), ("geometric", "ram")):
+        versions.compare(Fake(), name, WORKLOADS[name], tier, 1)
     rows = tables.against_older(common.load_result(versions.FILE))
     lines = tables.columns(rows, tables.VERSIONS.columns).splitlines()[2:]
     assert [line.split(" | ")[1] for line in lines] == ["RAM", "disk, 1.25 GiB cap", "disk, 1.25 GiB cap"]
